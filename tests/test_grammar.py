@@ -13,13 +13,14 @@ import pytest
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar import bounds, cost, masks
-from outrider.models.grammar import compiler as compiler_module
+from outrider.models.grammar import matchers as matchers_module
 from outrider.models.grammar.compiler import (
     MAX_CACHED_PER_OWNER,
     MAX_WAITING,
     CompiledGrammar,
     GrammarCompiler,
 )
+from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.rows import GrammarRows
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
 from outrider.models.grammar.state import GrammarState
@@ -363,6 +364,7 @@ def fresh(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 
 def worn(grammar: CompiledGrammar) -> None:
     """Fills the lexer that the grammar's texts share: a copy of its matcher can do nothing any more."""
+    assert isinstance(grammar.matchers, Matchers)
     matcher = grammar.matchers.current.deep_copy()
     rng, size = np.random.default_rng(9), grammar._vocabulary.num_tokens
     while not matcher.is_error():
@@ -419,7 +421,7 @@ def test_a_full_lexer_refuses_no_token(fresh: GrammarCompiler) -> None:
 
 def test_a_costly_grammar_that_wears_out_ends_by_name(fresh: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not compiled while its texts wait. The next request has it compiled; never does a text end as if whole."""
-    monkeypatch.setattr(compiler_module, "MAX_AGAIN_S", -1.0)
+    monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", -1.0)
     grammar = fresh.compile(GROWING)
     state = grammar.state()
     walked(state, 1, 50)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.attacks.exchange import HOST, read_answer, request_bytes
+from bench.attacks.prober import the_prober
 from bench.attacks.rows import percentile
 from bench.attacks.subject import Server
-
-_EVERY_S = 0.01
 
 
 @dataclass(slots=True)
@@ -41,15 +37,13 @@ class Latency:
 
 @contextmanager
 def health_of(server: Server, *, reconnects: bool = False, timeout_s: float = 20.0) -> Iterator[Latency]:
-    """Asks all the while, on one connection or on a new one each time; complete when the context is left."""
-    latency, is_over = Latency(), threading.Event()
-    thread = threading.Thread(target=_ask, args=(server.port, latency, is_over, reconnects, timeout_s), daemon=True)
-    thread.start()
+    """Asks all the while, on one connection or on a new one each time; filled in when the context is left."""
+    latency, prober = Latency(), the_prober()
+    name = prober.begin(server.port, reconnects=reconnects, timeout_s=timeout_s)
     try:
         yield latency
     finally:
-        is_over.set()
-        thread.join()
+        latency.values, latency.num_failures = prober.end(name)
 
 
 def latency_of(reports: Any) -> Latency:
@@ -58,34 +52,6 @@ def latency_of(reports: Any) -> Latency:
     while reports.poll():
         latency.values.append(reports.recv())
     return latency
-
-
-def _ask(port: int, latency: Latency, is_over: threading.Event, reconnects: bool, timeout_s: float) -> None:
-    request = request_bytes(port, "GET", "/health/live")
-    connection: socket.socket | None = None
-    while not is_over.is_set():
-        began_s = time.perf_counter()
-        try:
-            if connection is None:
-                connection = socket.create_connection((HOST, port), timeout_s)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(request)
-            if read_answer(connection) != 200:
-                raise ConnectionError
-        except TimeoutError:
-            connection = None
-        except OSError:
-            latency.num_failures += 1
-            connection = None
-            is_over.wait(_EVERY_S)
-            continue
-        latency.values.append(time.perf_counter() - began_s)
-        if reconnects and connection is not None:
-            connection.close()
-            connection = None
-        is_over.wait(_EVERY_S)
-    if connection is not None:
-        connection.close()
 
 
 @dataclass(slots=True)

@@ -149,10 +149,11 @@ def test_a_text_goes_on_with_what_belongs_to_it(
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["ab", "cd"]}, "n": {"type": "integer"}}}
 
 
-def grammar_of(ruled: Ruled, spec: GrammarSpec) -> CompiledGrammar:
-    """Compiled for the reference target."""
+def grammar_of(ruled: Ruled, spec: GrammarSpec, engine: VllmEngine | None = None) -> CompiledGrammar:
+    """Compiled for the reference target, here or in the engine's workers."""
     stop_id = int(ruled.reference.model.config.eos_token_id)
-    return GrammarCompiler(ruled.tokenizer, ruled.vocab_size, [stop_id]).compile(spec)
+    elsewhere = None if engine is None else engine.grammar_builder
+    return GrammarCompiler(ruled.tokenizer, ruled.vocab_size, [stop_id], elsewhere).compile(spec)
 
 
 def test_grammars_hold_on_vllm(
@@ -162,10 +163,10 @@ def test_grammars_hold_on_vllm(
     schema = GrammarSpec("json_schema", json.dumps(SCHEMA | {"required": ["name"], "additionalProperties": False}))
     asked = []
     for index, spec in enumerate((schema, GrammarSpec("regex", "[a-c]{3,9}x"))):
-        grammar = grammar_of(ruled, spec)
+        grammar = grammar_of(ruled, spec, engine)
         stops = frozenset(grammar.stop_ids)
         prompt, params, _ = texts[index]
-        truth = ruled(prompt, params, RowPlan(stop_ids=stops, grammar=grammar))
+        truth = ruled(prompt, params, RowPlan(stop_ids=stops, grammar=grammar_of(ruled, spec)))
         request = GenerateRequest(prompt, params, NUM_TOKENS, stops, patience_ms=0.0, grammar=grammar)
         asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
     running = run_all(engine, asked)
@@ -179,7 +180,7 @@ def test_what_no_token_fits_ends_alone(
 ) -> None:
     """A grammar and rules that leave nothing together; a text beside it goes on."""
     prompt, params, truth = texts[0]
-    grammar = grammar_of(ruled, GrammarSpec("choice", '["yes", "no"]'))
+    grammar = grammar_of(ruled, GrammarSpec("choice", '["yes", "no"]'), engine)
     rules = RowRules(allowed_ids=(ruled.tokenizer.encode("?", add_special_tokens=False)[0],))
     bad = GenerateRequest(prompt, params, NUM_TOKENS, frozenset(grammar.stop_ids), grammar=grammar, rules=rules)
     fine = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0)

@@ -24,6 +24,7 @@ from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
 from outrider.cloud.vllm.options import VllmOptions, engine_arguments
 from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams, pick
@@ -162,6 +163,10 @@ class _View(ServingEngine):
     @property
     def limits(self) -> ModelLimits:
         return self._engine.limits
+
+    @property
+    def grammar_builder(self) -> BuildElsewhere:
+        return self._engine.grammar_builder
 
     def calibrate(self) -> None:
         """Was done once."""

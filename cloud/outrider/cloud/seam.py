@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 from outrider.cloud.distributions import Distributions
 from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.errors import RequestError
-from outrider.models.grammar.compiler import CompiledGrammar
+from outrider.models.grammar.compiler import BuildElsewhere, CompiledGrammar
 from outrider.models.protocol import EndReason
 from outrider.models.rejection import Evidence
 from outrider.models.runtimes.base import ModelLimits
@@ -306,6 +306,11 @@ class ServingEngine(Protocol):
     def limits(self) -> ModelLimits:
         """Vocabulary, and the longest sequence that model and cache can hold."""
         ...
+
+    @property
+    def grammar_builder(self) -> BuildElsewhere | None:
+        """Builds grammars where the engine makes its masks, if that is in other processes."""
+        return None
 
     def calibrate(self) -> None:
         """Measures what a step costs. Blocking; call it once, before `start`. Raises ConfigError."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from functools import cache
+from typing import Final
+
+TRIM_EVERY_S: Final = 1.0
 
 
 def trim_heap() -> None:
@@ -14,6 +18,19 @@ def trim_heap() -> None:
     """
     if (trim := _malloc_trim()) is not None:
         trim(0)
+
+
+class HeapTrimmer:
+    """Trims the heap at most once in `TRIM_EVERY_S`. For one thread."""
+
+    def __init__(self) -> None:
+        self._trimmed_s = time.monotonic()
+
+    def trim(self) -> None:
+        """Trims it, or does nothing."""
+        if (now := time.monotonic()) - self._trimmed_s >= TRIM_EVERY_S:
+            self._trimmed_s = now
+            trim_heap()
 
 
 @cache

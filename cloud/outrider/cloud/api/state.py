@@ -171,8 +171,8 @@ class Core:
         self._recall = Recall(self.recent, self.model.target) if self.recent is not None else None
         self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
-        model, vocab_size = self.model, self.engine.limits.vocab_size
-        self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids)))
+        model, vocab_size, elsewhere = self.model, self.engine.limits.vocab_size, self.engine.grammar_builder
+        self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))
 
     async def recall(self, request: GenerateRequest, *, is_allowed: bool = True) -> Recalled:
         """The request, with the earlier text after its prompt where texts are kept and there is one.

@@ -19,6 +19,7 @@ from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sin
 from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.text import CascadeCounts, CascadedText, Upstream, UpstreamRetry
 from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.protocol import ModelFacts
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.tree_draft import TreeDraft
@@ -64,6 +65,11 @@ class CascadeEngine(ServingEngine):
     def limits(self) -> ModelLimits:
         """The target's."""
         return self._limits
+
+    @property
+    def grammar_builder(self) -> BuildElsewhere | None:
+        """The mid's, which makes masks for drafts."""
+        return self._mid.grammar_builder
 
     def calibrate(self) -> None:
         """As the mid's."""

@@ -65,7 +65,7 @@ class Served:
     turn_began: int | None = None
     num_wanted: int = 0
     logprobs: list[tuple[int, float, list[int], list[float]]] = field(default_factory=list)
-    refusal: tuple[str, str] | None = None
+    refusal: tuple[str, str, bool] | None = None
 
     @property
     def owner(self) -> bytes:

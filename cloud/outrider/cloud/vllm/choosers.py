@@ -7,7 +7,6 @@ states are brought to what vLLM has kept.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,8 +20,12 @@ from outrider.cloud.engine.choosers import chooser_of
 from outrider.cloud.vllm.terms import request_of
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.grammar.building import Built, build, deep_pool
+from outrider.models.grammar.compiler import CompiledGrammar, compiled_of
+from outrider.models.grammar.cost import TookTooLong
 from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.grammar.vocabulary import Vocabulary
+from outrider.models.heap import HeapTrimmer
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.transforms.chooser import RowChooser
 
@@ -31,12 +34,11 @@ LOGPROBS: Final = "outrider_logprobs"
 theirs.
 """
 REFUSALS: Final = "outrider_refusals"
-"""The same: code and message of the error of a request whose rules leave no token, or whose grammar is too costly."""
-
-MAX_READY: Final = 64
-"""Grammars that a worker holds compiled; each takes 10 to 20 MB at most."""
+"""The same: the refusal of a request whose rules leave no token, or whose grammar is too costly."""
 
 Logprobs = list[tuple[int, float, list[int], list[float]]]
+Refusal = tuple[str, str, bool]
+"""Code and message of an error, and whether the request's grammar took too long."""
 
 
 @dataclass(slots=True)
@@ -44,7 +46,11 @@ class Found:
     """What a step's choosers found, by request (V2: by its slot)."""
 
     logprobs: dict[Any, Logprobs] = field(default_factory=dict)
-    refusals: dict[Any, tuple[str, str]] = field(default_factory=dict)
+    refusals: dict[Any, Refusal] = field(default_factory=dict)
+
+    def refuse(self, key: Any, error: RequestError) -> None:
+        """Notes that a request ends with this error."""
+        self.refusals[key] = error.code, str(error), isinstance(error, TookTooLong)
 
     def clear(self) -> None:
         """Begins a step."""
@@ -59,66 +65,53 @@ class Found:
 
 
 class WorkerGrammars:
-    """The grammars that a worker has compiled, or compiles in its own thread.
+    """The grammars that the server's process has asked for, by the numbers that it gave; compiled in a thread of its
+    own. The server counts and bounds them: here they stay until it lets them go.
 
     model: the target's directory. vocab_size: of its logits.
     """
 
     def __init__(self, model: str, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._compilers: dict[tuple[int, ...], GrammarCompiler] = {}
-        self._working: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, "grammars")
         self._model = model
+        self._vocab_size = vocab_size
+        self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._trimmer = HeapTrimmer()
+        self._working: dict[int, Future[tuple[CompiledGrammar | None, Built]]] = {}
 
-    def is_ready(self, terms: list[Any]) -> bool:
-        """Whether `compiled` answers at once; begins to compile where not. A fault is an answer, too.
+    def compile(self, number: int, terms: list[Any]) -> Built | None:
+        """Begins to compile a grammar; None until it is done. Raises TokenizerError."""
+        work = self._working.get(number)
+        if work is None:
+            self._pool = self._pool or deep_pool()  # here: most servers see no grammar
+            work = self._working[number] = self._pool.submit(self._compile, terms)
+        if not work.done():
+            return None
+        return work.result()[1]
 
-        What is ready stays so until `MAX_READY` others came after it: its request may wait in the queue.
-        """
-        key = _key(terms)
-        work = self._working.get(key)
-        if work is None or _is_worn_out(work):
-            while len(self._working) >= MAX_READY:
-                self._working.popitem(last=False)
-            work = self._working[key] = self._thread.submit(self._compile, terms)
-        self._working.move_to_end(key)
-        return work.done()
+    def forget(self, numbers: Collection[int]) -> None:
+        """Lets grammars go; texts that are in work keep theirs."""
+        for number in numbers:
+            work = self._working.pop(number, None)
+            if work is not None:
+                work.cancel()
+        if self._pool is not None:
+            self._pool.submit(self._trimmer.trim)
 
-    def compiled(self, terms: list[Any]) -> CompiledGrammar:
-        """The grammar; compiles nothing, so that no step waits. Raises RequestError as `GrammarCompiler.compile`, and
-        `too_many_grammars` where the grammar has made room for others.
-        """
-        work = self._working.get(_key(terms))
-        if work is None or not work.done():
-            raise RequestError(
-                "too_many_grammars",
-                f"{MAX_READY} grammars came while this one waited; try again later",
-                status=429,
-            )
-        return work.result()
+    def compiled(self, number: int) -> CompiledGrammar:
+        """A grammar that is compiled."""
+        grammar, _ = self._working[number].result(0)
+        assert grammar is not None, "the server sends no request whose grammar is refused"
+        return grammar
 
-    def _compile(self, terms: list[Any]) -> CompiledGrammar:
-        return self._compiler(terms).compile(_spec(terms), terms[2])
-
-    def _compiler(self, terms: list[Any]) -> GrammarCompiler:
-        stop_ids = tuple(terms[1])
-        if stop_ids not in self._compilers:
-            tokenizer = Tokenizer.from_dir(Path(self._model))  # here: a text without a grammar needs none
-            self._compilers[stop_ids] = GrammarCompiler(tokenizer, self._vocab_size, stop_ids)
-        return self._compilers[stop_ids]
-
-
-def _is_worn_out(work: Future[CompiledGrammar]) -> bool:
-    return work.done() and work.exception() is None and work.result().matchers.is_worn_out
-
-
-def _key(terms: list[Any]) -> tuple[Any, ...]:
-    return (*terms[0], tuple(terms[1]), terms[2])
-
-
-def _spec(terms: list[Any]) -> GrammarSpec:
-    return GrammarSpec(*terms[0])
+    def _compile(self, terms: list[Any]) -> tuple[CompiledGrammar | None, Built]:
+        spec, stop_ids = GrammarSpec(*terms[0]), tuple(terms[1])
+        if stop_ids not in self._vocabularies:
+            tokenizer = Tokenizer.from_dir(Path(self._model))
+            self._vocabularies[stop_ids] = Vocabulary(tokenizer, self._vocab_size, stop_ids)
+        vocabulary = self._vocabularies[stop_ids]
+        built = build(spec, vocabulary.backend)
+        return (None if built.matchers is None else compiled_of(spec, built.matchers, vocabulary)), built
 
 
 class Choosing:
@@ -143,11 +136,11 @@ class Choosing:
         except ModelFault:
             return None
         except RequestError as error:
-            found.refusals[key] = error.code, str(error)
+            found.refuse(key, error)
             return None
         except BaseException as error:  # a library's bug, also past Exception, costs the text that met it
             log_fault(error)
-            found.refusals[key] = "internal_error", "the server failed on this request; its log has the details"
+            found.refusals[key] = "internal_error", "the server failed on this request; its log has the details", False
             return None
         logprobs = [
             (each.token, each.logprob, [token for token, _ in each.top], [value for _, value in each.top])

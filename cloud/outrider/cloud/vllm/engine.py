@@ -55,14 +55,16 @@ from outrider.cloud.seam import (
 )
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.checks import refuse, require_vllm
+from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
 from outrider.cloud.vllm.kept import KeptPrefixes
 from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, RUNNER_VARIABLE, VllmOptions
 from outrider.cloud.vllm.parent import PLACE_VARIABLE
-from outrider.cloud.vllm.terms import Terms, grammar_terms
+from outrider.cloud.vllm.terms import Terms
 from outrider.cloud.vllm.watch import TICK_S, Watch
 from outrider.models.errors import ConfigError, ModelFault, RequestError, RuntimeUnavailable
 from outrider.models.faults import log_fault
+from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.protocol import MAX_VERIFY_ITEMS
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
@@ -80,8 +82,6 @@ _KEPT_BY_ONEDNN: Final = 128
 2,000 sessions over the reference target. With this many every size of a decode step is kept."""
 _PROBE_SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafted tokens of the steps that `calibrate` times."""
-_COMPILE_LOOK_S: Final = 0.01
-"""How often to look whether a worker has compiled a grammar."""
 _PROBE_CONTEXT: Final = 64
 _MAX_PATH: Final = 107
 """Bytes of a local socket's path; vLLM's names have 36."""
@@ -160,6 +160,7 @@ class VllmEngine(ServingEngine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-vllm", daemon=True)
         self._thread.start()
+        self._grammars = GrammarsInWorkers(self._loop, lambda method, args: self._llm.collective_rpc(method, args=args))
         self._opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
         try:
             self._limits: ModelLimits = self._opening.result()
@@ -326,6 +327,11 @@ class VllmEngine(ServingEngine):
     def limits(self) -> ModelLimits:
         """Vocabulary, and the longest sequence that model and cache can hold."""
         return self._limits
+
+    @property
+    def grammar_builder(self) -> BuildElsewhere:
+        """Builds grammars in the workers."""
+        return self._grammars.build
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent. Raises RequestError."""
@@ -511,8 +517,6 @@ class VllmEngine(ServingEngine):
             )
             is_shared = self._config.share_between_owners
             salt = ("" if is_shared else terms.owner.hex()) + sequence.request.salt.hex()
-            if terms.grammar is not None:
-                await self._compile(grammar_terms(terms.grammar, terms.owner))
             prompt = tokens_input(list(sequence.prompt), cache_salt=salt or None)
             outputs = await self._llm.add_request(_name(terms.number), prompt, params)
             sequence.is_added = True
@@ -528,11 +532,6 @@ class VllmEngine(ServingEngine):
                 self._die(_DIED)
             else:
                 self._end(sequence.number, "error", _usage(sequence), _failed())
-
-    async def _compile(self, grammar: list[Any]) -> None:
-        """Has the workers compile a grammar before its request comes: in a thread of theirs, while steps go on."""
-        while not all(await self._llm.collective_rpc("outrider_compile", args=(grammar,))):
-            await asyncio.sleep(_COMPILE_LOOK_S)
 
     def _abort(self, number: int) -> None:
         sequence = self._sequences.get(number)
@@ -614,7 +613,9 @@ class VllmEngine(ServingEngine):
         usage.cached_prompt_tokens, usage.looked_up_tokens = end.cached_prompt_tokens, end.looked_up
         fault = _not_finite() if end.reason == "fault" else None
         if end.refusal is not None:
-            fault = RequestError(*end.refusal)
+            code, message, took_too_long = end.refusal
+            fault = RequestError(code, message)
+            note_refusal(sequence.request.grammar, code, took_too_long)
         self._end(end.number, _reason(end.reason, sequence), usage, fault)
 
     def _end(

@@ -9,6 +9,7 @@ from outrider.cloud.vllm.checks import missing_attributes
 from outrider.cloud.vllm.choosers import WorkerGrammars
 from outrider.cloud.vllm.options import RUNNER_VARIABLE
 from outrider.cloud.vllm.parent import end_with_parent
+from outrider.models.errors import TokenizerError
 
 end_with_parent()  # vLLM imports this module before it loads weights
 
@@ -48,9 +49,19 @@ class OutriderExtension:
         self.outrider_grammars = WorkerGrammars(config.model, config.get_vocab_size())
         return self.outrider_grammars
 
-    def outrider_compile(self, grammar: list[Any]) -> bool:
-        """Whether a grammar is compiled; begins it where not."""
-        return self.outrider_grammars.is_ready(grammar)
+    def outrider_compile(self, number: int, grammar: list[Any]) -> list[Any] | None:
+        """Begins to compile a grammar; None until it is done. Then the seconds of the processor that it took, what is
+        wrong with it, "" for nothing, and whether that is the tokenizer's fault.
+        """
+        try:
+            built = self.outrider_grammars.compile(number, grammar)
+        except TokenizerError as error:
+            return [0.0, str(error), True]
+        return None if built is None else [built.taken_s, built.fault, False]
+
+    def outrider_forget(self, numbers: list[int]) -> None:
+        """As `WorkerGrammars.forget`."""
+        self.outrider_grammars.forget(numbers)
 
     def outrider_install(self) -> dict[str, Any]:
         """Replaces the samplers. Returns the runner's class and what is not as expected; nothing is replaced then."""

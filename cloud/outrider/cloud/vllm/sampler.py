@@ -54,7 +54,7 @@ class Rows:
         try:
             choosing = self._choosings.of(name, make)
         except RequestError as error:
-            self.found.refusals[name] = error.code, str(error)
+            self.found.refuse(name, error)
             return [_NONE]
         if choosing is None:
             return None

@@ -25,7 +25,7 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
-from outrider.cloud.vllm.choosers import LOGPROBS, REFUSALS, Logprobs
+from outrider.cloud.vllm.choosers import LOGPROBS, REFUSALS, Logprobs, Refusal
 from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
 from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import terms_of
@@ -77,7 +77,7 @@ class OutriderScheduler(Scheduler):
         self._ends: list[wire.End] = []
         self._again: list[Request] = []
         self._logprobs: dict[str, Logprobs] = {}  # of the present step
-        self._refusals: dict[str, tuple[str, str]] = {}
+        self._refusals: dict[str, Refusal] = {}
         self._spoiled: set[int] = set()  # blocks to zero before the next step
         self._ordered_s = self._overhead_s = 0.0
 

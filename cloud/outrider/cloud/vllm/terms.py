@@ -5,12 +5,14 @@ vLLM itself gets temperature 0: it refuses min-p together with speculation, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.compiler import CompiledGrammar
+from outrider.models.grammar.matchers import Elsewhere
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 
@@ -25,7 +27,7 @@ class Terms:
     with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest.
     probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
     owner: a hash of who asks. priority: higher ones go first. rules, num_generated, num_logprobs, stop_ids, grammar:
-    as in GenerateRequest; a worker compiles the grammar for itself.
+    as in GenerateRequest; the workers know the grammar by a number.
     """
 
     number: int
@@ -82,7 +84,7 @@ class Terms:
                 "num_generated": self.num_generated,
                 "num_logprobs": self.num_logprobs,
                 "stop_ids": sorted(self.stop_ids),
-                "grammar": None if self.grammar is None else grammar_terms(self.grammar, self.owner),
+                "grammar": None if self.grammar is None else number_of(self.grammar),
             }
         }
 
@@ -109,11 +111,11 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
 
 
 def request_of(
-    extra_args: Mapping[str, Any] | None, compiled: Callable[[list[Any]], CompiledGrammar]
+    extra_args: Mapping[str, Any] | None, compiled: Callable[[int], CompiledGrammar]
 ) -> GenerateRequest | None:
     """What a worker chooses tokens by; None where a plain pick is enough, and for a request that is not ours.
 
-    compiled: gives the grammar for its `grammar_terms`.
+    compiled: gives the grammar of a number.
     """
     found = ((extra_args or {}).get(KEY) or {}).get("choice")
     if found is None:
@@ -135,10 +137,15 @@ def needs_chooser(extra_args: Mapping[str, Any] | None) -> bool:
     return "choice" in ((extra_args or {}).get(KEY) or {})
 
 
-def grammar_terms(grammar: CompiledGrammar, owner: bytes) -> list[Any]:
-    """What a worker compiles a grammar from: plain types. owner: whose place among the compiled ones it takes."""
-    spec = grammar.spec
-    return [[spec.kind, spec.text, spec.after, spec.opener], list(grammar.stop_ids), owner.hex()]
+def grammar_terms(spec: GrammarSpec, stop_ids: Sequence[int]) -> list[Any]:
+    """What a worker compiles a grammar from: plain types."""
+    return [[spec.kind, spec.text, spec.after, spec.opener], list(stop_ids)]
+
+
+def number_of(grammar: CompiledGrammar) -> int:
+    """What the workers know a grammar by."""
+    assert isinstance(grammar.matchers, Elsewhere), "compiled by the engine's workers"
+    return grammar.matchers.number
 
 
 def _frozen(value: Any) -> Any:

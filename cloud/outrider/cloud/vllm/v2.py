@@ -106,7 +106,7 @@ class OutriderPick(LogitsProcessor):
             try:
                 choosing = choosing_of(self._extra[slot], tokens[:length], logits.shape[1], grammars)
             except RequestError as error:
-                _found.refusals[slot] = error.code, str(error)
+                _found.refuse(slot, error)
                 return
             assert choosing is not None
             self._choosings[slot] = choosing

@@ -69,7 +69,7 @@ class Commit(msgspec.Struct, array_like=True):
 class End(msgspec.Struct, array_like=True):
     """The end of a sequence. reason: "stop", "full" (length or context), "once", "cancelled", "fault", "refused".
 
-    refusal: code and message of the error, with "refused".
+    refusal: as `choosers.Refusal`, with "refused".
     """
 
     number: int
@@ -80,7 +80,7 @@ class End(msgspec.Struct, array_like=True):
     looked_up: int
     cached_prompt_tokens: int
     waited_s: float
-    refusal: tuple[str, str] | None = None
+    refusal: tuple[str, str, bool] | None = None
 
 
 class Gauges(msgspec.Struct, array_like=True):

@@ -4,50 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import math
 import threading
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final
+from weakref import WeakSet
 
 from outrider.models.errors import RequestError
+from outrider.models.grammar.building import Built, build, deep_pool, refusal
 from outrider.models.grammar.cost import GrammarCost
-from outrider.models.grammar.matchers import Matchers
-from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
+from outrider.models.grammar.matchers import MAX_AGAIN_S, Elsewhere, Matchers
+from outrider.models.grammar.spec import GrammarSpec, invalid_grammar
 from outrider.models.grammar.state import GrammarState
 from outrider.models.grammar.strikes import MAX_STRIKES, STRIKE_S, Client, Strikes, limits_of
 from outrider.models.grammar.vocabulary import Vocabulary
-from outrider.models.heap import trim_heap
+from outrider.models.heap import HeapTrimmer
 from outrider.models.tokenizer import Tokenizer
 
-Found = TypeVar("Found")
-
-# With the library's own a step may take 15 ms, and one grammar may hold 500 MB.
-LIMITS: Final[dict[str, Any]] = {
-    "initial_lexer_fuel": 50_000,  # 25 ms and 13 MB; schemas as people write them take a fiftieth
-    "step_lexer_fuel": 100_000,  # about 14,000 a millisecond
-    "step_max_items": 50_000,  # about 20,000 a millisecond
-    "max_items_in_row": 8_000,  # an object of 500 optional properties takes 2,000
-    "max_lexer_states": 10_000,  # 1 to 2 kB each
-    "max_grammar_size": 200_000,
-    "verbose_errors": False,
-}
-MAX_FIRST_MASK_S: Final = 0.25
 MAX_CACHED: Final = 16
 MAX_CACHED_PER_OWNER: Final = 4
 """A kept grammar has 1 MB at most as people write them; a costly one has up to 25 MB, and an owner one of those kept. A
 lexer that texts have used has 10 to 20 MB at most, however it began."""
+MAX_COSTLY: Final = 4
+"""Costly grammars of one client that its texts, and what is kept, may hold at a time."""
 MAX_WAITING: Final = 4
 SLOW_COMPILE_S: Final = 0.5
-MAX_AGAIN_S: Final = 0.02
-"""A grammar that took longer is not compiled again while its texts wait. Schemas take 0.7 ms in the median."""
-TRIM_EVERY_S: Final = 1.0
-STACK_BYTES: Final = 64 * 1024 * 1024
-"""Of the thread that compiles: the library recurses; `bounds` keeps it far below."""
 
 
 class CompiledGrammar:
@@ -56,7 +40,7 @@ class CompiledGrammar:
     def __init__(
         self,
         spec: GrammarSpec,
-        matchers: Matchers,
+        matchers: Matchers | Elsewhere,
         vocabulary: Vocabulary,
         after: int | None,
         opener: int | None,
@@ -81,29 +65,46 @@ class CompiledGrammar:
         grammar._on_excess = on_excess
         return grammar
 
+    def excess(self) -> None:
+        """Counts a text whose grammar took too long, where an engine has followed it elsewhere."""
+        self._on_excess()
+
     def state(self) -> GrammarState:
-        """A new state, before the first token of the answer."""
+        """A new state, before the first token of the answer; only where the matchers are here."""
+        assert isinstance(self.matchers, Matchers)
         cost = GrammarCost(self._on_excess)
         return GrammarState(self._vocabulary, self.matchers, self._after, self._opener, cost)
+
+
+BuildElsewhere = Callable[[GrammarSpec, tuple[int, ...]], Built]
+"""Builds a grammar for these stop ids where an engine makes its masks: in other processes. Blocking."""
 
 
 class GrammarCompiler:
     """Compiles specs into grammars, and keeps the latest ones.
 
-    vocab_size: ids of the model's logits. stop_ids: those that end a text. One grammar is compiled at a time, owners in
-    turn: an owner has one in work, and `MAX_CACHED_PER_OWNER` kept. `MAX_WAITING` of one client may wait, and those of
-    `MAX_CLIENTS` of one owner.
+    vocab_size: ids of the model's logits. stop_ids: those that end a text. elsewhere: None builds here. One grammar is
+    compiled at a time, owners in turn: an owner has one in work, and `MAX_CACHED_PER_OWNER` kept. `MAX_WAITING` of one
+    client may wait, and `MAX_COSTLY` be held; for one owner, as many as for `MAX_CLIENTS`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        elsewhere: BuildElsewhere | None = None,
+    ) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size, stop_ids)
+        self._elsewhere = elsewhere
         self._known: OrderedDict[tuple[Hashable, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()  # of `_known`
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
         self._turns: dict[Hashable, asyncio.Lock] = {}
         self._strikes = Strikes()
-        self._trimmed_s = time.monotonic()
+        self._costly: dict[Hashable, WeakSet[Matchers | Elsewhere]] = {}
+        self._trimmer = HeapTrimmer()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ class GrammarCompiler:
     async def compile_for(self, spec: GrammarSpec, owner: Hashable = None, salt: bytes = b"") -> CompiledGrammar:
         """As `compile`, without holding the event loop. salt: which of the owner's clients asks.
 
-        Raises RequestError `too_many_grammars` (429) where too many of the owner's are waiting.
+        Raises RequestError `too_many_grammars` (429) where too many of the owner's are waiting, or are costly and held.
         """
         client = owner, salt
         if (wait_s := self._strikes.seconds_left(client)) > 0:
@@ -141,7 +142,7 @@ class GrammarCompiler:
                 retry_after_s=math.ceil(wait_s),
             )
         if found := self.find(spec, owner):
-            return found.charged_to(partial(self._strikes.add, client))
+            return self._held(found, client)
         keys = limits_of(client, MAX_WAITING)
         if full := next((key for key, limit in keys if self._waiting[key] > limit), None):
             raise RequestError(
@@ -157,8 +158,7 @@ class GrammarCompiler:
                 # Shielded: a client that leaves does not free its turn before the work is done.
                 work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, client)))
                 try:
-                    found = await asyncio.shield(work)
-                    return found.charged_to(partial(self._strikes.add, client))
+                    return self._held(await asyncio.shield(work), client)
                 except asyncio.CancelledError:
                     await asyncio.wait([work])
                     raise
@@ -179,29 +179,42 @@ class GrammarCompiler:
         if thread is not None:
             thread.shutdown(wait=True, cancel_futures=True)
 
+    def _held(self, found: CompiledGrammar, client: Client) -> CompiledGrammar:
+        """The grammar for one more text of the client. Raises RequestError `too_many_grammars`."""
+        if found.matchers.is_costly:
+            for key in [each for each, live in self._costly.items() if not live]:
+                del self._costly[key]
+            for key, limit in limits_of(client, MAX_COSTLY):
+                live = self._costly.setdefault(key, WeakSet())
+                if found.matchers not in live and len(live) >= limit:
+                    self._strikes.add(client)
+                    raise RequestError(
+                        "too_many_grammars",
+                        f"{len(live)} grammars of this {'client' if key == client else 'key'} are in use that took "
+                        f"over {MAX_AGAIN_S * 1e3:.0f} ms to compile; try again later, or make them simpler",
+                        status=429,
+                        retry_after_s=1,
+                    )
+                live.add(found.matchers)
+        return found.charged_to(partial(self._strikes.add, client))
+
     def _start(self, spec: GrammarSpec, client: Client) -> Future[CompiledGrammar]:
         with self._lock:
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "grammars")
-                _start_deep(self._thread)
+                self._thread = deep_pool()
             return self._thread.submit(partial(self._compile, spec, client))
 
     def _compile(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
         if found := self.find(spec, client[0]):
             return found
-        self._trim()
-        backend = self._vocabulary.backend  # before the clock: the first grammar would pay for opening the tokenizer
-        began_s = time.thread_time()
-        try:
-            matcher = _matcher_of(spec, backend)
-        finally:
-            taken_s = time.thread_time() - began_s
-            if taken_s > SLOW_COMPILE_S:
-                self._strikes.add(client)
-        again = partial(_in_deep_thread, partial(_matcher_of, spec, backend)) if taken_s <= MAX_AGAIN_S else None
-        matchers = Matchers(matcher, again, taken_s)
-        after, opener = (_token(name, getattr(spec, name), self._vocabulary) for name in ("after", "opener"))
-        compiled = CompiledGrammar(spec, matchers, self._vocabulary, after, opener)
+        self._trimmer.trim()  # what the grammars of ended texts have left; in this thread only
+        _delimiters(spec, self._vocabulary)  # before the work
+        built = self._build(spec)
+        if built.taken_s > SLOW_COMPILE_S:
+            self._strikes.add(client)
+        if built.matchers is None:
+            raise refusal(built.fault)
+        compiled = compiled_of(spec, built.matchers, self._vocabulary)
         with self._lock:
             self._known[client[0], spec.hash] = compiled
             own = [key for key in self._known if key[0] == client[0]]
@@ -212,60 +225,21 @@ class GrammarCompiler:
                 self._known.popitem(last=False)
         return compiled
 
-    def _trim(self) -> None:
-        """Returns what the grammars of ended texts have left; in this thread only, and at most once a second."""
-        if (now := time.monotonic()) - self._trimmed_s >= TRIM_EVERY_S:
-            self._trimmed_s = now
-            trim_heap()
+    def _build(self, spec: GrammarSpec) -> Built:
+        if self._elsewhere is not None:
+            return self._elsewhere(spec, self._vocabulary.stop_ids)
+        return build(spec, self._vocabulary.backend)
 
 
-def _in_deep_thread(work: Callable[[], Found]) -> Found:
-    """What the work returns, in a thread with `STACK_BYTES`, and waits for it; raises what it raises."""
-    with ThreadPoolExecutor(1, "grammars") as pool:
-        _start_deep(pool)
-        return pool.submit(work).result()
+def compiled_of(spec: GrammarSpec, matchers: Matchers | Elsewhere, vocabulary: Vocabulary) -> CompiledGrammar:
+    """A grammar that is built. Raises RequestError for a delimiter that is no token."""
+    after, opener = _delimiters(spec, vocabulary)
+    return CompiledGrammar(spec, matchers, vocabulary, after, opener)
 
 
-def _start_deep(pool: ThreadPoolExecutor) -> None:
-    """Starts the pool's thread with a stack that the library's recursion fits in."""
-    with _stack_size:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            pool.submit(int).result()
-        finally:
-            threading.stack_size(before)
-
-
-_stack_size = threading.Lock()  # it is the process's
-
-
-def _matcher_of(spec: GrammarSpec, backend: Any) -> Any:
-    """The library's matcher, at the beginning of a text. backend: its tokenizer. Raises RequestError."""
-    matcher, fault = _built(spec, backend)
-    if matcher is None:
-        raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
-    return matcher
-
-
-def _built(spec: GrammarSpec, backend: Any) -> tuple[Any, str]:
-    """The matcher, or what is wrong. Apart, because an error's traceback would keep a bad matcher: up to 240 MB."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    try:
-        matcher = LLMatcher(backend, _grammar_of(spec), log_level=0, limits=LLParserLimits(**LIMITS))
-        if not matcher.is_error():
-            begun = time.thread_time()
-            matcher.compute_bitmask()  # builds most of the lexer, here and not in an engine's step
-            taken_s = time.thread_time() - begun
-            if taken_s > MAX_FIRST_MASK_S:
-                return None, f"its first mask takes {taken_s:.2f} s; expected at most {MAX_FIRST_MASK_S} s"
-        return (None, matcher.get_error()) if matcher.is_error() else (matcher, "")
-    except (ValueError, TypeError, RecursionError) as error:
-        return None, str(error) or type(error).__name__
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # the library's own bugs, raised past Exception
-            raise
-        return None, "the library cannot read it"
+def _delimiters(spec: GrammarSpec, vocabulary: Vocabulary) -> tuple[int | None, int | None]:
+    """The tokens after which, and with which, the grammar begins."""
+    return _token("after", spec.after, vocabulary), _token("opener", spec.opener, vocabulary)
 
 
 def _token(name: str, spelling: str, vocabulary: Vocabulary) -> int | None:
@@ -275,24 +249,3 @@ def _token(name: str, spelling: str, vocabulary: Vocabulary) -> int | None:
     if token is None:
         raise invalid_grammar(f"`{name}` is no token of the model; expected the spelling of one, such as </think>")
     return token
-
-
-def _grammar_of(spec: GrammarSpec) -> str:
-    """The spec as the library takes it."""
-    from llguidance import LLMatcher, grammar_from
-
-    compact: Any = {"whitespace_flexible": False}
-    match spec.kind:
-        case "json_schema":
-            # Written again: what the bounds have seen is what the library sees, also of an object with a key twice.
-            text = dump_schema(json.loads(spec.text))
-            return str(LLMatcher.grammar_from_json_schema(text, defaults=compact))
-        case "json_object":
-            return str(LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=compact))
-        case "regex":
-            return str(LLMatcher.grammar_from_regex(spec.text))
-        case "grammar":
-            return str(grammar_from("grammar", spec.text))
-        case "choice":
-            texts = dict.fromkeys(json.loads(spec.text))
-            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)

@@ -22,6 +22,10 @@ MAX_EXCESS_S: Final = 0.3
 """That one text may take beyond it, in all; what is not used does not add up."""
 
 
+class TookTooLong(RequestError):
+    """A text's grammar has taken too much time: it counts against the client."""
+
+
 class GrammarCost:
     """Counts what one text's grammar takes. on_excess: called once it is too much."""
 
@@ -53,7 +57,7 @@ class GrammarCost:
         self._excess_s = max(0.0, self._excess_s + seconds)
         if self._excess_s > MAX_EXCESS_S:
             self._on_excess()
-            raise RequestError(
+            raise TookTooLong(
                 "grammar_too_complex",
                 f"the grammar takes too long: {self._excess_s:.2f} s of processor time beyond what its tokens may "
                 "take; make it simpler",

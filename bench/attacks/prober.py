@@ -1,0 +1,121 @@
+"""Asks servers for their health, in one process for all of them: how long an answer takes to come, and nothing else.
+
+The process that measures has its own work, and attackers leave it little of a small machine: on two cores its threads
+waited up to 3.5 s for a processor, and what it then measured was its own wait (docs/log.md). So the prober goes before
+every other process where the system lets it (Linux, as root). Standard library only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from bench.attacks.exchange import HOST, read_answer, request_bytes
+
+EVERY_S: Final = 0.01
+
+
+class Prober:
+    """The process, as this one sees it. Not safe to share between threads."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._pipe.recv() == "begun"
+
+    def begin(self, port: int, *, reconnects: bool, timeout_s: float) -> int:
+        """Begins to ask 127.0.0.1:port, on one connection or on a new one each time; returns a name for `end`."""
+        self._pipe.send((port, reconnects, timeout_s))
+        return int(self._pipe.recv())
+
+    def end(self, name: int) -> tuple[list[float], int]:
+        """Seconds that each answer took, and how often the server refused or closed a connection."""
+        self._pipe.send(name)
+        values, num_failures = self._pipe.recv()
+        return values, num_failures
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+@cache
+def the_prober() -> Prober:
+    """The one of this process; ends with it."""
+    prober = Prober()
+    atexit.register(prober.close)
+    return prober
+
+
+def _serve(pipe: Connection) -> None:
+    """In the prober's process."""
+    running: dict[int, _Probe] = {}
+    pipe.send("begun")
+    while True:
+        try:
+            order: Any = pipe.recv()
+        except EOFError:
+            return
+        if isinstance(order, int):
+            pipe.send(running.pop(order).end())
+        else:
+            name = max(running, default=0) + 1
+            running[name] = _Probe(*order)
+            pipe.send(name)
+
+
+class _Probe:
+    def __init__(self, port: int, reconnects: bool, timeout_s: float) -> None:
+        self._port, self._reconnects, self._timeout_s = port, reconnects, timeout_s
+        self._values: list[float] = []
+        self._num_failures = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> tuple[list[float], int]:
+        self._is_over.set()
+        self._thread.join()
+        return self._values, self._num_failures
+
+    def _run(self) -> None:
+        with suppress(AttributeError, OSError):  # of this thread alone
+            os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+        request = request_bytes(self._port, "GET", "/health/live")
+        connection: socket.socket | None = None
+        while not self._is_over.is_set():
+            began_s = time.perf_counter()
+            try:
+                if connection is None:
+                    connection = socket.create_connection((HOST, self._port), self._timeout_s)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(request)
+                if read_answer(connection) != 200:
+                    raise ConnectionError
+            except TimeoutError:
+                connection = None
+            except OSError:
+                self._num_failures += 1
+                connection = None
+                self._is_over.wait(EVERY_S)
+                continue
+            self._values.append(time.perf_counter() - began_s)
+            if self._reconnects and connection is not None:
+                connection.close()
+                connection = None
+            self._is_over.wait(EVERY_S)
+        if connection is not None:
+            connection.close()
