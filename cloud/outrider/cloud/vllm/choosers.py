@@ -98,8 +98,13 @@ class WorkerGrammars:
         if self._pool is not None:
             self._pool.submit(self._trimmer.trim)
 
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
     def compiled(self, number: int) -> CompiledGrammar:
-        """A grammar that is compiled."""
+        """A grammar that is compiled. Raises KeyError for one that was let go."""
         grammar, _ = self._working[number].result(0)
         assert grammar is not None, "the server sends no request whose grammar is refused"
         return grammar

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Final
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.building import Built, build, deep_pool, refusal
@@ -97,8 +97,9 @@ class GrammarCompiler:
     ) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size, stop_ids)
         self._elsewhere = elsewhere
-        self._known: OrderedDict[tuple[Hashable, str], CompiledGrammar] = OrderedDict()
-        self._lock = threading.Lock()  # of `_known`
+        self._known: OrderedDict[tuple[Hashable, str], Matchers | Elsewhere] = OrderedDict()
+        self._live: WeakValueDictionary[tuple[Hashable, str], Matchers | Elsewhere] = WeakValueDictionary()
+        self._lock = threading.Lock()  # of both
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
         self._turns: dict[Hashable, asyncio.Lock] = {}
@@ -112,14 +113,15 @@ class GrammarCompiler:
         return self._vocabulary.stop_ids
 
     def find(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar | None:
-        """The grammar, where it is compiled already."""
+        """The grammar, where it is compiled already: kept, or in use by a text."""
         with self._lock:
-            found = self._known.get((owner, spec.hash))
-            if found is not None and found.matchers.is_worn_out:
-                found = None
-            if found is not None:
-                self._known.move_to_end((owner, spec.hash))
-            return found
+            key = owner, spec.hash
+            matchers = self._live.get(key)
+            if matchers is None or matchers.is_worn_out:
+                return None
+            if key in self._known:
+                self._known.move_to_end(key)
+            return compiled_of(spec, matchers, self._vocabulary)
 
     def compile(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar:
         """The grammar, compiled in a thread of its own where it is not known; blocks until it is there.
@@ -214,16 +216,16 @@ class GrammarCompiler:
             self._strikes.add(client)
         if built.matchers is None:
             raise refusal(built.fault)
-        compiled = compiled_of(spec, built.matchers, self._vocabulary)
         with self._lock:
-            self._known[client[0], spec.hash] = compiled
+            key = client[0], spec.hash
+            self._known[key] = self._live[key] = built.matchers
             own = [key for key in self._known if key[0] == client[0]]
-            costly = [key for key in own if self._known[key].matchers.is_costly]
+            costly = [key for key in own if self._known[key].is_costly]
             for key in {*own[:-MAX_CACHED_PER_OWNER], *costly[:-1]}:
                 del self._known[key]
             while len(self._known) > MAX_CACHED:
                 self._known.popitem(last=False)
-        return compiled
+        return compiled_of(spec, built.matchers, self._vocabulary)
 
     def _build(self, spec: GrammarSpec) -> Built:
         if self._elsewhere is not None:
