@@ -435,6 +435,29 @@ def test_a_costly_grammar_that_wears_out_ends_by_name(fresh: GrammarCompiler, mo
     assert again.matchers is not grammar.matchers and walked(again.state(), 0, 50)
 
 
+@pytest.mark.parametrize("is_costly", [False, True])
+def test_a_lexer_that_grows_fast_is_left_to_its_texts(
+    is_costly: bool, fresh: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New texts get another, unless that would take long. The time that texts take is what counts."""
+    matchers = fresh.compile(GROWING).matchers
+    assert isinstance(matchers, Matchers)
+    first, monkeypatched = matchers.current, -1.0 if is_costly else matchers_module.MAX_AGAIN_S
+    monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", monkeypatched)
+    monkeypatch.setattr(cost, "FREE_S", 9.0)
+    before = fresh.compile(GROWING).state()
+    text = walked(before, 3, 5)
+    assert matchers.current is first
+    monkeypatch.setattr(cost, "FREE_S", -0.03)  # each of four calls counts as more
+    walked(fresh.compile(GROWING).state(), 4, 2)
+    monkeypatch.setattr(cost, "FREE_S", 9.0)
+    assert (matchers.current is first) == is_costly
+    assert fresh.compile(GROWING).matchers is matchers
+    assert walked(fresh.compile(GROWING).state(), 3, 5) == text
+    before.truncate(1)
+    assert all(before.advance(token) for token in text[1:])
+
+
 def test_a_text_that_fills_a_lexer_alone_ends_by_name(fresh: GrammarCompiler) -> None:
     """Read again by a new lexer, it comes to the same limit. It never ends as if it were whole."""
     state = fresh.compile(GROWING).state()

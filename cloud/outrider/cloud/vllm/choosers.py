@@ -110,6 +110,7 @@ class WorkerGrammars:
         return grammar
 
     def _compile(self, terms: list[Any]) -> tuple[CompiledGrammar | None, Built]:
+        self._trimmer.trim()
         spec, stop_ids = GrammarSpec(*terms[0]), tuple(terms[1])
         if stop_ids not in self._vocabularies:
             tokenizer = Tokenizer.from_dir(Path(self._model))

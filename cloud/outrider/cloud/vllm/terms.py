@@ -5,6 +5,7 @@ vLLM itself gets temperature 0: it refuses min-p together with speculation, and 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -75,18 +76,20 @@ class Terms:
         }
 
     def _choice(self) -> dict[str, Any]:
-        """What the worker needs where a plain pick is not enough; nothing for the others."""
+        """What the worker needs where a plain pick is not enough; nothing for the others.
+
+        One text: as lists and numbers it would take up to 1 MB in each process that it goes through.
+        """
         if self.rules == PLAIN and self.num_logprobs is None and self.grammar is None:
             return {}
-        return {
-            "choice": {
-                "rules": asdict(self.rules),
-                "num_generated": self.num_generated,
-                "num_logprobs": self.num_logprobs,
-                "stop_ids": sorted(self.stop_ids),
-                "grammar": None if self.grammar is None else number_of(self.grammar),
-            }
+        choice = {
+            "rules": asdict(self.rules),
+            "num_generated": self.num_generated,
+            "num_logprobs": self.num_logprobs,
+            "stop_ids": sorted(self.stop_ids),
+            "grammar": None if self.grammar is None else number_of(self.grammar),
         }
+        return {"choice": json.dumps(choice, separators=(",", ":"))}
 
 
 def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
@@ -117,9 +120,10 @@ def request_of(
 
     compiled: gives the grammar of a number.
     """
-    found = ((extra_args or {}).get(KEY) or {}).get("choice")
-    if found is None:
+    choice = ((extra_args or {}).get(KEY) or {}).get("choice")
+    if choice is None:
         return None
+    found = json.loads(choice)
     return GenerateRequest(
         prompt=(),
         params=params_of(extra_args),
@@ -149,7 +153,7 @@ def number_of(grammar: CompiledGrammar) -> int:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists as tuples, at any depth: msgpack has no tuples."""
+    """Lists as tuples, at any depth: JSON has no tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 

@@ -26,10 +26,10 @@ from outrider.models.tokenizer import Tokenizer
 
 MAX_CACHED: Final = 16
 MAX_CACHED_PER_OWNER: Final = 4
-"""A kept grammar has 1 MB at most as people write them; a costly one has up to 25 MB, and an owner one of those kept. A
-lexer that texts have used has 10 to 20 MB at most, however it began."""
+"""A kept grammar has 1 MB at most as people write them; a costly one up to 25 MB, and an owner one of those kept."""
 MAX_COSTLY: Final = 4
 """Costly grammars of one client that its texts, and what is kept, may hold at a time."""
+LARGE_TEXT: Final = 8192
 MAX_WAITING: Final = 4
 SLOW_COMPILE_S: Final = 0.5
 
@@ -72,7 +72,7 @@ class CompiledGrammar:
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer; only where the matchers are here."""
         assert isinstance(self.matchers, Matchers)
-        cost = GrammarCost(self._on_excess)
+        cost = GrammarCost(self._on_excess, self.matchers.note)
         return GrammarState(self._vocabulary, self.matchers, self._after, self._opener, cost)
 
 
@@ -209,8 +209,10 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
         if found := self.find(spec, client[0]):
             return found
-        self._trimmer.trim()  # what the grammars of ended texts have left; in this thread only
         _delimiters(spec, self._vocabulary)  # before the work
+        if len(spec.text) > LARGE_TEXT:
+            self._drop_costly(client[0])
+        self._trimmer.trim()  # what the grammars of ended texts have left; in this thread only
         built = self._build(spec)
         if built.taken_s > SLOW_COMPILE_S:
             self._strikes.add(client)
@@ -226,6 +228,12 @@ class GrammarCompiler:
             while len(self._known) > MAX_CACHED:
                 self._known.popitem(last=False)
         return compiled_of(spec, built.matchers, self._vocabulary)
+
+    def _drop_costly(self, owner: Hashable) -> None:
+        """Makes room for a grammar that is most likely costly, and takes twice what it leaves to compile."""
+        with self._lock:
+            for key in [key for key, kept in self._known.items() if key[0] == owner and kept.is_costly]:
+                del self._known[key]
 
     def _build(self, spec: GrammarSpec) -> Built:
         if self._elsewhere is not None:

@@ -27,12 +27,15 @@ class TookTooLong(RequestError):
 
 
 class GrammarCost:
-    """Counts what one text's grammar takes. on_excess: called once it is too much."""
+    """Counts what one text's grammar takes. on_excess: called once it is too much. note: gets each time beyond what is
+    free.
+    """
 
-    __slots__ = ("_excess_s", "_free_s", "_on_excess")
+    __slots__ = ("_excess_s", "_free_s", "_note", "_on_excess")
 
-    def __init__(self, on_excess: Callable[[], None]) -> None:
+    def __init__(self, on_excess: Callable[[], None], note: Callable[[float], None]) -> None:
         self._on_excess = on_excess
+        self._note = note
         self._free_s = FREE_S
         self._excess_s = 0.0
 
@@ -50,7 +53,10 @@ class GrammarCost:
 
         Raises RequestError `grammar_too_complex` where the text's grammar has taken too much.
         """
-        self.spend(time.thread_time() - began_s - self._free_s)
+        seconds = time.thread_time() - began_s - self._free_s
+        if seconds > 0.0:
+            self._note(seconds)
+        self.spend(seconds)
 
     def spend(self, seconds: float) -> None:
         """Counts time beyond what is free, or takes back what is left of it; raises as `add`."""

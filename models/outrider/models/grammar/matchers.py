@@ -2,7 +2,8 @@
 
 All copies of a matcher share its lexer, whose states only grow in number: every text adds those that it meets. Where
 they reach the library's limit, no copy goes on, and no new text begins. Then the grammar is compiled again, at once, if
-that is cheap; a costly one is worn out, and the next request has it compiled.
+that is cheap; a costly one is worn out, and the next request has it compiled. A lexer that grows fast is left to the
+texts that have it, before it is full: kept, it would hold up to 20 MB.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ MAX_AGAIN_S: Final = 0.02
 """A grammar that took longer to compile is costly: not compiled again while its texts wait. Schemas take 0.7 ms in the
 median.
 """
+MAX_GROWING_S: Final = 0.1
+"""Of the processor that texts may take beyond what is free (`cost`) before new ones get another lexer: states that are
+made take that time, those that are met again do not.
+"""
 
 
 class Matchers:
@@ -25,8 +30,9 @@ class Matchers:
         """compile_again: gives a matcher that shares nothing with others. again_s: of the processor, that it takes."""
         self.again_s = again_s
         self._lock = threading.Lock()
-        self._current = first
+        self._current: Any = first
         self._compile_again = compile_again
+        self._growing_s = 0.0
         self.is_worn_out = False
         """Whether texts have asked in vain for a new one."""
 
@@ -38,16 +44,27 @@ class Matchers:
     @property
     def current(self) -> Any:
         """The one to copy: no text changes it."""
-        return self._current
+        with self._lock:
+            if self._current is None:
+                self._current = self._compile_again()
+            return self._current
+
+    def note(self, seconds: float) -> None:
+        """Counts time beyond what is free, of any text."""
+        with self._lock:
+            self._growing_s += seconds
+            if self._growing_s > MAX_GROWING_S and not self.is_costly:
+                self._current, self._growing_s = None, 0.0
 
     def replaced(self, worn: Any) -> Any:
         """Another to copy than `worn`, which a text's own was a copy of; None where there is none."""
         with self._lock:
-            if self._current is worn:
-                if self.is_costly:
-                    self.is_worn_out = True
-                    return None
+            if self._current is worn and self.is_costly:
+                self.is_worn_out = True
+                return None
+            if self._current is worn or self._current is None:
                 self._current = self._compile_again()
+                self._growing_s = 0.0
             return self._current
 
 
