@@ -117,7 +117,7 @@ class GrammarCompiler:
         with self._lock:
             key = owner, spec.hash
             matchers = self._live.get(key)
-            if matchers is None or matchers.is_worn_out:
+            if matchers is None or not matchers.is_usable:
                 return None
             if key in self._known:
                 self._known.move_to_end(key)

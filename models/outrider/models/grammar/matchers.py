@@ -42,8 +42,13 @@ class Matchers:
         return self.again_s > MAX_AGAIN_S
 
     @property
+    def is_usable(self) -> bool:
+        """Whether a new text can begin without compiling."""
+        return not self.is_worn_out and self._current is not None
+
+    @property
     def current(self) -> Any:
-        """The one to copy: no text changes it."""
+        """The one to copy: no text changes it. Compiles it where it was left to the texts that have it."""
         with self._lock:
             if self._current is None:
                 self._current = self._compile_again()
@@ -83,3 +88,8 @@ class Elsewhere:
     def is_costly(self) -> bool:
         """Whether it is not compiled again."""
         return self.taken_s > MAX_AGAIN_S
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a new text can begin with it."""
+        return not self.is_worn_out

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.models.errors import SamplingError
 from outrider.models.rule_fields import (
@@ -72,6 +73,9 @@ class RowRules:
                 raise SamplingError("allowed_token_ids is empty; expected at least one id")
             _at_most("allowed_token_ids", len(self.allowed_ids), MAX_ALLOWED_IDS, "ids")
             _ids("allowed_token_ids", self.allowed_ids)
+            object.__setattr__(self, "allowed_ids", _lean(self.allowed_ids))
+        object.__setattr__(self, "bad_words", tuple(map(_lean, self.bad_words)))
+        object.__setattr__(self, "logit_bias", tuple((*_lean([token]), addend) for token, addend in self.logit_bias))
 
     @property
     def penalizes(self) -> bool:
@@ -103,6 +107,15 @@ def _in_range(name: str, found: float, least: float, most: float) -> None:
 def _at_most(name: str, found: int, most: int, what: str) -> None:
     if found > most:
         raise SamplingError(f"{name} has {found} {what}; expected at most {most}")
+
+
+_MAX_SHARED: Final = 1 << 17
+_shared: Final[dict[int, int]] = {}
+
+
+def _lean(tokens: Iterable[int]) -> tuple[int, ...]:
+    """The same ids, each one object of the process: 8 bytes in place of 36, in each of a server's many requests."""
+    return tuple([_shared.setdefault(token, int(token)) if token < _MAX_SHARED else token for token in tokens])
 
 
 def _ids(name: str, tokens: Sequence[int]) -> None:
