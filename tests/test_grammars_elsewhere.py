@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import pytest
 
-from outrider.cloud.vllm.choosers import WorkerGrammars
+from outrider.cloud.vllm.choosers import Found, WorkerGrammars, choosing_of
 from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
-from outrider.cloud.vllm.terms import number_of
-from outrider.models.errors import RequestError, TokenizerError
+from outrider.cloud.vllm.terms import Terms, number_of
+from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
 from outrider.models.grammar import matchers as matchers_module
 from outrider.models.grammar.compiler import MAX_CACHED_PER_OWNER, MAX_COSTLY, CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.strikes import MAX_STRIKES
+from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
@@ -32,6 +34,7 @@ class Workers:
         self.forgotten: list[int] = []
         self.has_forgotten = threading.Condition()
         self.fault: Exception | None = None
+        self.compiled: list[int] = []
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
@@ -46,10 +49,23 @@ class Workers:
                 self.has_forgotten.notify_all()
             return [None] * len(self.workers)
         assert method == "outrider_compile"
+        if args[1] is not None:
+            self.compiled.append(args[0])
         found = [worker.compile(*args) for worker in self.workers]
-        return [None if built is None else [built.taken_s, built.fault, False] for built in found]
+        return [None if built is None else [built.taken_s, built.fault, "grammar"] for built in found]
+
+    def grammars(self) -> GrammarsInWorkers:
+        return GrammarsInWorkers(self.loop, self.call, lambda: None)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
+        gc.collect()  # what is let go now is let go on a loop that still runs
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -70,8 +86,8 @@ def workers(tokenizer: Tokenizer) -> Iterator[Workers]:
 
 @pytest.fixture
 def compiler(tokenizer: Tokenizer, workers: Workers) -> Iterator[GrammarCompiler]:
-    built = GrammarsInWorkers(workers.loop, workers.call)
-    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, built.build)) as made:
+    build = workers.grammars().build
+    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as made:
         yield made
 
 
@@ -114,7 +130,7 @@ def test_workers_let_go_what_nothing_stands_for(compiler: GrammarCompiler, worke
     with workers.has_forgotten:
         assert workers.has_forgotten.wait_for(lambda: numbers[0] in workers.forgotten, 30.0)
     for number in numbers[:3]:
-        with pytest.raises(KeyError):
+        with pytest.raises(RequestError, match="let go"):
             workers.workers[0].compiled(number)
 
 
@@ -124,49 +140,112 @@ def test_what_workers_refuse_is_refused_by_name(compiler: GrammarCompiler, worke
     assert (refusal.value.code, refusal.value.status) == ("invalid_grammar", 400)
     with pytest.raises(RequestError, match="no token of the model"):
         asked(compiler, GrammarSpec("regex", "a", after="</think never heard of>"))
+    assert workers.compiled == [1]  # a delimiter that is no token is refused before
     with workers.has_forgotten:
-        assert workers.has_forgotten.wait_for(lambda: len(workers.forgotten) == 1, 30.0)
+        assert workers.has_forgotten.wait_for(lambda: workers.forgotten == [1], 30.0)
 
 
-@pytest.mark.parametrize("kind", ["died", "tokenizer"])
-def test_a_fault_of_the_workers_reaches_the_client(kind: str, tokenizer: Tokenizer, workers: Workers) -> None:
+@pytest.mark.parametrize("kind", ["tokenizer", "unavailable"])
+def test_what_the_workers_lack_reaches_the_client(kind: str, tokenizer: Tokenizer, workers: Workers) -> None:
     async def call(method: str, args: tuple[Any, ...]) -> list[Any]:
-        return [[0.0, "", False], [0.0, "its tokens are not bytes", True]]
+        return [[0.0, "", "grammar"], [0.0, "it is not there", kind]]
 
-    if kind == "died":
-        workers.fault = RuntimeError("the worker has died")
-    made = GrammarsInWorkers(workers.loop, workers.call if kind == "died" else call)
+    build = GrammarsInWorkers(workers.loop, call, lambda: None).build
+    error = TokenizerError if kind == "tokenizer" else RuntimeUnavailable
+    with (
+        closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as compiler,
+        pytest.raises(error, match="not there"),
+    ):
+        asked(compiler, regex(0))
+
+
+def test_a_call_that_fails_fails_one_grammar_and_loses_no_number(compiler: GrammarCompiler, workers: Workers) -> None:
+    """What could not be let go then is let go with the next."""
+    workers.fault = RuntimeError("a bug")
+    with pytest.raises(RequestError) as refusal:
+        asked(compiler, regex(0))
+    assert (refusal.value.code, refusal.value.status) == ("internal_error", 500)
+    workers.fault = None
+    with pytest.raises(RequestError, match="unclosed group"):
+        asked(compiler, GrammarSpec("regex", "(a"))
+    with workers.has_forgotten:
+        assert workers.has_forgotten.wait_for(lambda: {1, 2} <= set(workers.forgotten), 30.0)
+
+
+def test_an_engine_that_ends_ends_all_builds(tokenizer: Tokenizer, workers: Workers) -> None:
+    """Those in work, those that wait for a turn, and those that come later; no thread stays behind."""
+    asked_once = threading.Event()
+
+    async def never(method: str, args: tuple[Any, ...]) -> list[Any]:
+        asked_once.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    made = GrammarsInWorkers(workers.loop, never, lambda: None)
     with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, made.build)) as compiler:
-        if kind == "died":
-            with pytest.raises(RequestError) as refusal:
-                asked(compiler, regex(0))
-            assert (refusal.value.code, refusal.value.status) == ("engine_failed", 503)
-        else:
-            with pytest.raises(TokenizerError, match="not bytes"):
-                asked(compiler, regex(0))
+
+        async def run() -> list[Any]:
+            texts = [compiler.compile_for(regex(index), b"%d" % (index % 3)) for index in range(12)]
+            work = asyncio.gather(*texts, return_exceptions=True)
+            await asyncio.to_thread(asked_once.wait)
+            made.end()
+            return await work
+
+        refusals = asyncio.run(run())
+        assert {(r.code, r.status) for r in refusals} == {("engine_failed", 503)}
+        with pytest.raises(RequestError, match="engine has failed"):
+            asked(compiler, regex(99))
+
+
+def test_a_dead_engine_is_asked_for_nothing(tokenizer: Tokenizer, workers: Workers) -> None:
+    build = GrammarsInWorkers(workers.loop, workers.call, lambda: "vLLM's engine process has died").build
+    with (
+        closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as compiler,
+        pytest.raises(RequestError, match="engine has failed"),
+    ):
+        asked(compiler, regex(0))
+    assert workers.compiled == []
+
+
+def test_one_grammar_asked_for_by_many_is_built_once(compiler: GrammarCompiler, workers: Workers) -> None:
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(compiler.compile_for(regex(0), b"one") for _ in range(4)))
+
+    assert len({number_of(each) for each in asyncio.run(run())}) == len(workers.compiled) == 1
+
+
+def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarCompiler, workers: Workers) -> None:
+    """A worker may keep a request's chooser until its place is used again: the text is over, so it holds nothing."""
+    grammar = asked(compiler, regex(0))
+    terms = Terms(1, SamplingParams(), 9, stop_ids=frozenset(grammar.stop_ids), grammar=grammar)
+    worker, found = workers.workers[0], Found()
+    choosing = choosing_of(terms.extra_args(), [1, 2], tokenizer.size, worker)
+    assert choosing is not None
+    rows = np.zeros((1, tokenizer.size), np.float32)
+    assert choosing.choose(rows, [], [1, 2], "request", found) and not found.refusals
+    worker.forget([number_of(grammar)])
+    assert choosing.choose(rows, [], [1, 2], "request", found) is None
+    assert found.refusals["request"][0] == "internal_error"
+    with pytest.raises(RequestError, match="let go"):
+        choosing_of(terms.extra_args(), [1, 2], tokenizer.size, worker)
 
 
 def test_texts_that_take_too_long_count_against_the_client(compiler: GrammarCompiler) -> None:
     for _ in range(MAX_STRIKES):
-        note_refusal(asked(compiler, regex(0)), "grammar_too_complex", True)
+        note_refusal(asked(compiler, regex(0)), "slow")
     with pytest.raises(RequestError) as refusal:
         asked(compiler, regex(0))
     assert (refusal.value.code, refusal.value.status) == ("too_many_grammars", 429)
     assert asked(compiler, regex(0), b"another")
 
 
-def test_a_costly_grammar_that_a_text_wore_out_is_compiled_again(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    note_refusal(None, "grammar_too_complex", False)
-    cheap = asked(compiler, regex(0))
-    note_refusal(cheap, "grammar_too_complex", False)  # its worker compiles it again by itself
-    assert asked(compiler, regex(0)).matchers is cheap.matchers
-    monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", -1.0)
-    note_refusal(cheap, "grammar_excluded", False)
-    assert asked(compiler, regex(0)).matchers is cheap.matchers
-    note_refusal(cheap, "grammar_too_complex", False)
-    assert asked(compiler, regex(0)).matchers is not cheap.matchers
+def test_a_grammar_that_a_text_wore_out_is_compiled_again(compiler: GrammarCompiler) -> None:
+    note_refusal(None, "worn")
+    grammar = asked(compiler, regex(0))
+    note_refusal(grammar, "")
+    assert asked(compiler, regex(0)).matchers is grammar.matchers
+    note_refusal(grammar, "worn")
+    assert asked(compiler, regex(0)).matchers is not grammar.matchers
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
@@ -175,15 +254,16 @@ def test_a_client_holds_few_costly_grammars(
 ) -> None:
     """Each may take 20 MB for as long as a text has it. Another client of the owner, and other owners, go on."""
     monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", -1.0)
-    build = GrammarsInWorkers(workers.loop, workers.call).build if is_elsewhere else None
+    build = workers.grammars().build if is_elsewhere else None
     with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, build)) as compiler:
         held = [asked(compiler, regex(index)) for index in range(MAX_COSTLY)]
         assert asked(compiler, regex(0)).spec == held[0].spec  # one that it has
-        with pytest.raises(RequestError, match=f"{MAX_COSTLY} grammars of this client are in use") as refusal:
-            asked(compiler, regex(9))
+        for _ in range(MAX_STRIKES + 1):  # who tries again as told is not locked out for it
+            with pytest.raises(RequestError, match=f"{MAX_COSTLY} grammars of this client are in use") as refusal:
+                asked(compiler, regex(99))
         assert (refusal.value.code, refusal.value.status) == ("too_many_grammars", 429)
         assert refusal.value.retry_after_s
-        assert asked(compiler, regex(9), b"one", b"another client") and asked(compiler, regex(9), b"another")
-        del held[0]
+        assert asked(compiler, regex(99), b"one", b"another client") and asked(compiler, regex(99), b"another")
+        del held[0], refusal
         gc.collect()
-        assert asked(compiler, regex(9))
+        assert asked(compiler, regex(99))

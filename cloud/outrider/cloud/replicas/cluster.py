@@ -35,8 +35,10 @@ ENVIRONMENT: Final = {
     # Of each process's output: clients cause lines in it.
     "RAY_ROTATION_MAX_BYTES": str(8 << 20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
+    # Ray's many threads take all of glibc's arenas, each of which keeps what a costly grammar once took.
+    "MALLOC_ARENA_MAX": "2",
 }
-"""Read by Ray when it is imported."""
+"""Read by Ray when it is imported, and by glibc in the processes that it starts."""
 DEPLOYMENT: Final = "replicas"
 _MAX_STARTS: Final = 3
 _STORE_BYTES: Final = 80 << 20

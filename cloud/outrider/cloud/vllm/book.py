@@ -26,7 +26,7 @@ from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy
 from outrider.cloud.pending.selection import Selection
 from outrider.cloud.seam import SequenceUsage, Totals
-from outrider.cloud.vllm.terms import Terms
+from outrider.cloud.vllm.terms import Refusal, Terms
 from outrider.models.faults import log_fault
 from outrider.models.tree_draft import TreeDraft
 
@@ -65,7 +65,7 @@ class Served:
     turn_began: int | None = None
     num_wanted: int = 0
     logprobs: list[tuple[int, float, list[int], list[float]]] = field(default_factory=list)
-    refusal: tuple[str, str, bool] | None = None
+    refusal: Refusal | None = None
 
     @property
     def owner(self) -> bytes:

@@ -8,22 +8,24 @@ states are brought to what vLLM has kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.choosers import chooser_of
-from outrider.cloud.vllm.terms import request_of
+from outrider.cloud.vllm.terms import Mark, Refusal, grammar_number, request_of
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.grammar.building import Built, build, deep_pool
 from outrider.models.grammar.compiler import CompiledGrammar, compiled_of
 from outrider.models.grammar.cost import TookTooLong
 from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.grammar.state import WornOut
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.heap import HeapTrimmer
 from outrider.models.tokenizer import Tokenizer
@@ -37,8 +39,8 @@ REFUSALS: Final = "outrider_refusals"
 """The same: the refusal of a request whose rules leave no token, or whose grammar is too costly."""
 
 Logprobs = list[tuple[int, float, list[int], list[float]]]
-Refusal = tuple[str, str, bool]
-"""Code and message of an error, and whether the request's grammar took too long."""
+FIRST_WAIT_S: Final = 0.01
+"""That a worker waits for a grammar, once: nearly all take less, and another look costs a step."""
 
 
 @dataclass(slots=True)
@@ -50,7 +52,13 @@ class Found:
 
     def refuse(self, key: Any, error: RequestError) -> None:
         """Notes that a request ends with this error."""
-        self.refusals[key] = error.code, str(error), isinstance(error, TookTooLong)
+        mark: Mark = "slow" if isinstance(error, TookTooLong) else "worn" if isinstance(error, WornOut) else ""
+        self.refusals[key] = error.code, str(error), mark
+
+    def refuse_fault(self, key: Any, error: BaseException) -> None:
+        """The same for a bug, ours or a library's: it costs the text that met it, not vLLM's engine."""
+        log_fault(error)
+        self.refuse(key, RequestError("internal_error", "the server failed on this request; its log has the details"))
 
     def clear(self) -> None:
         """Begins a step."""
@@ -68,33 +76,40 @@ class WorkerGrammars:
     """The grammars that the server's process has asked for, by the numbers that it gave; compiled in a thread of its
     own. The server counts and bounds them: here they stay until it lets them go.
 
-    model: the target's directory. vocab_size: of its logits.
+    model: the target's directory. vocab_size: of its logits. is_judge: whether texts end here for the time that their
+    grammars take: by one clock, or the workers of a text would differ.
     """
 
-    def __init__(self, model: str, vocab_size: int) -> None:
+    def __init__(self, model: str, vocab_size: int, *, is_judge: bool = True) -> None:
         self._model = model
+        self._is_judge = is_judge
+        self._texts: dict[int, WeakSet[Choosing]] = {}
         self._vocab_size = vocab_size
         self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._trimmer = HeapTrimmer()
         self._working: dict[int, Future[tuple[CompiledGrammar | None, Built]]] = {}
 
-    def compile(self, number: int, terms: list[Any]) -> Built | None:
-        """Begins to compile a grammar; None until it is done. Raises TokenizerError."""
-        work = self._working.get(number)
-        if work is None:
+    def compile(self, number: int, terms: list[Any] | None) -> Built | None:
+        """Begins to compile a grammar where it gets its terms; None until it is done.
+
+        Raises TokenizerError, RuntimeUnavailable.
+        """
+        if terms is not None:
             self._pool = self._pool or deep_pool()  # here: most servers see no grammar
-            work = self._working[number] = self._pool.submit(self._compile, terms)
-        if not work.done():
-            return None
-        return work.result()[1]
+            self._working[number] = self._pool.submit(self._compile, terms)
+            wait([self._working[number]], FIRST_WAIT_S)
+        work = self._working[number]
+        return work.result()[1] if work.done() else None
 
     def forget(self, numbers: Collection[int]) -> None:
-        """Lets grammars go; texts that are in work keep theirs."""
+        """Lets grammars go, and what is left of their texts: the server has ended those."""
         for number in numbers:
             work = self._working.pop(number, None)
             if work is not None:
                 work.cancel()
+            for text in self._texts.pop(number, ()):
+                text.let_go()
         if self._pool is not None:
             self._pool.submit(self._trimmer.trim)
 
@@ -104,10 +119,16 @@ class WorkerGrammars:
             self._pool.shutdown()
 
     def compiled(self, number: int) -> CompiledGrammar:
-        """A grammar that is compiled. Raises KeyError for one that was let go."""
-        grammar, _ = self._working[number].result(0)
-        assert grammar is not None, "the server sends no request whose grammar is refused"
+        """A grammar that is compiled. Raises RequestError for one that was let go."""
+        work = self._working.get(number)
+        grammar = None if work is None else work.result(0)[0]
+        if grammar is None:
+            raise _let_go()
         return grammar
+
+    def follow(self, number: int, text: Choosing) -> None:
+        """Notes a text of a grammar."""
+        self._texts.setdefault(number, WeakSet()).add(text)
 
     def _compile(self, terms: list[Any]) -> tuple[CompiledGrammar | None, Built]:
         self._trimmer.trim()
@@ -117,16 +138,22 @@ class WorkerGrammars:
             self._vocabularies[stop_ids] = Vocabulary(tokenizer, self._vocab_size, stop_ids)
         vocabulary = self._vocabularies[stop_ids]
         built = build(spec, vocabulary.backend)
-        return (None if built.matchers is None else compiled_of(spec, built.matchers, vocabulary)), built
+        if built.matchers is None:
+            return None, built
+        return compiled_of(spec, built.matchers, vocabulary, is_timed=self._is_judge), built
 
 
 class Choosing:
     """One request's chooser, and where its text begins in its tokens."""
 
     def __init__(self, chooser: RowChooser, first: int, stop_ids: frozenset[int]) -> None:
-        self._chooser = chooser
+        self._chooser: RowChooser | None = chooser
         self._first = first
         self._stop_ids = stop_ids
+
+    def let_go(self) -> None:
+        """Frees what it holds: its text is over."""
+        self._chooser = None
 
     def choose(
         self, rows: NDArray[np.float32], drafted: Sequence[int], tokens: Sequence[int], key: Any, found: Found
@@ -137,6 +164,8 @@ class Choosing:
         """
         parents = range(-1, len(drafted) - 1)
         try:
+            if self._chooser is None:
+                raise _let_go()
             self._chooser.follow(tokens, self._first)
             branch = self._chooser.choose(rows, drafted, parents, len(tokens), stop_ids=self._stop_ids)
         except ModelFault:
@@ -144,9 +173,8 @@ class Choosing:
         except RequestError as error:
             found.refuse(key, error)
             return None
-        except BaseException as error:  # a library's bug, also past Exception, costs the text that met it
-            log_fault(error)
-            found.refusals[key] = "internal_error", "the server failed on this request; its log has the details", False
+        except BaseException as error:  # a library's bugs are raised past Exception, too
+            found.refuse_fault(key, error)
             return None
         logprobs = [
             (each.token, each.logprob, [token for token, _ in each.top], [value for _, value in each.top])
@@ -160,7 +188,7 @@ class Choosing:
 def choosing_of(extra_args: Any, prompt: Sequence[int], vocab_size: int, grammars: WorkerGrammars) -> Choosing | None:
     """None where a plain pick is enough, and for a request that is not ours. prompt: of the request.
 
-    Raises RequestError for a grammar that cannot be compiled, or excludes the text so far.
+    Raises RequestError for a grammar that was let go, or excludes the text so far.
     """
     request = request_of(extra_args, grammars.compiled)
     if request is None:
@@ -168,7 +196,15 @@ def choosing_of(extra_args: Any, prompt: Sequence[int], vocab_size: int, grammar
     chooser = chooser_of(request, prompt, vocab_size)
     if chooser is None:
         return None
-    return Choosing(chooser, len(prompt) - request.num_generated, request.stop_ids)
+    choosing = Choosing(chooser, len(prompt) - request.num_generated, request.stop_ids)
+    if (number := grammar_number(extra_args)) is not None:
+        grammars.follow(number, choosing)
+    return choosing
+
+
+def _let_go() -> RequestError:
+    """For a request that the server ended while vLLM began it, or goes on with it: nobody reads it."""
+    return RequestError("internal_error", "the request's grammar was let go")
 
 
 class Choosings:

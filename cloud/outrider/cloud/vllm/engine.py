@@ -160,7 +160,7 @@ class VllmEngine(ServingEngine):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-vllm", daemon=True)
         self._thread.start()
-        self._grammars = GrammarsInWorkers(self._loop, lambda method, args: self._llm.collective_rpc(method, args=args))
+        self._grammars = GrammarsInWorkers(self._loop, self._call_workers, self.fault)
         self._opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
         try:
             self._limits: ModelLimits = self._opening.result()
@@ -173,6 +173,10 @@ class VllmEngine(ServingEngine):
     def _on_loop(self, work: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> Any:
         """Runs `work` on the engine's loop and returns its result. Blocking."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    async def _call_workers(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        found: list[Any] = await self._llm.collective_rpc(method, args=args)
+        return found
 
     async def _open(self) -> ModelLimits:
         if len(bytes(self._place)) + 1 + 36 > _MAX_PATH:
@@ -285,6 +289,7 @@ class VllmEngine(ServingEngine):
     def close(self) -> None:
         """Ends vLLM's processes. Call it after `stop`, once."""
         self._is_closed = True
+        self._grammars.end()
         llm = getattr(self, "_llm", None)
         if llm is not None:
             llm.shutdown(timeout=_SHUTDOWN_S)
@@ -613,9 +618,9 @@ class VllmEngine(ServingEngine):
         usage.cached_prompt_tokens, usage.looked_up_tokens = end.cached_prompt_tokens, end.looked_up
         fault = _not_finite() if end.reason == "fault" else None
         if end.refusal is not None:
-            code, message, took_too_long = end.refusal
-            fault = RequestError(code, message)
-            note_refusal(sequence.request.grammar, code, took_too_long)
+            code, message, mark = end.refusal
+            fault = _failed() if code == "internal_error" else RequestError(code, message)
+            note_refusal(sequence.request.grammar, mark)
         self._end(end.number, _reason(end.reason, sequence), usage, fault)
 
     def _end(
@@ -644,6 +649,7 @@ class VllmEngine(ServingEngine):
             if self._death is not None:
                 return
             self._death, act = why, self._on_death
+        self._grammars.end()
         self._end_all("error", _failed())
         if act is not None:
             act(why)

@@ -9,7 +9,7 @@ from outrider.cloud.vllm.checks import missing_attributes
 from outrider.cloud.vllm.choosers import WorkerGrammars
 from outrider.cloud.vllm.options import RUNNER_VARIABLE
 from outrider.cloud.vllm.parent import end_with_parent
-from outrider.models.errors import TokenizerError
+from outrider.models.errors import RuntimeUnavailable, TokenizerError
 
 end_with_parent()  # vLLM imports this module before it loads weights
 
@@ -46,18 +46,21 @@ class OutriderExtension:
 
     def _grammars(self) -> WorkerGrammars:
         config = self.model_runner.model_config
-        self.outrider_grammars = WorkerGrammars(config.model, config.get_vocab_size())
+        is_judge = getattr(self, "rank", 0) == 0  # vLLM takes tokens and refusals from this one
+        self.outrider_grammars = WorkerGrammars(config.model, config.get_vocab_size(), is_judge=is_judge)
         return self.outrider_grammars
 
-    def outrider_compile(self, number: int, grammar: list[Any]) -> list[Any] | None:
-        """Begins to compile a grammar; None until it is done. Then the seconds of the processor that it took, what is
-        wrong with it, "" for nothing, and whether that is the tokenizer's fault.
+    def outrider_compile(self, number: int, grammar: list[Any] | None) -> list[Any] | None:
+        """Begins to compile a grammar, with its terms; None until it is done. Then the seconds of the processor that it
+        took, what is wrong, "" for nothing, and whose fault it is: "grammar", "tokenizer" or "unavailable".
         """
         try:
             built = self.outrider_grammars.compile(number, grammar)
         except TokenizerError as error:
-            return [0.0, str(error), True]
-        return None if built is None else [built.taken_s, built.fault, False]
+            return [0.0, str(error), "tokenizer"]
+        except RuntimeUnavailable as error:
+            return [0.0, str(error), "unavailable"]
+        return None if built is None else [built.taken_s, built.fault, "grammar"]
 
     def outrider_forget(self, numbers: list[int]) -> None:
         """As `WorkerGrammars.forget`."""

@@ -56,6 +56,9 @@ class Rows:
         except RequestError as error:
             self.found.refuse(name, error)
             return [_NONE]
+        except BaseException as error:
+            self.found.refuse_fault(name, error)
+            return [_NONE]
         if choosing is None:
             return None
         tokens = [*prompt, *state.output_token_ids]

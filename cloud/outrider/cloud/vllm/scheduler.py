@@ -25,10 +25,10 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
-from outrider.cloud.vllm.choosers import LOGPROBS, REFUSALS, Logprobs, Refusal
+from outrider.cloud.vllm.choosers import LOGPROBS, REFUSALS, Logprobs
 from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
 from outrider.cloud.vllm.places import Places
-from outrider.cloud.vllm.terms import terms_of
+from outrider.cloud.vllm.terms import Refusal, terms_of
 from outrider.models.faults import log_fault
 from outrider.models.tree_draft import TreeDraft
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.compiler import CompiledGrammar
@@ -18,6 +18,10 @@ from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 
 KEY: Final = "outrider"
+Mark = Literal["", "slow", "worn"]
+"""Of a refusal: the request's grammar took too long, or its lexer is full and is not replaced."""
+Refusal = tuple[str, str, Mark]
+"""Why a request can have no token: code and message of an error, and its mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,9 @@ class Terms:
             "num_generated": self.num_generated,
             "num_logprobs": self.num_logprobs,
             "stop_ids": sorted(self.stop_ids),
-            "grammar": None if self.grammar is None else number_of(self.grammar),
         }
-        return {"choice": json.dumps(choice, separators=(",", ":"))}
+        number = None if self.grammar is None else number_of(self.grammar)
+        return {"choice": json.dumps(choice, separators=(",", ":")), "grammar": number}
 
 
 def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
@@ -123,7 +127,7 @@ def request_of(
     choice = ((extra_args or {}).get(KEY) or {}).get("choice")
     if choice is None:
         return None
-    found = json.loads(choice)
+    found, number = json.loads(choice), grammar_number(extra_args)
     return GenerateRequest(
         prompt=(),
         params=params_of(extra_args),
@@ -132,8 +136,13 @@ def request_of(
         rules=RowRules(**{name: _frozen(value) for name, value in found["rules"].items()}),
         num_generated=found["num_generated"],
         num_logprobs=found["num_logprobs"],
-        grammar=None if found["grammar"] is None else compiled(found["grammar"]),
+        grammar=None if number is None else compiled(number),
     )
+
+
+def grammar_number(extra_args: Mapping[str, Any] | None) -> int | None:
+    """The number of the request's grammar, where it has one."""
+    return ((extra_args or {}).get(KEY) or {}).get("grammar")
 
 
 def needs_chooser(extra_args: Mapping[str, Any] | None) -> bool:

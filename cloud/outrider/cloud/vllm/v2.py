@@ -108,6 +108,9 @@ class OutriderPick(LogitsProcessor):
             except RequestError as error:
                 _found.refuse(slot, error)
                 return
+            except BaseException as error:
+                _found.refuse_fault(slot, error)
+                return
             assert choosing is not None
             self._choosings[slot] = choosing
         chosen = choosing.choose(logits.float().cpu().numpy(), drafted, tokens, slot, _found)

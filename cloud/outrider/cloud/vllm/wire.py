@@ -14,6 +14,7 @@ import msgspec
 import zmq
 
 from outrider.cloud.seam import Totals
+from outrider.cloud.vllm.terms import Refusal
 
 SETTINGS_NAME: Final = "engine.json"
 MAX_ORDERS: Final = 4096
@@ -69,7 +70,7 @@ class Commit(msgspec.Struct, array_like=True):
 class End(msgspec.Struct, array_like=True):
     """The end of a sequence. reason: "stop", "full" (length or context), "once", "cancelled", "fault", "refused".
 
-    refusal: as `choosers.Refusal`, with "refused".
+    refusal: as `terms.Refusal`, with "refused".
     """
 
     number: int
@@ -80,7 +81,7 @@ class End(msgspec.Struct, array_like=True):
     looked_up: int
     cached_prompt_tokens: int
     waited_s: float
-    refusal: tuple[str, str, bool] | None = None
+    refusal: Refusal | None = None
 
 
 class Gauges(msgspec.Struct, array_like=True):

@@ -26,9 +26,12 @@ from outrider.models.tokenizer import Tokenizer
 
 MAX_CACHED: Final = 16
 MAX_CACHED_PER_OWNER: Final = 4
-"""A kept grammar has 1 MB at most as people write them; a costly one up to 25 MB, and an owner one of those kept."""
-MAX_COSTLY: Final = 4
-"""Costly grammars of one client that its texts, and what is kept, may hold at a time."""
+"""A grammar has 1 MB at most as people write them, a costly one up to 25 MB: an owner keeps one of those."""
+ELSEWHERE_THREADS: Final = 16
+"""That wait for grammars built elsewhere."""
+MAX_COSTLY: Final = 8
+"""Costly grammars that one client may have in use; of 218 schemas of APIs none is costly, at 152,000 tokens either."""
+HELD_RETRY_S: Final = 5
 LARGE_TEXT: Final = 8192
 MAX_WAITING: Final = 4
 SLOW_COMPILE_S: Final = 0.5
@@ -45,9 +48,12 @@ class CompiledGrammar:
         after: int | None,
         opener: int | None,
         on_excess: Callable[[], None] = lambda: None,
+        *,
+        is_timed: bool = True,
     ) -> None:
-        """on_excess: called where a text's grammar takes too long."""
+        """on_excess: called where a text's grammar takes too long. is_timed: False ends no text for that."""
         self.spec = spec
+        self._is_timed = is_timed
         self.matchers = matchers
         self._on_excess = on_excess
         self._vocabulary = vocabulary
@@ -72,7 +78,7 @@ class CompiledGrammar:
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer; only where the matchers are here."""
         assert isinstance(self.matchers, Matchers)
-        cost = GrammarCost(self._on_excess, self.matchers.note)
+        cost = GrammarCost(self._on_excess, self.matchers.note, is_timed=self._is_timed)
         return GrammarState(self._vocabulary, self.matchers, self._after, self._opener, cost)
 
 
@@ -83,9 +89,9 @@ BuildElsewhere = Callable[[GrammarSpec, tuple[int, ...]], Built]
 class GrammarCompiler:
     """Compiles specs into grammars, and keeps the latest ones.
 
-    vocab_size: ids of the model's logits. stop_ids: those that end a text. elsewhere: None builds here. One grammar is
-    compiled at a time, owners in turn: an owner has one in work, and `MAX_CACHED_PER_OWNER` kept. `MAX_WAITING` of one
-    client may wait, and `MAX_COSTLY` be held; for one owner, as many as for `MAX_CLIENTS`.
+    vocab_size: ids of the model's logits. stop_ids: those that end a text. elsewhere: None builds here, one grammar at
+    a time. An owner has one in work (elsewhere `MAX_WAITING`), and `MAX_CACHED_PER_OWNER` kept. A client may have
+    `MAX_WAITING` waiting and `MAX_COSTLY` in use; an owner, `MAX_CLIENTS` times as many.
     """
 
     def __init__(
@@ -97,12 +103,13 @@ class GrammarCompiler:
     ) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size, stop_ids)
         self._elsewhere = elsewhere
-        self._known: OrderedDict[tuple[Hashable, str], Matchers | Elsewhere] = OrderedDict()
+        self._known: OrderedDict[tuple[Hashable, str], tuple[Matchers | Elsewhere, Client]] = OrderedDict()
         self._live: WeakValueDictionary[tuple[Hashable, str], Matchers | Elsewhere] = WeakValueDictionary()
-        self._lock = threading.Lock()  # of both
+        self._building: dict[tuple[Hashable, str], Future[CompiledGrammar]] = {}
+        self._lock = threading.Lock()  # of these
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
-        self._turns: dict[Hashable, asyncio.Lock] = {}
+        self._turns: dict[Hashable, asyncio.Semaphore] = {}
         self._strikes = Strikes()
         self._costly: dict[Hashable, WeakSet[Matchers | Elsewhere]] = {}
         self._trimmer = HeapTrimmer()
@@ -156,11 +163,17 @@ class GrammarCompiler:
             )
         self._waiting.update(key for key, _ in keys)
         try:
-            async with self._turns.setdefault(owner, asyncio.Lock()):
+            num_at_once = 1 if self._elsewhere is None else MAX_WAITING
+            async with self._turns.setdefault(owner, asyncio.Semaphore(num_at_once)):
                 # Shielded: a client that leaves does not free its turn before the work is done.
                 work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, client)))
                 try:
-                    return self._held(await asyncio.shield(work), client)
+                    found = await asyncio.shield(work)
+                    try:
+                        return self._held(found, client)
+                    except RequestError:
+                        self._drop(owner, spec)
+                        raise
                 except asyncio.CancelledError:
                     await asyncio.wait([work])
                     raise
@@ -189,13 +202,12 @@ class GrammarCompiler:
             for key, limit in limits_of(client, MAX_COSTLY):
                 live = self._costly.setdefault(key, WeakSet())
                 if found.matchers not in live and len(live) >= limit:
-                    self._strikes.add(client)
                     raise RequestError(
                         "too_many_grammars",
                         f"{len(live)} grammars of this {'client' if key == client else 'key'} are in use that took "
-                        f"over {MAX_AGAIN_S * 1e3:.0f} ms to compile; try again later, or make them simpler",
+                        f"over {MAX_AGAIN_S * 1e3:.0f} ms to compile; try again when one of their texts has ended",
                         status=429,
-                        retry_after_s=1,
+                        retry_after_s=HELD_RETRY_S,
                     )
                 live.add(found.matchers)
         return found.charged_to(partial(self._strikes.add, client))
@@ -203,16 +215,22 @@ class GrammarCompiler:
     def _start(self, spec: GrammarSpec, client: Client) -> Future[CompiledGrammar]:
         with self._lock:
             if self._thread is None:
-                self._thread = deep_pool()
-            return self._thread.submit(partial(self._compile, spec, client))
+                self._thread = deep_pool() if self._elsewhere is None else ThreadPoolExecutor(ELSEWHERE_THREADS)
+            key = client[0], spec.hash
+            work = self._building.get(key)
+            if work is None:  # elsewhere several of an owner are in work
+                work = self._building[key] = self._thread.submit(partial(self._compile, spec, client))
+                work.add_done_callback(lambda _: self._building.pop(key, None))
+            return work
 
     def _compile(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
         if found := self.find(spec, client[0]):
             return found
         _delimiters(spec, self._vocabulary)  # before the work
         if len(spec.text) > LARGE_TEXT:
-            self._drop_costly(client[0])
-        self._trimmer.trim()  # what the grammars of ended texts have left; in this thread only
+            self._drop_costly(client)
+        if self._elsewhere is None:
+            self._trimmer.trim()  # what the grammars of ended texts have left; in this thread only
         built = self._build(spec)
         if built.taken_s > SLOW_COMPILE_S:
             self._strikes.add(client)
@@ -220,20 +238,24 @@ class GrammarCompiler:
             raise refusal(built.fault)
         with self._lock:
             key = client[0], spec.hash
-            self._known[key] = self._live[key] = built.matchers
+            self._known[key], self._live[key] = (built.matchers, client), built.matchers
             own = [key for key in self._known if key[0] == client[0]]
-            costly = [key for key in own if self._known[key].is_costly]
+            costly = [key for key in own if self._known[key][0].is_costly]
             for key in {*own[:-MAX_CACHED_PER_OWNER], *costly[:-1]}:
                 del self._known[key]
             while len(self._known) > MAX_CACHED:
                 self._known.popitem(last=False)
         return compiled_of(spec, built.matchers, self._vocabulary)
 
-    def _drop_costly(self, owner: Hashable) -> None:
+    def _drop_costly(self, client: Client) -> None:
         """Makes room for a grammar that is most likely costly, and takes twice what it leaves to compile."""
         with self._lock:
-            for key in [key for key, kept in self._known.items() if key[0] == owner and kept.is_costly]:
+            for key in [key for key, (kept, whose) in self._known.items() if whose == client and kept.is_costly]:
                 del self._known[key]
+
+    def _drop(self, owner: Hashable, spec: GrammarSpec) -> None:
+        with self._lock:
+            self._known.pop((owner, spec.hash), None)
 
     def _build(self, spec: GrammarSpec) -> Built:
         if self._elsewhere is not None:
@@ -241,10 +263,12 @@ class GrammarCompiler:
         return build(spec, self._vocabulary.backend)
 
 
-def compiled_of(spec: GrammarSpec, matchers: Matchers | Elsewhere, vocabulary: Vocabulary) -> CompiledGrammar:
+def compiled_of(
+    spec: GrammarSpec, matchers: Matchers | Elsewhere, vocabulary: Vocabulary, *, is_timed: bool = True
+) -> CompiledGrammar:
     """A grammar that is built. Raises RequestError for a delimiter that is no token."""
     after, opener = _delimiters(spec, vocabulary)
-    return CompiledGrammar(spec, matchers, vocabulary, after, opener)
+    return CompiledGrammar(spec, matchers, vocabulary, after, opener, is_timed=is_timed)
 
 
 def _delimiters(spec: GrammarSpec, vocabulary: Vocabulary) -> tuple[int | None, int | None]:

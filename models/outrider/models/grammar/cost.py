@@ -23,18 +23,19 @@ MAX_EXCESS_S: Final = 0.3
 
 
 class TookTooLong(RequestError):
-    """A text's grammar has taken too much time: it counts against the client."""
+    """A text's grammar has taken too much time, or has filled a lexer alone: it counts against the client."""
 
 
 class GrammarCost:
     """Counts what one text's grammar takes. on_excess: called once it is too much. note: gets each time beyond what is
-    free.
+    free. is_timed: False ends no text.
     """
 
-    __slots__ = ("_excess_s", "_free_s", "_note", "_on_excess")
+    __slots__ = ("_excess_s", "_free_s", "_is_timed", "_note", "_on_excess")
 
-    def __init__(self, on_excess: Callable[[], None], note: Callable[[float], None]) -> None:
+    def __init__(self, on_excess: Callable[[], None], note: Callable[[float], None], *, is_timed: bool = True) -> None:
         self._on_excess = on_excess
+        self._is_timed = is_timed
         self._note = note
         self._free_s = FREE_S
         self._excess_s = 0.0
@@ -61,10 +62,15 @@ class GrammarCost:
     def spend(self, seconds: float) -> None:
         """Counts time beyond what is free, or takes back what is left of it; raises as `add`."""
         self._excess_s = max(0.0, self._excess_s + seconds)
-        if self._excess_s > MAX_EXCESS_S:
+        if self._excess_s > MAX_EXCESS_S and self._is_timed:
             self._on_excess()
             raise TookTooLong(
                 "grammar_too_complex",
                 f"the grammar takes too long: {self._excess_s:.2f} s of processor time beyond what its tokens may "
                 "take; make it simpler",
             )
+
+    def too_large(self, message: str) -> TookTooLong:
+        """The error of a text that has filled a lexer alone, which counts like time."""
+        self._on_excess()
+        return TookTooLong("grammar_too_complex", message)

@@ -18,6 +18,11 @@ from outrider.models.grammar.vocabulary import Vocabulary
 
 Found = TypeVar("Found")
 
+
+class WornOut(RequestError):
+    """The lexer of a costly grammar is full of what its texts have met; the next request has it compiled again."""
+
+
 MAX_FORCED: Final = 64
 """Forced tokens that are listed at once."""
 
@@ -188,7 +193,7 @@ class GrammarState:
             self._renew()
             found, is_sound = self._ask_once(call, is_refused)
             if not is_sound:
-                raise self._too_complex()
+                raise self.cost.too_large(self._too_complex())
         return found
 
     def _ask_once(self, call: Callable[[Any], Found], is_refused: Callable[[Found], bool]) -> tuple[Found, bool]:
@@ -203,10 +208,11 @@ class GrammarState:
 
     def _renew(self) -> None:
         """Has a new matcher read the text again, within its cost. Raises as `advance`, and then keeps the old one."""
-        is_lexers = str(self._matcher.get_error()).startswith("lexer error")
-        origin = self._matchers.replaced(self._origin) if is_lexers else None
+        if not str(self._matcher.get_error()).startswith("lexer error"):
+            raise RequestError("grammar_too_complex", self._too_complex())
+        origin = self._matchers.replaced(self._origin)
         if origin is None:
-            raise self._too_complex()
+            raise WornOut("grammar_too_complex", self._too_complex())
         self.cost.spend(self._matchers.again_s)
         matcher = origin.deep_copy()
         with self.cost.replaying():
@@ -215,14 +221,12 @@ class GrammarState:
                 is_read = matcher.try_consume_tokens([token]) == 1
                 self.cost.add(began_s)
                 if not is_read:
-                    raise self._too_complex()
+                    raise self.cost.too_large(self._too_complex())
         self._origin, self._matcher = origin, matcher
 
-    def _too_complex(self) -> RequestError:
+    def _too_complex(self) -> str:
         reason = " ".join(self._matcher.get_error().split())[:120]
-        return RequestError(
-            "grammar_too_complex", f"the grammar is too costly after {self.length} tokens: {reason}; make it simpler"
-        )
+        return f"the grammar is too costly after {self.length} tokens: {reason}; make it simpler"
 
     def _dead_end(self) -> RequestError:
         return RequestError(

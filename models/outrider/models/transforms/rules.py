@@ -114,7 +114,10 @@ _shared: Final[dict[int, int]] = {}
 
 
 def _lean(tokens: Iterable[int]) -> tuple[int, ...]:
-    """The same ids, each one object of the process: 8 bytes in place of 36, in each of a server's many requests."""
+    """The same ids, those below `_MAX_SHARED` as objects that all requests share: 8 bytes each in place of 36.
+
+    What is shared stays: at most 15 MB.
+    """
     return tuple([_shared.setdefault(token, int(token)) if token < _MAX_SHARED else token for token in tokens])
 
 
