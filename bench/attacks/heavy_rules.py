@@ -39,8 +39,8 @@ def heavy_rules(subject: Subject) -> Iterator[Row]:
     took: dict[str, list[float | None]] = {"none": [], "worst": []}
     with subject.emulated(step_ms=10.0) as server:
         asked = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        before_mb, peak_mb = server.memory_mb(), 0.0
-        for turn in range(3):
+        before_mb, peaks_mb = server.memory_mb(), list[float]()
+        for _ in range(3):
             for kind, rules in (("none", {"temperature": 0.8}), ("worst", worst_rules())):
                 server.wait_until_idle()
                 common = {"max_tokens": LONG, "ignore_eos": True, "patience_ms": 0}
@@ -48,17 +48,19 @@ def heavy_rules(subject: Subject) -> Iterator[Row]:
                 with memory_of(server) as memory, crowd_of(server.port, bodies, keeps=True) as crowd:
                     if not crowd.wait(lambda: crowd.num_running() >= NUM_SESSIONS - 1, CAP_S):
                         raise NotMeasured(f"of {NUM_SESSIONS} sessions few ran within {CAP_S:.0f} s")
-                    body = {"prompt": prompt_of(100 + turn), **asked}
+                    # A new prompt each time: a repeated one is drafted from its earlier text.
+                    body = {"prompt": prompt_of(100 + len(peaks_mb)), **asked}
                     answer = ask(server.port, "POST", "/v1/completions", body, address=OTHER_ADDRESS, timeout_s=CAP_S)
                     took[kind].append(answer.took_s if answer.status == 200 else None)
-                peak_mb = max(peak_mb, memory.peak_mb)
+                peaks_mb.append(memory.peak_mb)
     plain, worst = (middle(took[kind], CAP_S) for kind in ("none", "worst"))
-    growth = peak_mb - before_mb
+    growth, plain_growth = max(peaks_mb) - before_mb, peaks_mb[0] - before_mb
     yield Row(
         "38",
         f"{NUM_SESSIONS} sessions with every rule at its bound, steps of 10 ms: another client's text of 40 tokens",
-        f"{seconds(worst)}; beside {NUM_SESSIONS} sessions without rules {seconds(plain)}; +{growth:.0f} MB",
+        f"{seconds(worst)}; beside {NUM_SESSIONS} sessions without rules {seconds(plain)}; +{growth:.0f} MB, "
+        f"the first sessions without rules +{plain_growth:.0f} MB",
         f"at most 2x; +{MAX_GROWTH_MB:.0f} MB",
         worst < CAP_S and worst <= 2.0 * plain and growth <= MAX_GROWTH_MB,
-        {"took_s": took, "growth_mb": growth},
+        {"took_s": took, "growth_mb": growth, "plain_growth_mb": plain_growth},
     )
