@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -457,6 +458,20 @@ def test_a_lexer_that_grows_fast_is_left_to_its_texts(
     assert walked(fresh.compile(GROWING).state(), 3, 5) == text
     before.truncate(1)
     assert all(before.advance(token) for token in text[1:])
+
+
+def test_a_text_is_not_blamed_for_what_others_filled(fresh: GrammarCompiler) -> None:
+    """The lexer that a text goes on with may be full of others' states, too: then there is another one."""
+    grammar = fresh.compile(GROWING)
+    blamed: list[str] = []
+    first, second = (grammar.charged_to(partial(blamed.append, name)).state() for name in ("first", "second"))
+    texts = walked(first, 1, 20), walked(second, 2, 20)
+    worn(grammar)
+    walked(first, 3, 5)  # gets the second lexer
+    worn(grammar)
+    rest = walked(second, 4, 5)  # gets the third one
+    truth = fresh.compile(GrammarSpec(GROWING.kind, GROWING.text, after="")).state()
+    assert truth.validate([*texts[1], *rest]) == 25 and not blamed
 
 
 def test_a_text_that_fills_a_lexer_alone_ends_by_name(fresh: GrammarCompiler) -> None:

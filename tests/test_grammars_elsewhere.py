@@ -35,11 +35,16 @@ class Workers:
         self.has_forgotten = threading.Condition()
         self.fault: Exception | None = None
         self.compiled: list[int] = []
+        self.has_failed_to_forget = False
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
 
     async def call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         if self.fault is not None:
+            if method == "outrider_forget":
+                with self.has_forgotten:
+                    self.has_failed_to_forget = True
+                    self.has_forgotten.notify_all()
             raise self.fault
         if method == "outrider_forget":
             for worker in self.workers:
@@ -165,6 +170,8 @@ def test_a_call_that_fails_fails_one_grammar_and_loses_no_number(compiler: Gramm
     with pytest.raises(RequestError) as refusal:
         asked(compiler, regex(0))
     assert (refusal.value.code, refusal.value.status) == ("internal_error", 500)
+    with workers.has_forgotten:
+        assert workers.has_forgotten.wait_for(lambda: workers.has_failed_to_forget, 30.0)
     workers.fault = None
     with pytest.raises(RequestError, match="unclosed group"):
         asked(compiler, GrammarSpec("regex", "(a"))
@@ -185,7 +192,7 @@ def test_an_engine_that_ends_ends_all_builds(tokenizer: Tokenizer, workers: Work
     with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids, made.build)) as compiler:
 
         async def run() -> list[Any]:
-            texts = [compiler.compile_for(regex(index), b"%d" % (index % 3)) for index in range(12)]
+            texts = [compiler.compile_for(regex(index), b"%d" % (index % 3)) for index in range(15)]
             work = asyncio.gather(*texts, return_exceptions=True)
             await asyncio.to_thread(asked_once.wait)
             made.end()

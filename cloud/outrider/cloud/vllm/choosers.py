@@ -97,10 +97,12 @@ class WorkerGrammars:
         """
         if terms is not None:
             self._pool = self._pool or deep_pool()  # here: most servers see no grammar
+            is_next = all(work.done() for work in self._working.values())
             self._working[number] = self._pool.submit(self._compile, terms)
-            wait([self._working[number]], FIRST_WAIT_S)
-        work = self._working[number]
-        return work.result()[1] if work.done() else None
+            if is_next:
+                wait([self._working[number]], FIRST_WAIT_S)
+        work = self._working.get(number)
+        return work.result()[1] if work is not None and work.done() else None
 
     def forget(self, numbers: Collection[int]) -> None:
         """Lets grammars go, and what is left of their texts: the server has ended those."""
@@ -137,7 +139,7 @@ class WorkerGrammars:
             tokenizer = Tokenizer.from_dir(Path(self._model))
             self._vocabularies[stop_ids] = Vocabulary(tokenizer, self._vocab_size, stop_ids)
         vocabulary = self._vocabularies[stop_ids]
-        built = build(spec, vocabulary.backend)
+        built = build(spec, vocabulary.backend, is_timed=self._is_judge)
         if built.matchers is None:
             return None, built
         return compiled_of(spec, built.matchers, vocabulary, is_timed=self._is_judge), built
@@ -173,6 +175,8 @@ class Choosing:
         except RequestError as error:
             found.refuse(key, error)
             return None
+        except (KeyboardInterrupt, SystemExit):
+            raise
         except BaseException as error:  # a library's bugs are raised past Exception, too
             found.refuse_fault(key, error)
             return None

@@ -23,6 +23,7 @@ from outrider.models.grammar.spec import GrammarSpec
 FIRST_LOOK_S: Final = 0.005
 LAST_LOOK_S: Final = 0.1
 """Between looks whether the workers are done, twice as long each time: a look interrupts vLLM's steps."""
+SEND_AGAIN_S: Final = 1.0
 BUILD_S: Final = 60.0
 """After which a grammar is given up: vLLM hangs."""
 
@@ -56,6 +57,7 @@ class GrammarsInWorkers:
         try:
             taken_s, fault, kind = work.result(BUILD_S)
         except (CancelledError, Exception) as error:
+            work.cancel()
             self._let_go(number)
             if self._has_ended or self._fault() is not None or isinstance(error, CancelledError | TimeoutError):
                 raise _engine_failed() from None
@@ -64,7 +66,6 @@ class GrammarsInWorkers:
                 "internal_error", "the server failed on this grammar; its log has the details", status=500
             ) from None
         finally:
-            work.cancel()
             self._works.discard(work)
         if not fault:
             place = Elsewhere(number, taken_s)
@@ -119,9 +120,10 @@ class GrammarsInWorkers:
             try:
                 await self._call("outrider_forget", (numbers,))
             except Exception as error:
-                self._gone.extendleft(numbers)  # with the next one
+                self._gone.extendleft(numbers)
                 if self._fault() is None:
                     log_fault(error)
+                    self._loop.call_later(SEND_AGAIN_S, self._forget)
                 return
 
 

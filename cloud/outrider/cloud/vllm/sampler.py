@@ -56,6 +56,8 @@ class Rows:
         except RequestError as error:
             self.found.refuse(name, error)
             return [_NONE]
+        except (KeyboardInterrupt, SystemExit):
+            raise
         except BaseException as error:
             self.found.refuse_fault(name, error)
             return [_NONE]

@@ -108,6 +108,8 @@ class OutriderPick(LogitsProcessor):
             except RequestError as error:
                 _found.refuse(slot, error)
                 return
+            except (KeyboardInterrupt, SystemExit):
+                raise
             except BaseException as error:
                 _found.refuse_fault(slot, error)
                 return

@@ -41,8 +41,8 @@ class Built:
     taken_s: float
 
 
-def build(spec: GrammarSpec, backend: Any) -> Built:
-    """Builds a grammar; in a thread of `deep_pool`. backend: the library's tokenizer."""
+def build(spec: GrammarSpec, backend: Any, *, is_timed: bool = True) -> Built:
+    """Builds a grammar; in a thread of `deep_pool`. backend: the library's tokenizer. is_timed: as of Matchers."""
     began_s = time.thread_time()
     matcher, fault = _built(spec, backend)
     taken_s = time.thread_time() - began_s
@@ -50,7 +50,7 @@ def build(spec: GrammarSpec, backend: Any) -> Built:
         trim_heap()  # building takes twice what it leaves
     if matcher is None:
         return Built(None, fault, taken_s)
-    return Built(Matchers(matcher, partial(_again, spec, backend), taken_s), "", taken_s)
+    return Built(Matchers(matcher, partial(_again, spec, backend), taken_s, is_timed=is_timed), "", taken_s)
 
 
 def deep_pool() -> ThreadPoolExecutor:

@@ -26,9 +26,12 @@ made take that time, those that are met again do not.
 class Matchers:
     """Of one grammar. Safe to share between threads."""
 
-    def __init__(self, first: Any, compile_again: Callable[[], Any], again_s: float) -> None:
-        """compile_again: gives a matcher that shares nothing with others. again_s: of the processor, that it takes."""
+    def __init__(self, first: Any, compile_again: Callable[[], Any], again_s: float, *, is_timed: bool = True) -> None:
+        """compile_again: gives a matcher that shares nothing with others. again_s: of the processor, that it takes.
+        is_timed: False compiles again however long it takes, so that nothing depends on this process's clock.
+        """
         self.again_s = again_s
+        self._is_timed = is_timed
         self._lock = threading.Lock()
         self._current: Any = first
         self._compile_again = compile_again
@@ -39,7 +42,7 @@ class Matchers:
     @property
     def is_costly(self) -> bool:
         """Whether it is not compiled again."""
-        return self.again_s > MAX_AGAIN_S
+        return self._is_timed and self.again_s > MAX_AGAIN_S
 
     @property
     def is_usable(self) -> bool:
@@ -61,16 +64,19 @@ class Matchers:
             if self._growing_s > MAX_GROWING_S and not self.is_costly:
                 self._current, self._growing_s = None, 0.0
 
-    def replaced(self, worn: Any) -> Any:
-        """Another to copy than `worn`, which a text's own was a copy of; None where there is none."""
+    def replaced(self, worn: Any) -> tuple[Any, bool]:
+        """Another to copy than `worn`, which a text's own was a copy of, and whether no other text has had it; None
+        where there is none.
+        """
         with self._lock:
             if self._current is worn and self.is_costly:
                 self.is_worn_out = True
-                return None
-            if self._current is worn or self._current is None:
+                return None, False
+            is_new = self._current is worn or self._current is None
+            if is_new:
                 self._current = self._compile_again()
                 self._growing_s = 0.0
-            return self._current
+            return self._current, is_new
 
 
 @dataclass(eq=False)

@@ -189,10 +189,10 @@ class GrammarState:
     def _ask(self, call: Callable[[Any], Found], is_refused: Callable[[Found], bool] = lambda found: False) -> Found:
         """What the matcher answers; one that has reached its lexer's limits is replaced, once. Raises as `advance`."""
         found, is_sound = self._ask_once(call, is_refused)
-        if not is_sound:
-            self._renew()
+        while not is_sound:
+            is_new = self._renew()
             found, is_sound = self._ask_once(call, is_refused)
-            if not is_sound:
+            if not is_sound and is_new:
                 raise self.cost.too_large(self._too_complex())
         return found
 
@@ -206,14 +206,27 @@ class GrammarState:
         self.cost.add(began_s)
         return found, not self._matcher.is_error()
 
-    def _renew(self) -> None:
-        """Has a new matcher read the text again, within its cost. Raises as `advance`, and then keeps the old one."""
+    def _renew(self) -> bool:
+        """Has another matcher read the text again, within its cost; whether its lexer was no other text's.
+
+        Raises as `advance`, and then keeps the old one.
+        """
         if not str(self._matcher.get_error()).startswith("lexer error"):
             raise RequestError("grammar_too_complex", self._too_complex())
-        origin = self._matchers.replaced(self._origin)
-        if origin is None:
-            raise WornOut("grammar_too_complex", self._too_complex())
-        self.cost.spend(self._matchers.again_s)
+        origin, matcher = self._origin, None
+        while matcher is None:  # others may have filled the next one, too
+            origin, is_new = self._matchers.replaced(origin)
+            if origin is None:
+                raise WornOut("grammar_too_complex", self._too_complex())
+            self.cost.spend(self._matchers.again_s)
+            matcher = self._read_again(origin)
+            if matcher is None and is_new:
+                raise self.cost.too_large(self._too_complex())
+        self._origin, self._matcher = origin, matcher
+        return is_new
+
+    def _read_again(self, origin: Any) -> Any:
+        """A copy that has read the text; None where its lexer is full before the end."""
         matcher = origin.deep_copy()
         with self.cost.replaying():
             for token in self._matched:
@@ -221,8 +234,8 @@ class GrammarState:
                 is_read = matcher.try_consume_tokens([token]) == 1
                 self.cost.add(began_s)
                 if not is_read:
-                    raise self.cost.too_large(self._too_complex())
-        self._origin, self._matcher = origin, matcher
+                    return None
+        return matcher
 
     def _too_complex(self) -> str:
         reason = " ".join(self._matcher.get_error().split())[:120]
