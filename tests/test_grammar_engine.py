@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from tests.engine_harness import SAMPLED, Collector
+from tests.engine_harness import SAMPLED, Clock, Collector
 
 from outrider.cloud.api.recall import _sampling_of
 from outrider.cloud.engine import Engine, EngineConfig, Policy
@@ -141,7 +141,7 @@ def test_branches_of_a_tree_do_not_move_the_state(world: World) -> None:
     grammar = world.grammar()
     expected = world.truth(grammar)
     config = EngineConfig(policy=Policy.VERIFY, form=TreeForm.TREE)
-    engine, found = Engine(world.runtime(), config), Collector()
+    engine, found = Engine(world.runtime(), config, clock=Clock()), Collector()
     number = engine.submit(world.request(grammar, patience_ms=0.0), found)
     engine.step()
     while found.end is None:
