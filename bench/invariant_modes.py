@@ -26,7 +26,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, OnTokens, TokenBatch
+from outrider.edge.results import GenerationRequest, GenerationResult
 
 FAULTS: Final = FaultRates(drop=0.2, duplicate=0.2, delay=0.5, max_delay_s=0.05)
 DEPTH: Final = 5
@@ -125,7 +125,8 @@ async def generate_all(
                 for index, request in waiting:
                     if mode == REPEATED:
                         await agent.generate(request)
-                    results[index] = await agent.generate(request, line.cutter(request, index))
+                    line.cut_next(index)
+                    results[index] = await agent.generate(request)
                     on_result()
 
     async with asyncio.TaskGroup() as workers:
@@ -135,29 +136,21 @@ async def generate_all(
 
 
 class _Line:
-    """A worker's connection to the verifier; with a proxy, it is cut in the middle of every text."""
+    """A worker's connection to the verifier; with a proxy, it is cut in the middle of every text.
+
+    By the events that come, not by the tokens that the agent has seen: on a busy machine it sees them all at once.
+    """
 
     def __init__(self, url: str, proxy: DelayProxy | None) -> None:
         self._proxy = proxy
         self.url = proxy.url if proxy is not None else url
 
-    def cutter(self, request: GenerationRequest, index: int) -> OnTokens | None:
-        proxy = self._proxy
-        if proxy is None:
-            return None
-        # Twice, at different places in each text, the second perhaps before the session is resumed.
-        chance = random.Random(index)
-        cuts = sorted(chance.randrange(1, max(2, request.max_tokens * 3 // 4)) for _ in range(2))
-        num_seen = 0
-
-        def cut(batch: TokenBatch) -> None:
-            nonlocal num_seen
-            num_seen += len(batch.tokens)
-            while cuts and num_seen >= cuts[0]:
-                cuts.pop(0)
-                proxy.cut()
-
-        return cut
+    def cut_next(self, index: int) -> None:
+        """Twice, at different places in each text, the second perhaps before the session is resumed."""
+        if self._proxy is not None:
+            chance = random.Random(index)
+            # A session's first event opens it; one of the next 5 is in its middle, as a commit has a few tokens.
+            self._proxy.cut_after(b"data: ", chance.randrange(2, 7), chance.randrange(1, 5))
 
 
 @contextmanager

@@ -406,21 +406,14 @@ def test_the_models_own_end_is_left_to_the_server(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
 def test_a_cut_session_goes_on_as_if_nothing_had_happened(mode: Mode) -> None:
-    """Connections are cut every dozen tokens; each time the text continues where it stopped."""
+    """Connections are cut while they open, in the middle of a line and at its end; each time the text goes on."""
     request = asking(seed=5, max_tokens=60)
     with serve_fake() as server, DelayProxy(*_address(server.url)) as proxy:
-        num_seen, next_cut = 0, 12
-
-        def cut_now_and_then(batch: TokenBatch) -> None:
-            nonlocal num_seen, next_cut
-            num_seen += len(batch.tokens)
-            if num_seen >= next_cut:
-                next_cut += 12
-                proxy.cut()
-
-        result = run(generate([proxy.url], request, drafter(), mode=mode, on_tokens=cut_now_and_then))
+        mark = b"data: " if mode is Mode.STREAM else b"tokens"
+        proxy.cut_after(mark, *range(1, 9))
+        result = run(generate([proxy.url], request, drafter(), mode=mode))
         server.wait_until(lambda: is_at_rest(server))
-        assert proxy.num_cuts > 0
+        assert proxy.num_cuts > 1
     assert result.tokens == truth(request)
 
 

@@ -248,6 +248,27 @@ def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
         assert (proxy.num_cuts, proxy.num_connections) == (1, 2)
 
 
+def test_a_cut_after_a_mark_delivers_it_and_loses_the_rest() -> None:
+    """Also where all was read at once; the next number counts from there."""
+    with echo_server() as address, DelayProxy(*address, ProxyOptions(rtt_ms=20.0)) as proxy:
+        with pytest.raises(ConfigError, match="comes \\(3, 0\\) times; expected one byte or more, 1 time or more"):
+            proxy.cut_after(b"ab", 3, 0)
+        proxy.cut_after(b"ab", 3, 2)
+        received: list[bytes] = []
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", proxy.port), timeout=20.0) as client:
+                client.sendall(b"ab-ab-ab-ab")
+                parts: list[bytes] = []
+                with suppress(ConnectionError):
+                    while part := client.recv(10):
+                        parts.append(part)
+                received.append(b"".join(parts))
+        assert received == [b"ab-ab-ab", b"ab-ab"] and proxy.num_cuts == 2
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=20.0) as client:
+            client.sendall(b"ab-ab-ab-ab")
+            assert client.recv(20) == b"ab-ab-ab-ab"
+
+
 def test_connections_share_the_rate_of_a_throttled_link() -> None:
     """400 bytes of each of two connections at 64 kbit/s: 50 ms for each way of one, and 50 ms behind the other."""
     for first_kbit_s in (64.0, 0.0):

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -71,6 +72,8 @@ class DelayProxy:
         self.num_connections = 0
         self.num_cuts = 0
         self._is_held = False
+        self._mark = b""
+        self._cuts: deque[int] = deque()
 
     @property
     def url(self) -> str:
@@ -91,6 +94,16 @@ class DelayProxy:
     def cut(self) -> None:
         """Closes every open connection both ways; what was under way is lost. New ones are served as before."""
         self._loop.call_soon_threadsafe(self._cut_all)
+
+    def cut_after(self, mark: bytes, *nums: int) -> None:
+        """Cuts once `mark` has come from the server so many times, at least 1; the next number counts from there.
+
+        All up to it is delivered, what follows is lost: so a cut hits the middle of an answer however late its reader
+        is. Replaces what was asked before. A mark that two reads share is not seen. Raises ConfigError.
+        """
+        if not mark or min(nums, default=1) < 1:
+            raise ConfigError(f"the mark is {mark!r} and comes {nums} times; expected one byte or more, 1 time or more")
+        self._loop.call_soon_threadsafe(self._set_cuts, mark, nums)
 
     def hold(self) -> None:
         """From now on nothing comes through, either way, and no connection is closed: a link that is dead."""
@@ -144,6 +157,20 @@ class DelayProxy:
             task.cancel()
             self.num_cuts += 1
 
+    def _set_cuts(self, mark: bytes, nums: Sequence[int]) -> None:
+        self._mark, self._cuts = mark, deque(nums)
+
+    def _up_to_cut(self, data: bytes) -> tuple[bytes, bool]:
+        """What is delivered of bytes from the server, and whether a cut comes after it."""
+        end = 0
+        while self._cuts and (at := data.find(self._mark, end)) >= 0:
+            end = at + len(self._mark)
+            self._cuts[0] -= 1
+            if not self._cuts[0]:
+                self._cuts.popleft()
+                return data[:end], True
+        return data, False
+
     async def _connect(self, client: socket.socket) -> None:
         writers: list[asyncio.StreamWriter] = []
         try:
@@ -162,8 +189,9 @@ class DelayProxy:
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
         """Reads at once and writes each chunk at its due time; the two never wait for each other."""
-        late: deque[tuple[float, bytes]] = deque()
+        late: deque[tuple[float, bytes | None]] = deque()  # none is a cut, empty is the end
         arrived = asyncio.Event()
+        is_cut = False
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(late, arrived, writer))
             while data := await reader.read(_CHUNK_BYTES):
@@ -176,9 +204,13 @@ class DelayProxy:
                         raise ConnectionResetError("cut on purpose")
                 if self._is_held:
                     continue
+                if not is_up:
+                    data, is_cut = self._up_to_cut(data)
                 late.append((self._due(len(data), is_up=is_up), data))
                 arrived.set()
-            late.append((self._due(0, is_up=is_up), b""))
+                if is_cut:
+                    break
+            late.append((self._due(0, is_up=is_up), None if is_cut else b""))
             arrived.set()
 
     def _due(self, num_bytes: int, *, is_up: bool) -> float:
@@ -189,7 +221,7 @@ class DelayProxy:
         return sent_at + self._options.rtt_ms / 2e3
 
     async def _deliver(
-        self, late: deque[tuple[float, bytes]], arrived: asyncio.Event, writer: asyncio.StreamWriter
+        self, late: deque[tuple[float, bytes | None]], arrived: asyncio.Event, writer: asyncio.StreamWriter
     ) -> None:
         while True:
             while not late:
@@ -198,6 +230,9 @@ class DelayProxy:
             due, data = late.popleft()
             if (wait_s := due - self._loop.time()) > 0:
                 await asyncio.sleep(wait_s)
+            if data is None:
+                self._cut_all()
+                return
             if not data:
                 writer.write_eof()
                 return
