@@ -66,7 +66,8 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     HostileBody("objects for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"{}", b"]}")),
     HostileBody("fractions for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"0.5", b"]}")),
     HostileBody("one wrong id, last", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"999", b",-1]}")),
-    HostileBody("too many ids", COMPLETIONS, "context_length_exceeded", repeated(b'{"prompt":[', b"1", b"]}")),
+    HostileBody("too many ids", COMPLETIONS, "context_length_exceeded", repeated(b'{"prompt":[', b"512", b"]}")),
+    HostileBody("a body of digits", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"1", b"]}")),
     HostileBody("a long text", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b"a", b'"}')),
     HostileBody("long escapes", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b"\\u00e9", b'"}')),
     HostileBody("brackets in a text", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b'[{:\\"', b'"}')),
@@ -99,7 +100,10 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     ),
     HostileBody("wrong ids", SESSIONS, "invalid_parameter", repeated(b'{"max_tokens":1,"prompt":[', b"-1", b"]}")),
     HostileBody(
-        "too many ids", SESSIONS, "context_length_exceeded", repeated(b'{"max_tokens":1,"prompt":[', b"1", b"]}")
+        "too many ids", SESSIONS, "context_length_exceeded", repeated(b'{"max_tokens":1,"prompt":[', b"512", b"]}")
+    ),
+    HostileBody(
+        "a body of digits", SESSIONS, "invalid_parameter", repeated(b'{"max_tokens":1,"prompt":[', b"1", b"]}")
     ),
     HostileBody("empty messages", CHAT, "invalid_parameter", repeated(b'{"messages":[', b"{}", b"]}")),
     HostileBody(

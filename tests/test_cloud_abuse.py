@@ -54,6 +54,7 @@ from outrider.models.http.limits import Slots
 from outrider.models.http.requests import (
     LARGE_BODY_BYTES,
     MAX_BODIES,
+    MAX_JSON_COMMAS,
     MAX_JSON_PARTS,
     MAX_OWN_BODIES,
     Bodies,
@@ -130,7 +131,7 @@ def test_a_hostile_body_gets_one_error(
 
 @pytest.mark.parametrize("body", HOSTILE_BODIES, ids=named)
 def test_a_hostile_body_takes_little_memory(body: HostileBody) -> None:
-    """Parsing takes at most 12 times the largest body; integers take 10 times their digits."""
+    """Parsing takes at most 12.5 times the largest body; integers take 10 times their digits."""
     content = body.make(MAX_BYTES)
     tracemalloc.start()
     try:
@@ -139,7 +140,7 @@ def test_a_hostile_body_takes_little_memory(body: HostileBody) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 12 * MAX_BYTES
+    assert peak < 12.5 * MAX_BYTES
 
 
 json_values = st.recursive(
@@ -149,8 +150,8 @@ json_values = st.recursive(
 )
 
 
-@given(json_values, st.integers(1, 12))
-def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int) -> None:
+@given(json_values, st.integers(1, 12), st.integers(1, 5), st.integers(1, 8))
+def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int, max_keys: int, max_commas: int) -> None:
     """Marks inside strings do not count, also beside escaped quotes and backslashes."""
     import json
 
@@ -164,15 +165,39 @@ def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int) ->
             return len(value) + sum(map(strings, value.values()))
         return sum(map(strings, value)) if isinstance(value, list) else isinstance(value, str)
 
+    def commas(value: Any) -> int:
+        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        return max(0, len(inside) - 1) + sum(map(commas, inside))
+
+    def keys(value: Any) -> int:
+        if isinstance(value, dict):
+            return len(value) + sum(map(keys, value.values()))
+        return sum(map(keys, value)) if isinstance(value, list) else 0
+
     text = json.dumps(value, ensure_ascii=False)
     is_refused = False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests_module, "MAX_JSON_PARTS", limit)
+        patch.setattr(requests_module, "MAX_JSON_KEYS", max_keys)
+        patch.setattr(requests_module, "MAX_JSON_COMMAS", max_commas)
         try:
             assert load(text.encode()) == value
         except RequestError:
             is_refused = True
-    assert is_refused == (parts(value) > limit or strings(value) > limit)
+    most_commas = max(max_commas, len(text.encode()) // 4)
+    are_too_many = parts(value) > limit or strings(value) > limit
+    assert is_refused == (are_too_many or keys(value) > max_keys or commas(value) > most_commas)
+
+
+def test_a_prompt_of_short_ids_is_taken_up_to_a_quarter_of_a_body() -> None:
+    """So many ids as the longest contexts have; a body full of digits is refused before it is read."""
+    first, last = b'{"max_tokens":1,"prompt":[', b"5]}"
+    body = first + b"5," * (MAX_JSON_COMMAS - 1) + last
+    assert parse(SessionRequest, body).prompt == [5] * MAX_JSON_COMMAS
+    with pytest.raises(RequestError, match="the body has more than 262144 commas between elements; send less"):
+        parse(SessionRequest, first + b"5," * MAX_JSON_COMMAS + last)
+    # As many as a longer body's ids: one in four bytes.
+    assert len(load(b"[" + b"123," * MAX_JSON_COMMAS * 2 + b"1]")) == 2 * MAX_JSON_COMMAS + 1
 
 
 def test_text_full_of_brackets_is_no_structure() -> None:
@@ -344,11 +369,17 @@ def test_a_cancelled_callers_thread_keeps_its_place() -> None:
 
 
 def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large bodies that arrive together one is parsed at a time; small ones do not wait; owners alternate."""
-    order: list[bytes] = []
+    """Of large bodies that arrive together one is parsed at a time, with a break in its middle; small ones do not wait;
+    owners alternate.
+    """
+    order: list[str] = []
 
-    def note(message: type[BaseModel], body: bytes) -> None:
-        order.append(body[:1])
+    def read_json(body: bytes) -> str:
+        order.append(chr(body[0]))
+        return order[-1]
+
+    def note(message: type[BaseModel], raw: str) -> None:
+        order.append(f"validated {raw}")
 
     async def run() -> None:
         bodies = Bodies(1 << 20)
@@ -363,9 +394,11 @@ def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.Monke
         while not bodies.turns.is_unused:
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(requests_module, "parse", note)
+    monkeypatch.setattr(requests_module, "load", read_json)
+    monkeypatch.setattr(requests_module, "validated", note)
     asyncio.run(run())
-    assert order == [b"1", b"5", b"4", b"2", b"3"]
+    assert order[:4] == ["1", "5", "validated 5", "validated 1"]
+    assert order[4:] == ["4", "validated 4", "2", "validated 2", "3", "validated 3"]
 
 
 def test_bodies_that_wait_are_bounded() -> None:

@@ -29,12 +29,15 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
     """Name -> (path, body)."""
     completions, sessions, verify, chat = "/v1/completions", "/v1/sessions", "/v1/verify", "/v1/chat/completions"
     unknown = "{" + ",".join(f'"k{i}":0' for i in range(SIZE // 11)) + "}"
+    known = '{"prompt":[1],"logit_bias":{' + ",".join(f'"{i}":0.5' for i in range(32_700)) + "}}"
     return {
         "prompt of empty texts": (completions, filled('{"prompt":[', '""', "]}")),
         "prompt of texts and ids in turn": (completions, filled('{"prompt":[', '"a",1', "]}")),
         "prompt of empty lists": (completions, filled('{"prompt":[', "[]", "]}")),
         "prompt of one text": (completions, filled('{"prompt":"', "a b ", '"}', separator="")),
         "prompt of true": (sessions, filled('{"max_tokens":1,"prompt":[', "true", "]}")),
+        "prompt of more ids than any context has": (sessions, filled('{"max_tokens":1,"prompt":[', "512", "]}")),
+        "as many keys as a body may have": (sessions, known.encode()),
         "prompt of large numbers": (sessions, filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
         "prompt of one huge number": (sessions, filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
         "unknown keys": (sessions, unknown.encode()),

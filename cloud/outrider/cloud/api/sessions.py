@@ -22,7 +22,7 @@ from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
-from outrider.models.http.encoding import Workers
+from outrider.models.http.encoding import Workers, check_tokens
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
@@ -44,6 +44,7 @@ def session_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        check_tokens(core.engine.limits.max_positions, body.prompt)  # before it is copied and looked up
         if body.stop and body.prefix_hash is not None and body.generated > len(body.prompt):
             raise FieldError(
                 "invalid_parameter",

@@ -25,6 +25,7 @@ from outrider.cloud.api.watch import log_failure
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.http.encoding import check_tokens
 from outrider.models.http.errors import error_body, from_validation, internal_error
 from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
@@ -179,6 +180,8 @@ class _Batch:
         return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
 
     async def _request(self, raw: Any) -> GenerateRequest:
+        if isinstance(raw, dict) and isinstance(prefix := raw.get("prefix"), list):
+            check_tokens(self._core.engine.limits.max_positions, prefix)  # before it is copied
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
         grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner, self._salt)

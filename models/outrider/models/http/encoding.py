@@ -61,10 +61,12 @@ def check_length(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:
 
 
 def check_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionRequest) -> None:
-    """Raises RequestError `context_length_exceeded` for a text that cannot fit, before it is tokenized."""
-    for text in (*body.prompts(), body.suffix):
-        if isinstance(text, str):
-            check_length(tokenizer, max_tokens, text)
+    """Raises RequestError `context_length_exceeded` for what cannot fit, before it is tokenized or copied."""
+    for prompt in (*body.prompts(), body.suffix):
+        if isinstance(prompt, str):
+            check_length(tokenizer, max_tokens, prompt)
+        elif prompt is not None and body.truncate_prompt_tokens is None:
+            check_tokens(max_tokens + 1, prompt)
 
 
 def check_tokens(max_positions: int, prompt: Sequence[int]) -> None:

@@ -28,6 +28,12 @@ MAX_BODIES: Final = 256
 """So many bodies of the largest size may wait at a time, of one owner and in all."""
 MAX_JSON_PARTS: Final = 1 << 16
 """Most objects, lists and keys in a body, and most strings. `{}` is 2 bytes in a body and 64 or more as an object."""
+MAX_JSON_KEYS: Final = 1 << 15
+"""Most keys in a body. Those that differ take longest to read."""
+MAX_JSON_COMMAS: Final = 1 << 18
+"""Most commas outside strings in a body of 1 MiB; a longer one may have one in 4 bytes. Twice as many fit, between
+numbers of one digit, and would hold the event loop for twice as long.
+"""
 
 
 def owner_of(request: Request) -> bytes:
@@ -49,18 +55,14 @@ def parse(message: type[M], body: bytes) -> M:
 
     Takes time and memory in proportion to the body, whatever is in it.
     """
-    raw = load(body)
-    try:
-        return message.model_validate(raw)
-    except ValidationError as error:
-        raise from_validation(faults_of(error)) from None
+    return validated(message, load(body))
 
 
 class Bodies:
-    """Parses bodies on the event loop: large ones in turn, with as long a break after each as it took.
+    """Parses bodies on the event loop: large ones in turn, with as long a break after each half as it took.
 
-    A large body takes tens of milliseconds, in which no stream goes on: many together would take seconds. Those that
-    wait are bounded: every connection can send one.
+    A large body takes tens of milliseconds, in which no stream goes on: half of them to read the JSON, half to validate
+    it. Many together would take seconds. Those that wait are bounded: every connection can send one.
     """
 
     def __init__(self, max_body_bytes: int) -> None:
@@ -98,12 +100,15 @@ class Bodies:
         with nullcontext() if is_held else self.hold(owner, body):
             await self.turns.take(owner)
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s = again_s = loop.time()
         try:
-            return parse(message, body)
+            raw = load(body)
+            await asyncio.sleep(loop.time() - began_s)
+            again_s = loop.time()
+            return validated(message, raw)
         finally:
             now_s = loop.time()
-            loop.call_at(2 * now_s - began_s, self.turns.release, owner)
+            loop.call_at(2 * now_s - again_s, self.turns.release, owner)
 
 
 def too_many_bytes(state: str) -> RequestError:
@@ -124,6 +129,14 @@ def load(body: bytes) -> Any:
         raise RequestError("malformed_json", f"the body is not JSON: {error}") from None
 
 
+def validated(message: type[M], raw: Any) -> M:
+    """The message. Raises RequestError 400, which names the first wrong field."""
+    try:
+        return message.model_validate(raw)
+    except ValidationError as error:
+        raise from_validation(faults_of(error)) from None
+
+
 def faults_of(error: ValidationError) -> list[Any]:
     """The faults that pydantic found, without the input."""
     return list(error.errors(include_url=False, include_input=False))
@@ -131,18 +144,28 @@ def faults_of(error: ValidationError) -> list[Any]:
 
 def _bound_parts(body: bytes) -> None:
     # Every part has a byte of its own, so most bodies need no count, and most others no exact one.
-    if len(body) <= MAX_JSON_PARTS or _count(body, b'"[{:') <= MAX_JSON_PARTS:
+    if len(body) <= min(MAX_JSON_PARTS, MAX_JSON_KEYS, MAX_JSON_COMMAS):
+        return
+    parts = f"{MAX_JSON_PARTS} objects, lists and keys, or strings"
+    max_commas = max(MAX_JSON_COMMAS, len(body) // 4)
+    bounds = (
+        (b"[{:", MAX_JSON_PARTS, parts),
+        (b":", MAX_JSON_KEYS, f"{MAX_JSON_KEYS} keys"),
+        (b",", max_commas, f"{max_commas} commas between elements"),
+    )
+    if body.count(b'"') <= 2 * MAX_JSON_PARTS and all(_count(body, marks) <= most for marks, most, _ in bounds):
         return
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if bare.count(b'"') <= 2 * MAX_JSON_PARTS:
-        outside = b"".join(bare.split(b'"')[::2])
-        if _count(outside, b"[{:") <= MAX_JSON_PARTS:
-            return
-    raise FieldError(
-        "invalid_parameter",
-        f"the body has more than {MAX_JSON_PARTS} objects, lists and keys, or strings; send less at a time",
-        param="body",
-    )
+    if bare.count(b'"') > 2 * MAX_JSON_PARTS:
+        raise _too_many(parts)
+    outside = b"".join(bare.split(b'"')[::2])
+    for marks, most, what in bounds:
+        if _count(outside, marks) > most:
+            raise _too_many(what)
+
+
+def _too_many(what: str) -> RequestError:
+    return FieldError("invalid_parameter", f"the body has more than {what}; send less at a time", param="body")
 
 
 def _count(text: bytes, marks: bytes) -> int:
