@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from bench.attacks.crowd import crowd_of, prompt_of
+from bench.attacks.crowd import Crowd, crowd_of, prompt_of
 from bench.attacks.exchange import ask
 from bench.attacks.probes import health_of
 from bench.attacks.rows import Row, percentile
@@ -40,7 +40,8 @@ def cascades(subject: Subject) -> Iterator[Row]:
         )
         bodies = [{"prompt": prompt_of(10 + i, 20), "max_tokens": 600, "ignore_eos": True} for i in range(NUM_TEXTS)]
         with crowd_of(mid.port, bodies, key=FIRST) as crowd:
-            crowd.wait(lambda: crowd.num_running() == NUM_TEXTS, 60.0)
+            if not crowd.wait(lambda: crowd.num_running() == NUM_TEXTS, 60.0):
+                raise NotMeasured(f"{crowd.num_running()} of {NUM_TEXTS} texts ran at once, {_ends(crowd)}")
             target.signal(signal.SIGSTOP)
             try:
                 time.sleep(0.5)  # what was on its way has arrived
@@ -52,6 +53,7 @@ def cascades(subject: Subject) -> Iterator[Row]:
                 target.signal(signal.SIGCONT)
             crowd.wait(lambda: sum(len(stream.commits) for stream in crowd.streams) > after, 60.0)
             resumed = sum(len(stream.commits) for stream in crowd.streams) > after
+            ends = _ends(crowd)
     p99 = percentile(latency.values, 0.99)
     yield Row(
         "39",
@@ -59,8 +61,14 @@ def cascades(subject: Subject) -> Iterator[Row]:
         f"p99 {p99 * 1e3:.0f} ms; {after - before} commits meanwhile; goes on: {'yes' if resumed else 'no'}",
         f"under {MAX_HEALTH_S * 1e3:.0f} ms, 0 commits, goes on",
         p99 < MAX_HEALTH_S and after == before and resumed,
-        {"p99_s": p99, "commits": after - before, "resumed": resumed},
+        {"p99_s": p99, "commits": after - before, "resumed": resumed, "ends": ends},
     )
+
+
+def _ends(crowd: Crowd) -> str:
+    """How the texts ended so far."""
+    refusals = sorted({stream.refusal for stream in crowd.streams if stream.refusal})
+    return f"{sum(stream.is_over for stream in crowd.streams)} are over; refused: {refusals}"
 
 
 def _cached(server: Server, key: str, prompt: list[int]) -> int:
