@@ -136,7 +136,7 @@ async def generate_all(
 
 
 class _Line:
-    """A worker's connection to the verifier; with a proxy, it is cut in the middle of every text.
+    """A worker's connection to the verifier; with a proxy, it is cut in the middle of every text of 40 tokens or more.
 
     By the events that come, not by the tokens that the agent has seen: on a busy machine it sees them all at once.
     """

@@ -105,6 +105,43 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     HostileBody(
         "a body of digits", SESSIONS, "invalid_parameter", repeated(b'{"max_tokens":1,"prompt":[', b"1", b"]}")
     ),
+    HostileBody(
+        "too many ids, of which many are asked for",
+        COMPLETIONS,
+        "context_length_exceeded",
+        repeated(b'{"truncate_prompt_tokens":2000000,"prompt":[', b"512", b"]}"),
+    ),
+    HostileBody(
+        "a schema of numbers",
+        COMPLETIONS,
+        "invalid_grammar",
+        repeated(b'{"prompt":"a","guided_json":[', b"512", b"]}"),
+    ),
+    HostileBody(
+        "a closed schema of numbers",
+        COMPLETIONS,
+        "invalid_grammar",
+        repeated(b'{"prompt":"a","structured_outputs":{"disable_additional_properties":true,"json":[', b"512", b"]}}"),
+    ),
+    HostileBody(
+        "a schema's text of lists",
+        COMPLETIONS,
+        "invalid_grammar",
+        long(b'{"prompt":"a","guided_json":"[', b"[],", b'0]"}'),
+    ),
+    HostileBody(
+        "arguments of lists",
+        CHAT,
+        "invalid_parameter",
+        long(
+            b'{"messages":[{"role":"assistant","tool_calls":[{"type":"function","function":{"name":"a","arguments":"[',
+            b"[],",
+            b'0]"}}]}]}',
+        ),
+    ),
+    HostileBody(
+        "30,000 unknown keys", VERIFY, "invalid_parameter", lambda _: numbered(b"{", b'"k%d":0', b"}")(350_000)
+    ),
     HostileBody("empty messages", CHAT, "invalid_parameter", repeated(b'{"messages":[', b"{}", b"]}")),
     HostileBody(
         "20,000 messages",

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import fake_tokenizer
 
+from outrider.models.errors import RequestError
 from outrider.models.http.chat_reader import ChatReader, ChatStyle
 from outrider.models.http.dialects import _tools_in
 from outrider.models.http.tool_grammar import tool_grammar
@@ -151,10 +152,12 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     (read_call,) = with_read_arguments([call])
     assert read_call["function"]["arguments"] == {"a": 1} and call["function"]["arguments"] == '{"a": 1}'  # type: ignore[index]
-    for odd in ("[" * 100_000, "5", "x", None):
+    for odd in ("[" * 60_000, "5", "x", None):
         broken = {"function": {"arguments": odd}}
         assert with_read_arguments([broken, 3]) == [broken, 3]
     assert with_read_arguments("x") == "x"
+    with pytest.raises(RequestError, match="the text of a tool call's arguments has more than 65536 objects"):
+        with_read_arguments([{"function": {"arguments": "[" + "[]," * 70_000 + "0]"}}])
 
 
 CITY = {

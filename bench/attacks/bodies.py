@@ -29,6 +29,7 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
     """Name -> (path, body)."""
     completions, sessions, verify, chat = "/v1/completions", "/v1/sessions", "/v1/verify", "/v1/chat/completions"
     unknown = "{" + ",".join(f'"k{i}":0' for i in range(SIZE // 11)) + "}"
+    unknown_keys = ",".join(f'"k{i}":0' for i in range(32_700))
     known = '{"prompt":[1],"logit_bias":{' + ",".join(f'"{i}":0.5' for i in range(32_700)) + "}}"
     return {
         "prompt of empty texts": (completions, filled('{"prompt":[', '""', "]}")),
@@ -61,6 +62,21 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "a session's prediction": (sessions, filled('{"max_tokens":1,"prompt":[5],"prediction":[', "5", "]}")),
         "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
         "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
+        "unknown keys of a call to verify": (verify, ("{" + unknown_keys + "}").encode()),
+        "a schema of numbers": (completions, filled('{"prompt":"a","max_tokens":1,"guided_json":[', "512", "]}")),
+        "a schema's text of lists": (
+            completions,
+            filled('{"prompt":"a","max_tokens":1,"guided_json":"[', "[],", '0]"}', separator=""),
+        ),
+        "arguments of lists": (
+            chat,
+            filled(
+                '{"messages":[{"role":"assistant","tool_calls":[{"type":"function","function":{"name":"a","arguments":"[',
+                "[],",
+                '0]"}}]}]}',
+                separator="",
+            ),
+        ),
         **hostile_grammars(),
     }
 

@@ -14,7 +14,7 @@ committed when one is resumed. `base` counts tokens committed *in this session*.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import (
     AllowInfNan,
@@ -25,7 +25,6 @@ from pydantic import (
     Strict,
     StrictBool,
     WithJsonSchema,
-    model_validator,
 )
 from pydantic_core import from_json
 
@@ -34,6 +33,7 @@ from outrider.models.manifest import Count, Sha256, Share
 from outrider.models.rejection import MAX_IDS, WHOLE
 from outrider.models.rule_fields import RuleFields
 from outrider.models.sampling import MAX_SEED, SamplingParams
+from outrider.models.strict_message import StrictMessage
 
 PROTOCOL_VERSION = 2
 TREES_SINCE = 2
@@ -86,18 +86,8 @@ _TARGET = "identity of the target: a text is finished by the one that began it"
 EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "deadline", "error"]
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keep_one_unknown_key(cls, raw: Any) -> Any:
-        # pydantic lists every unknown key: one is enough for the error, however many there are.
-        if isinstance(raw, dict) and len(raw) > len(cls.model_fields):
-            known = {name: raw[name] for name in cls.model_fields if name in raw}
-            unknown = next(key for key in raw if key not in known)
-            return known | {unknown: raw[unknown]}
-        return raw
+class _Request(StrictMessage):
+    model_config = ConfigDict(frozen=True)
 
 
 class _Answer(BaseModel):

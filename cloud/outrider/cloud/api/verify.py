@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
@@ -38,6 +38,7 @@ from outrider.models.protocol import (
     VerifyItem,
     VerifyResult,
 )
+from outrider.models.strict_message import StrictMessage
 from outrider.models.transforms.wire import rules_of
 
 MAX_WAITING_CALLS: Final = 256
@@ -50,10 +51,8 @@ _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
 }
 
 
-class VerifyEnvelope(BaseModel):
+class VerifyEnvelope(StrictMessage):
     """`protocol.VerifyRequest`, its items not validated yet."""
-
-    model_config = ConfigDict(extra="forbid")
 
     items: list[Any] = Field(min_length=1, max_length=MAX_VERIFY_ITEMS)
     tokenizer: str | None = None

@@ -98,7 +98,7 @@ class DelayProxy:
     def cut_after(self, mark: bytes, *nums: int) -> None:
         """Cuts once `mark` has come from the server so many times, at least 1; the next number counts from there.
 
-        All up to it is delivered, what follows is lost: so a cut hits the middle of an answer however late its reader
+        All up to it is sent on, what follows is lost: so a cut hits the middle of an answer however late its reader
         is. Replaces what was asked before. A mark that two reads share is not seen. Raises ConfigError.
         """
         if not mark or min(nums, default=1) < 1:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BaseModel, ConfigDict, Field, StrictStr
+from pydantic import BaseModel, Field, StrictStr
 
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.grounding import Grounding, Library
@@ -22,6 +22,7 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.errors import FieldError
 from outrider.models.http.shapes import Delta, FoundText, Shape
 from outrider.models.protocol import ModelFacts
+from outrider.models.strict_message import StrictMessage
 
 MAX_DOCUMENTS: Final = 256
 MAX_TEXT_BYTES: Final = 1 << 17
@@ -31,10 +32,8 @@ _PROMPT_SHARE: Final = 4
 """At least this part of the context is left to the answer, as far as the passages are concerned."""
 
 
-class TextDocument(BaseModel):
+class TextDocument(StrictMessage):
     """A document of a request: its text, never a path. name: what `passages` calls it."""
-
-    model_config = ConfigDict(extra="forbid")
 
     text: StrictStr
     name: Annotated[StrictStr, Field(max_length=MAX_NAME_CHARS)] = "document"

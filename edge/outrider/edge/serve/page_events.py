@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic import BaseModel, Field, StrictBool, model_validator
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.models.acceptance import Rule
 from outrider.models.http.openai import Messages
 from outrider.models.protocol import ErrorBody, Integer, Number
 from outrider.models.sampling import MAX_SEED, SamplingParams
+from outrider.models.strict_message import StrictMessage
 
 MAX_TOKENS: Final = 4096
 MAX_ROUND_TRIP_MS: Final = 500.0
@@ -25,10 +26,8 @@ the server, accepted. target: the target. unverified: the draft alone, while no 
 Spans = list[tuple[float, float, int]]
 
 
-class PageRequest(BaseModel):
+class PageRequest(StrictMessage):
     """POST /v1/outrider/generate. Of prompt and messages exactly one. round_trip_ms: added to that of the link."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prompt: str | None = Field(default=None, min_length=1)
     messages: Messages | None = None

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from outrider.edge.link.origin import Served
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.text import TextStyle
+from outrider.models.strict_message import StrictMessage
 
 MAX_KEPT: Final = 64
 """Answers; the oldest of the client that has most give way."""
@@ -128,10 +129,8 @@ class UnverifiedAnswers:
             self._num_tokens -= kept.num_tokens
 
 
-class VerifyAnswerRequest(BaseModel):
+class VerifyAnswerRequest(StrictMessage):
     """POST /v1/outrider/verify. id: of an answer with unverified text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: Annotated[str, Field(min_length=1, max_length=128)]
 

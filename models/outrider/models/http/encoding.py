@@ -80,7 +80,10 @@ def check_tokens(max_positions: int, prompt: Sequence[int]) -> None:
 
 def encode_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt. max_tokens: that fit. Raises RequestError."""
-    return [truncated(_encode_prompt(tokenizer, prompt, body), max_tokens, body) for prompt in body.prompts()]
+    prompts = [truncated(_encode_prompt(tokenizer, prompt, body), max_tokens, body) for prompt in body.prompts()]
+    for prompt in prompts:
+        check_tokens(max_tokens + 1, prompt)
+    return prompts
 
 
 def _encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest) -> list[int]:

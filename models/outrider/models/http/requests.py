@@ -120,13 +120,16 @@ def too_many_bytes(state: str) -> RequestError:
     )
 
 
-def load(body: bytes) -> Any:
-    """The body's JSON. Raises RequestError 400: `malformed_json`, or `invalid_parameter` if it has too many parts."""
-    _bound_parts(body)
+def load(body: bytes, name: str = "the body") -> Any:
+    """The body's JSON. Raises RequestError 400: `malformed_json`, or `invalid_parameter` if it has too many parts.
+
+    name: what the errors call it.
+    """
+    _bound_parts(body, name)
     try:
         return from_json(body)
     except ValueError as error:
-        raise RequestError("malformed_json", f"the body is not JSON: {error}") from None
+        raise RequestError("malformed_json", f"{name} is not JSON: {error}") from None
 
 
 def validated(message: type[M], raw: Any) -> M:
@@ -142,7 +145,7 @@ def faults_of(error: ValidationError) -> list[Any]:
     return list(error.errors(include_url=False, include_input=False))
 
 
-def _bound_parts(body: bytes) -> None:
+def _bound_parts(body: bytes, name: str) -> None:
     # Every part has a byte of its own, so most bodies need no count, and most others no exact one.
     if len(body) <= min(MAX_JSON_PARTS, MAX_JSON_KEYS, MAX_JSON_COMMAS):
         return
@@ -157,15 +160,15 @@ def _bound_parts(body: bytes) -> None:
         return
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     if bare.count(b'"') > 2 * MAX_JSON_PARTS:
-        raise _too_many(parts)
+        raise _too_many(name, parts)
     outside = b"".join(bare.split(b'"')[::2])
     for marks, most, what in bounds:
         if _count(outside, marks) > most:
-            raise _too_many(what)
+            raise _too_many(name, what)
 
 
-def _too_many(what: str) -> RequestError:
-    return FieldError("invalid_parameter", f"the body has more than {what}; send less at a time", param="body")
+def _too_many(name: str, what: str) -> RequestError:
+    return FieldError("invalid_parameter", f"{name} has more than {what}; send less at a time", param="body")
 
 
 def _count(text: bytes, marks: bytes) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar.bounds import read_json
-from outrider.models.grammar.spec import GrammarSpec, dump_schema, with_whitespace
+from outrider.models.grammar.bounds import MAX_JSON_BYTES, read_json
+from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar, with_whitespace
 from outrider.models.http.errors import FieldError
 
 JSON_OBJECT: Final[dict[str, Any]] = {"type": "object"}
@@ -24,6 +24,9 @@ _GUIDED: Final = {
 }
 FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED, "guided_whitespace_pattern")
 _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
+MAX_VALUES: Final = MAX_JSON_BYTES // 2
+MAX_SPACED_CHARS: Final = 4 * MAX_JSON_BYTES
+"""Of a schema's text, with its spaces and line breaks."""
 _OPTIONS: Final = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
@@ -132,8 +135,22 @@ def _schema(
 
 
 def _parsed(schema: Any) -> Any:
-    """A schema; vLLM takes its text too."""
-    return read_json(schema) if isinstance(schema, str) else schema
+    """A schema; vLLM takes its text too. Raises RequestError for one that is too large, before it is read or copied."""
+    if isinstance(schema, str):
+        if len(schema) > MAX_SPACED_CHARS:
+            raise invalid_grammar(f"the schema has {len(schema):,} characters; expected at most {MAX_SPACED_CHARS:,}")
+        return read_json(schema)
+    left, count = [schema], 1
+    while left:
+        value = left.pop()
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        count += len(inside)
+        if count > MAX_VALUES:
+            raise invalid_grammar(
+                f"the schema has more than {MAX_VALUES:,} values; expected at most {MAX_JSON_BYTES:,} bytes"
+            )
+        left.extend(inside)
+    return schema
 
 
 def _closed(schema: Any) -> Any:

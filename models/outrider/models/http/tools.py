@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
+
+from outrider.models.errors import RequestError
+from outrider.models.http.requests import load
 
 MAX_TOOLS: Final = 128
 """OpenAI's."""
@@ -51,7 +53,8 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 def with_read_arguments(calls: Any) -> Any:
     """The `tool_calls` of an earlier message with their arguments as objects, as chat templates expect them.
 
-    OpenAI's messages have them as JSON text. What is no such text stays as it is.
+    OpenAI's messages have them as JSON text. What is no such text stays as it is. Raises RequestError for a text with
+    more parts than a body may have.
     """
     if not isinstance(calls, list):
         return calls
@@ -64,9 +67,13 @@ def _read_one(call: Any) -> Any:
     if not isinstance(arguments, str):
         return call
     try:
-        read = json.loads(arguments)
-    except (ValueError, RecursionError):
+        read = load(arguments.encode(), "the text of a tool call's arguments")
+    except UnicodeEncodeError:
         return call
+    except RequestError as error:
+        if error.code == "malformed_json":
+            return call
+        raise
     if not isinstance(read, dict):
         return call
     return {**call, "function": {**call["function"], "arguments": read}}
