@@ -114,13 +114,13 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     HostileBody(
         "a schema of numbers",
         COMPLETIONS,
-        "invalid_grammar",
+        "invalid_parameter",
         repeated(b'{"prompt":"a","guided_json":[', b"512", b"]}"),
     ),
     HostileBody(
         "a closed schema of numbers",
         COMPLETIONS,
-        "invalid_grammar",
+        "invalid_parameter",
         repeated(b'{"prompt":"a","structured_outputs":{"disable_additional_properties":true,"json":[', b"512", b"]}}"),
     ),
     HostileBody(

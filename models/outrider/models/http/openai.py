@@ -153,6 +153,15 @@ def _bounded_values(variables: dict[str, Any]) -> dict[str, Any]:
     return variables
 
 
+def _bounded_grammar(value: Any) -> Any:
+    _bound(value, structured.MAX_VALUES)
+    return value
+
+
+# Any JSON, which `structured` reads once it has a bound: a request with more waits for nothing.
+GrammarValue = Annotated[Any, AfterValidator(_bounded_grammar)]
+
+
 class StreamOptions(BaseModel):
     """What a stream carries beside the text. continuous_usage_stats: each chunk has the usage so far, as vLLM's."""
 
@@ -229,14 +238,16 @@ class GenerationRequest(RuleParameters):
     add_special_tokens: StrictBool | None = None
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
-    response_format: Any = Field(default=None, description="text, json_object or json_schema, as OpenAI's")
-    structured_outputs: Any = Field(default=None, description="json, json_object, regex, choice or grammar, as vLLM's")
-    guided_json: Any = None
-    guided_json_object: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    guided_whitespace_pattern: Any = None
+    response_format: GrammarValue = Field(default=None, description="text, json_object or json_schema, as OpenAI's")
+    structured_outputs: GrammarValue = Field(
+        default=None, description="json, json_object, regex, choice or grammar, as vLLM's"
+    )
+    guided_json: GrammarValue = None
+    guided_json_object: GrammarValue = None
+    guided_regex: GrammarValue = None
+    guided_choice: GrammarValue = None
+    guided_grammar: GrammarValue = None
+    guided_whitespace_pattern: GrammarValue = None
 
     @classmethod
     def neutral_values(cls) -> dict[str, tuple[Any, ...]]:

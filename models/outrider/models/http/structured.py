@@ -25,6 +25,7 @@ _GUIDED: Final = {
 FIELDS: Final = ("response_format", "structured_outputs", *_GUIDED, "guided_whitespace_pattern")
 _KINDS: Final = ("json", "regex", "choice", "grammar", "json_object")
 MAX_VALUES: Final = MAX_JSON_BYTES // 2
+"""Of a field, nested ones too: a grammar with more has too many bytes. For the models of requests to bound."""
 MAX_SPACED_CHARS: Final = 4 * MAX_JSON_BYTES
 """Of a schema's text, with its spaces and line breaks."""
 _OPTIONS: Final = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -135,21 +136,11 @@ def _schema(
 
 
 def _parsed(schema: Any) -> Any:
-    """A schema; vLLM takes its text too. Raises RequestError for one that is too large, before it is read or copied."""
+    """A schema; vLLM takes its text too. Raises RequestError for a text that is too large, before it is read."""
     if isinstance(schema, str):
         if len(schema) > MAX_SPACED_CHARS:
             raise invalid_grammar(f"the schema has {len(schema):,} characters; expected at most {MAX_SPACED_CHARS:,}")
         return read_json(schema)
-    left, count = [schema], 1
-    while left:
-        value = left.pop()
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        count += len(inside)
-        if count > MAX_VALUES:
-            raise invalid_grammar(
-                f"the schema has more than {MAX_VALUES:,} values; expected at most {MAX_JSON_BYTES:,} bytes"
-            )
-        left.extend(inside)
     return schema
 
 
