@@ -66,7 +66,7 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     HostileBody("objects for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"{}", b"]}")),
     HostileBody("fractions for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"0.5", b"]}")),
     HostileBody("one wrong id, last", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"999", b",-1]}")),
-    HostileBody("too many ids", COMPLETIONS, "context_length_exceeded", repeated(b'{"prompt":[', b"512", b"]}")),
+    HostileBody("too many ids", COMPLETIONS, "context_length_exceeded", repeated(b'{"prompt":[', b"1023", b"]}")),
     HostileBody("a body of digits", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"1", b"]}")),
     HostileBody("a long text", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b"a", b'"}')),
     HostileBody("long escapes", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b"\\u00e9", b'"}')),
@@ -100,7 +100,7 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     ),
     HostileBody("wrong ids", SESSIONS, "invalid_parameter", repeated(b'{"max_tokens":1,"prompt":[', b"-1", b"]}")),
     HostileBody(
-        "too many ids", SESSIONS, "context_length_exceeded", repeated(b'{"max_tokens":1,"prompt":[', b"512", b"]}")
+        "too many ids", SESSIONS, "context_length_exceeded", repeated(b'{"max_tokens":1,"prompt":[', b"1023", b"]}")
     ),
     HostileBody(
         "a body of digits", SESSIONS, "invalid_parameter", repeated(b'{"max_tokens":1,"prompt":[', b"1", b"]}")
@@ -109,24 +109,24 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
         "too many ids, of which many are asked for",
         COMPLETIONS,
         "context_length_exceeded",
-        repeated(b'{"truncate_prompt_tokens":2000000,"prompt":[', b"512", b"]}"),
+        repeated(b'{"truncate_prompt_tokens":2000000,"prompt":[', b"1023", b"]}"),
     ),
     HostileBody(
         "a schema of numbers",
         COMPLETIONS,
         "invalid_parameter",
-        repeated(b'{"prompt":"a","guided_json":[', b"512", b"]}"),
+        repeated(b'{"prompt":"a","guided_json":[', b"1023", b"]}"),
     ),
     HostileBody(
         "a closed schema of numbers",
         COMPLETIONS,
         "invalid_parameter",
-        repeated(b'{"prompt":"a","structured_outputs":{"disable_additional_properties":true,"json":[', b"512", b"]}}"),
+        repeated(b'{"prompt":"a","structured_outputs":{"disable_additional_properties":true,"json":[', b"1023", b"]}}"),
     ),
     HostileBody(
         "a schema's text of lists",
         COMPLETIONS,
-        "invalid_grammar",
+        "invalid_parameter",
         long(b'{"prompt":"a","guided_json":"[', b"[],", b'0]"}'),
     ),
     HostileBody(

@@ -134,13 +134,13 @@ def test_a_hostile_body_gets_one_error(
     max_bytes = MAX_DRAFT_BYTES if body.path == DRAFTS else MAX_BYTES
     answer = httpx.post(server.url + path, content=body.make(max_bytes), headers=headers, timeout=60)
     assert (answer.status_code // 100, answer.json()["error"]["code"]) == (4, body.code)
-    assert sum(collected) <= 2 and max(tokenized, default=0) <= 1 and not sought  # beside a schema, a prompt of 1
+    assert sum(collected) <= 2 and not tokenized and not sought
     assert len(answer.content) < 1000
 
 
 @pytest.mark.parametrize("body", HOSTILE_BODIES, ids=named)
 def test_a_hostile_body_takes_little_memory(body: HostileBody) -> None:
-    """Parsing takes at most 12.5 times the largest body; integers take 10 times their digits."""
+    """Parsing takes at most 12 times the largest body; integers take 10 times their digits."""
     content = body.make(MAX_BYTES)
     tracemalloc.start()
     try:
@@ -149,7 +149,7 @@ def test_a_hostile_body_takes_little_memory(body: HostileBody) -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 12.5 * MAX_BYTES
+    assert peak < 12 * MAX_BYTES
 
 
 json_values = st.recursive(
@@ -193,7 +193,7 @@ def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int, ma
             assert load(text.encode()) == value
         except RequestError:
             is_refused = True
-    most_commas = max(max_commas, len(text.encode()) // 4)
+    most_commas = max(max_commas, len(text.encode()) * max_commas >> 20)
     are_too_many = parts(value) > limit or strings(value) > limit
     assert is_refused == (are_too_many or keys(value) > max_keys or commas(value) > most_commas)
 
@@ -203,10 +203,9 @@ def test_a_prompt_of_short_ids_is_taken_up_to_a_bound() -> None:
     first, last = b'{"max_tokens":1,"prompt":[', b"5]}"
     body = first + b"5," * (MAX_JSON_COMMAS - 1) + last
     assert parse(SessionRequest, body).prompt == [5] * MAX_JSON_COMMAS
-    with pytest.raises(RequestError, match="the body has more than 262144 commas between elements; send less"):
+    with pytest.raises(RequestError, match="the body has more than 240000 commas between elements; send less"):
         parse(SessionRequest, first + b"5," * MAX_JSON_COMMAS + last)
-    # As many as a longer body's ids: one in four bytes.
-    assert len(load(b"[" + b"123," * MAX_JSON_COMMAS * 2 + b"1]")) == 2 * MAX_JSON_COMMAS + 1
+    assert len(load(b"[" + b"12345," * MAX_JSON_COMMAS * 2 + b"1]")) == 2 * MAX_JSON_COMMAS + 1  # of a longer body
 
 
 def test_text_full_of_brackets_is_no_structure() -> None:

@@ -37,7 +37,7 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "prompt of empty lists": (completions, filled('{"prompt":[', "[]", "]}")),
         "prompt of one text": (completions, filled('{"prompt":"', "a b ", '"}', separator="")),
         "prompt of true": (sessions, filled('{"max_tokens":1,"prompt":[', "true", "]}")),
-        "prompt of more ids than any context has": (sessions, filled('{"max_tokens":1,"prompt":[', "512", "]}")),
+        "prompt of more ids than any context has": (sessions, filled('{"max_tokens":1,"prompt":[', "1023", "]}")),
         "as many keys as a body may have": (sessions, known.encode()),
         "prompt of large numbers": (sessions, filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
         "prompt of one huge number": (sessions, filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
@@ -63,7 +63,7 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
         "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
         "unknown keys of a call to verify": (verify, ("{" + unknown_keys + "}").encode()),
-        "a schema of numbers": (completions, filled('{"prompt":"a","max_tokens":1,"guided_json":[', "512", "]}")),
+        "a schema of numbers": (completions, filled('{"prompt":"a","max_tokens":1,"guided_json":[', "1023", "]}")),
         "a schema's text of lists": (
             completions,
             filled('{"prompt":"a","max_tokens":1,"guided_json":"[', "[],", '0]"}', separator=""),

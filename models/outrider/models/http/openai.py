@@ -155,6 +155,10 @@ def _bounded_values(variables: dict[str, Any]) -> dict[str, Any]:
 
 def _bounded_grammar(value: Any) -> Any:
     _bound(value, structured.MAX_VALUES)
+    if isinstance(value, str) and len(value) > structured.MAX_SPACED_CHARS:
+        raise PydanticCustomError(
+            "too_long", "expected at most {limit} characters", {"limit": structured.MAX_SPACED_CHARS}
+        )
     return value
 
 

@@ -30,9 +30,9 @@ MAX_JSON_PARTS: Final = 1 << 16
 """Most objects, lists and keys in a body, and most strings. `{}` is 2 bytes in a body and 64 or more as an object."""
 MAX_JSON_KEYS: Final = 1 << 15
 """Most keys in a body. Those that differ take longest to read."""
-MAX_JSON_COMMAS: Final = 1 << 18
-"""Most commas outside strings in a body of 1 MiB; a longer one may have one in 4 bytes. Twice as many fit, between
-numbers of one digit, and would hold the event loop for twice as long.
+MAX_JSON_COMMAS: Final = 240_000
+"""Most commas outside strings in a body of up to 1 MiB; a longer one may have as many for each MiB. Twice as many fit,
+between numbers of one digit, and would hold the event loop for twice as long.
 """
 
 
@@ -150,7 +150,7 @@ def _bound_parts(body: bytes, name: str) -> None:
     if len(body) <= min(MAX_JSON_PARTS, MAX_JSON_KEYS, MAX_JSON_COMMAS):
         return
     parts = f"{MAX_JSON_PARTS} objects, lists and keys, or strings"
-    max_commas = max(MAX_JSON_COMMAS, len(body) // 4)
+    max_commas = max(MAX_JSON_COMMAS, len(body) * MAX_JSON_COMMAS >> 20)
     bounds = (
         (b"[{:", MAX_JSON_PARTS, parts),
         (b":", MAX_JSON_KEYS, f"{MAX_JSON_KEYS} keys"),
