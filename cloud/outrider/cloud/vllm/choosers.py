@@ -37,6 +37,8 @@ theirs.
 """
 REFUSALS: Final = "outrider_refusals"
 """The same: the refusal of a request whose rules leave no token, or whose grammar is too costly."""
+FAULTS: Final = "outrider_faults"
+"""The same, of the V2 runner: the first position whose logits are not finite."""
 
 Logprobs = list[tuple[int, float, list[int], list[float]]]
 FIRST_WAIT_S: Final = 0.01
@@ -49,6 +51,7 @@ class Found:
 
     logprobs: dict[Any, Logprobs] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
+    faults: dict[Any, int] = field(default_factory=dict)
 
     def refuse(self, key: Any, error: RequestError) -> None:
         """Notes that a request ends with this error."""
@@ -64,10 +67,16 @@ class Found:
         """Begins a step."""
         self.logprobs.clear()
         self.refusals.clear()
+        self.faults.clear()
 
     def attach(self, output: Any, names: Callable[[Any], str | None]) -> None:
         """Puts it on the runner's output. names: the request of a key."""
-        for attribute, found in ((LOGPROBS, self.logprobs), (REFUSALS, self.refusals)):
+        everything: tuple[tuple[str, dict[Any, Any]], ...] = (
+            (LOGPROBS, self.logprobs),
+            (REFUSALS, self.refusals),
+            (FAULTS, self.faults),
+        )
+        for attribute, found in everything:
             if found:
                 setattr(output, attribute, {name: v for key, v in found.items() if (name := names(key)) is not None})
 

@@ -43,6 +43,9 @@ ENVIRONMENT: Final = {
     "GLOO_SOCKET_IFNAME": "lo",  # torch's process groups listen, else at the host's own address; one machine only
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
+    # Rows that are not finite are ours to handle: vLLM's count costs a kernel a step, its error ends all sequences.
+    "VLLM_COMPUTE_NANS_IN_LOGITS": "0",
+    "VLLM_RAISE_ON_LOGIT_NANS": "0",
 }
 """Set for vLLM's processes, whatever the user's environment says."""
 

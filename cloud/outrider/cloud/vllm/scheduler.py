@@ -25,7 +25,7 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
-from outrider.cloud.vllm.choosers import LOGPROBS, REFUSALS, Logprobs
+from outrider.cloud.vllm.choosers import FAULTS, LOGPROBS, REFUSALS, Logprobs
 from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
 from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import Refusal, terms_of
@@ -255,7 +255,7 @@ class OutriderScheduler(Scheduler):
             return
         own, num_fine = ids[index], len(ids[index])
         if self.use_v2_model_runner:
-            found = (model_runner_output.num_nans_in_logits or {}).get(request.request_id)
+            found = getattr(model_runner_output, FAULTS, {}).get(request.request_id)
             if found is None or found - request.num_tokens >= len(own):
                 return
             num_fine = found - request.num_tokens

@@ -32,8 +32,6 @@ ATTRIBUTES: Final = (
 )
 """What `install` touches of the runner."""
 
-_faults: Final[dict[int, int]] = {}
-"""Of the present step: the first position, by the request's slot, whose logits are not finite."""
 _found: Final = Found()
 """In the present step, by the request's slot."""
 _grammars: Final[list[WorkerGrammars]] = []
@@ -76,7 +74,7 @@ class OutriderPick(LogitsProcessor):
         self._choose(logits, ctx, slots, positions, found)
         for slot, position, token in zip(slots, positions, found, strict=True):
             if token is None:
-                _faults[slot] = min(position, _faults.get(slot, position))
+                _found.faults[slot] = min(position, _found.faults.get(slot, position))
         picks = torch.tensor([token or 0 for token in found], device=logits.device)
         logits.fill_(-torch.inf)
         return logits.scatter_(1, picks.unsqueeze(1), 0.0)
@@ -146,15 +144,11 @@ def install(runner: Any, grammars: WorkerGrammars) -> None:
             target[index] = torch.tensor(rows, dtype=target.dtype, device=target.device)
 
     def with_faults(grammar_output: Any) -> Any:
-        _faults.clear()
         _found.clear()
         output = sample_tokens(grammar_output)
-        names = {slot: request for request, slot in states.req_id_to_index.items()}
         if output is not None:
+            names = {slot: request for request, slot in states.req_id_to_index.items()}
             _found.attach(getattr(output, "model_runner_output", output), names.get)
-        if _faults and output is not None:
-            found = {names[slot]: position for slot, position in _faults.items() if slot in names}
-            getattr(output, "model_runner_output", output).num_nans_in_logits = found
         return output
 
     runner.update_requests, runner.sample_tokens = with_drafts, with_faults
