@@ -9,6 +9,7 @@ from dataclasses import replace
 import httpx
 import msgspec
 import pytest
+import zmq
 from tests.serving import EOS_ID, TIMEOUT_S, run_session
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
 
@@ -102,6 +103,28 @@ def test_two_thousand_tokens_of_drafts_before_the_sequence_do_no_harm(vllm: Shar
     gate.open()
     end = found.wait()
     assert found.tokens == expected and end.usage.target_passes < 20
+
+
+def test_drafts_that_the_engine_process_cannot_take_are_refused(
+    vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of a message's nodes counts as known then: the device sends it again, and what hangs on it is found."""
+    gate = vllm.gate()
+    engine, expected, found = vllm.engine, vllm.target_tokens(PROMPT, 20), Collector()
+    number = engine.submit(GenerateRequest(PROMPT, SamplingParams(), 20, patience_ms=0.0), found)
+    first = TreeDraft(0, 0, expected[:5], [ROOT, 0, 1, 2, 3], [15] * 5)
+    second = TreeDraft(0, 5, expected[5:10], [4, 5, 6, 7, 8], [15] * 5)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as unread, monkeypatch.context() as patch:
+        patch.setattr(engine, "_orders", unread)
+        for send in (lambda: engine.draft_tree(number, first), lambda: engine.draft(number, 0, [expected[:10]])):
+            with pytest.raises(RequestError, match="send this one again") as refused:
+                send()
+            assert (refused.value.code, refused.value.status) == ("draft_not_taken", 503)
+    assert engine._sequences[number].nodes.position_of(0) is None
+    engine.draft_tree(number, first)
+    engine.draft_tree(number, second)
+    gate.open()
+    assert found.wait().usage.target_passes < 20 and found.tokens == expected
 
 
 def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

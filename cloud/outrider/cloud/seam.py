@@ -338,7 +338,8 @@ class ServingEngine(Protocol):
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
 
-        Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
+        Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`, and
+        `draft_not_taken` where the engine is too far behind with reading drafts: nothing of it is known then.
         """
         ...
 

@@ -39,7 +39,12 @@ _GRAMMAR: Final[Codes] = {
 }
 _CASCADE: Final[Codes] = {502: ("upstream_refused",), 503: ("upstream_lost",)}
 _EVIDENCE: Final[Codes] = {400: ("wrong_evidence",)}
-_DRAFTS: Final[Codes] = {400: ("draft_ahead", "token_out_of_range"), 409: ("stale_draft",), 429: ("rate_limited",)}
+_DRAFTS: Final[Codes] = {
+    400: ("draft_ahead", "token_out_of_range"),
+    409: ("stale_draft",),
+    429: ("rate_limited",),
+    503: ("draft_not_taken",),
+}
 _DOWNLOAD: Final[Codes] = {
     404: ("unknown_draft",),
     410: ("draft_changed",),

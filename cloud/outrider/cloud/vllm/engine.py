@@ -416,7 +416,8 @@ class VllmEngine(ServingEngine):
             if error.code == "stale_draft":  # even a stale draft shows how long the device takes to answer
                 self._send(order)
             raise
-        self._send(order)
+        if not self._send(order):
+            raise _not_taken()
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses as a part of a tree. Raises RequestError."""
@@ -434,12 +435,12 @@ class VllmEngine(ServingEngine):
             try:
                 check_tree(message, sequence.nodes.position_of, sequence.generated, self._limits)
             except RequestError as error:
-                if error.code == "stale_draft":
+                if error.code == "stale_draft" and self._send(order):
                     sequence.nodes.add(message)
-                    self._send(order)
                 raise
+            if not self._send(order):
+                raise _not_taken()
             sequence.nodes.add(message)
-            self._send(order)
 
     def _session(self, sequence_id: int) -> _Sequence:
         sequence = self._sequences.get(sequence_id)
@@ -449,12 +450,14 @@ class VllmEngine(ServingEngine):
             )
         return sequence
 
-    def _send(self, order: wire.Order) -> None:
+    def _send(self, order: wire.Order) -> bool:
+        """Whether it is on its way; not where the engine process hangs, has died, or has too many to read."""
         with self._sending:
             try:
                 self._orders.send(wire.encode(order), zmq.NOBLOCK)
             except zmq.ZMQError:
-                pass  # the engine process hangs, or has died, and a draft may be lost at any time
+                return False
+        return True
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""
@@ -690,6 +693,10 @@ def _reason(reason: str, sequence: _Sequence) -> SequenceEndReason:
 
 def _failed() -> RequestError:
     return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
+
+
+def _not_taken() -> RequestError:
+    return RequestError("draft_not_taken", "the engine has too many drafts to read; send this one again", status=503)
 
 
 def _not_finite() -> RequestError:
