@@ -450,7 +450,7 @@ def fake_target() -> Iterator[tuple[Any, list[Any]]]:
             engine.close()
 
     model = ServedModel("fake", tokenizer, frozenset({EOS_ID}))
-    yield SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake"), deaths
+    yield SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake", num_gpus=0), deaths
 
 
 @contextmanager

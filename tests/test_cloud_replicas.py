@@ -37,7 +37,7 @@ from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main, replicated
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.replicated import Access, OpenReplica, scale_of
+from outrider.cloud.server.replicated import Access, OpenReplica, require_gpus, scale_of
 from outrider.cloud.server.target import LoadedTarget
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
@@ -579,6 +579,15 @@ def test_options_of_replicas_that_contradict_are_refused(options: dict[str, Any]
         scale_of(ServeOptions("x", ray=True, **options))
 
 
+@pytest.mark.parametrize(("num_gpus", "given"), [(1, 0.0), (4, 0.0), (4, 1.0), (4, 0.5), (0, 1.0), (1, 2.0)])
+def test_replicas_get_the_gpus_that_their_target_opens(num_gpus: int, given: float) -> None:
+    """With none from Ray all replicas would open the first GPU; with fewer than the model is split over none starts."""
+    for same in ((0, 0.0), (1, 1.0), (1, 0.5), (4, 4.0)):
+        require_gpus(*same)
+    with pytest.raises(ConfigError, match=f"opens {num_gpus} GPU.*each replica {given:g}; .*per-replica {num_gpus} "):
+        require_gpus(num_gpus, given)
+
+
 def test_the_front_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is added counts without a restart; one that is removed is refused."""
     monkeypatch.setattr(watched_files, "LOOK_S", 0.01)
@@ -613,12 +622,15 @@ def test_a_replica_keeps_recent_texts(monkeypatch: pytest.MonkeyPatch, capsys: p
         yield LoadedTarget(engine, "loaded")
 
     model = ServedModel("fake", fake_tokenizer(), frozenset({0}))
-    target = SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake")
+    target = SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake", num_gpus=0)
     monkeypatch.setattr(replicated, "open_target", lambda options: target)
     monkeypatch.setattr(replicated, "configure_logging", lambda _: None)
     with OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")) as opened:
         assert isinstance(opened.core.recent, MemoryStore)
     assert capsys.readouterr().out == "loaded\n"
+    target.num_gpus = 1  # on a cluster only a replica can see what its target opens
+    with pytest.raises(ConfigError, match="set --gpus-per-replica 1"):
+        OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")).__enter__()
 
 
 def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

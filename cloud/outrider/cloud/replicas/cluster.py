@@ -20,7 +20,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.models.errors import RuntimeUnavailable
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.hosts import is_loopback
 
 _log = logging.getLogger("outrider.replicas")
@@ -67,10 +67,11 @@ class Scale:
 
 
 @contextmanager
-def local_ray(num_cpus: float) -> Iterator[None]:
+def local_ray(num_cpus: float, num_gpus: float = 0.0) -> Iterator[None]:
     """A Ray of this process's own, on loopback, without proxy and dashboard; ended with it.
 
     Its directory has the replicas' logs. An error that ends it leaves them, and a log line says where.
+    num_gpus: that the replicas need; Ray would wait for them for ever. Raises ConfigError where it has fewer.
     """
     os.environ.update(ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
     os.environ.pop("RAY_ADDRESS", None)
@@ -84,6 +85,9 @@ def local_ray(num_cpus: float) -> Iterator[None]:
         _start(max(1, round(num_cpus)), place)
         if not is_loopback(ray.util.get_node_ip_address()):
             raise RuntimeUnavailable("Ray would listen beyond this machine: it was imported before it was told not to")
+        found = ray.cluster_resources().get("GPU", 0.0) if num_gpus else 0.0
+        if found < num_gpus:
+            raise ConfigError(f"the replicas need {num_gpus:g} GPUs, and Ray finds {found:g} here; lower --replicas")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled")
         _log.info("the replicas' logs are in %s, and are removed at the end", logs)

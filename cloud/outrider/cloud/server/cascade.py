@@ -53,6 +53,11 @@ class CascadeTarget(Target):
         """The target, with the mid's name beside it."""
         return self._model
 
+    @property
+    def num_gpus(self) -> int:
+        """The mid's."""
+        return self._mid.num_gpus
+
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
         """Loads the mid."""

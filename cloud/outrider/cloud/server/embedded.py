@@ -54,6 +54,11 @@ class BundleTarget(Target):
         """What clients see of it."""
         return self._model
 
+    @property
+    def num_gpus(self) -> int:
+        """One, or none where it runs elsewhere."""
+        return int(self._loading.device.startswith("cuda"))
+
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
         """Loads the model, and measures its steps."""

@@ -33,5 +33,6 @@ class ReplicaOptions:
         ),
     ] = None
     gpus_per_replica: Annotated[
-        float | None, typer.Option(min=0.0, help="With --ray: GPUs that Ray gives each replica; default: 0.")
+        float | None,
+        typer.Option(min=0.0, help="With --ray: GPUs that Ray gives each replica; default: what the target opens."),
     ] = None

@@ -77,9 +77,10 @@ _NODE_OPTION: Final = "replica_host"
 
 @dataclass(frozen=True, slots=True)
 class OpenReplica:
-    """Opens the server of one replica by the options of all: a `Make`."""
+    """Opens the server of one replica by the options of all: a `Make`. gpus: that Ray gives it."""
 
     options: ServeOptions
+    gpus: float = 0.0
 
     @contextmanager
     def __call__(self, tag: str, keys: KeyRing) -> Iterator[Opened]:
@@ -87,6 +88,7 @@ class OpenReplica:
         options = self.options
         configure_logging(options.log_format)
         target = open_target(options)
+        require_gpus(target.num_gpus, self.gpus)
         drafts = drafts_for(options.drafts, target)
         with (
             traces_from_environment(_log.warning) as traces,
@@ -135,9 +137,14 @@ def serve_replicas(options: ServeOptions) -> None:
         audit_log_of(options.audit_log) as audit,
     ):
         target = open_target(options)  # a mistake shows before Ray starts
-        make = OpenReplica(_for_replica(options, target, scale))
+        if options.gpus_per_replica is None:
+            scale = replace(scale, gpus=float(target.num_gpus))
+        require_gpus(target.num_gpus, scale.gpus)
+        if (options.device or "").startswith("cuda:"):
+            raise ConfigError(f"--device {options.device} would be the GPU of every replica; give --device cuda")
+        make = OpenReplica(_for_replica(options, target, scale), scale.gpus)
         print_now(f"{target.model.name}: starts {counted(scale.replicas, 'replica')} on Ray")
-        with local_ray(scale.cpus * scale.most + 1), port_file_removed(options.port_file):
+        with local_ray(scale.cpus * scale.most + 1, scale.gpus * scale.replicas), port_file_removed(options.port_file):
             deploy(replicas_of(make, APPLICATION, scale, host=LOOPBACK, drain_s=options.drain_s))
             server = access.server(
                 APPLICATION,
@@ -200,7 +207,8 @@ def app(arguments: dict[str, Any]) -> Any:
             f"the application's argument 'redis' has a password, which Ray would keep and show; set {REDIS_VARIABLE} "
             "on the nodes"
         )
-    return application_of(options, OpenReplica(_without_access(options)), host=host)
+    gpus = options.gpus_per_replica or 0.0
+    return application_of(options, OpenReplica(_without_access(options), gpus), host=host)
 
 
 def application_of(options: ServeOptions, make: Make, *, host: str, name: str = APPLICATION) -> Any:
@@ -343,6 +351,18 @@ def scale_of(options: ServeOptions) -> Scale:
         sequences=options.target_sequences or float(options.max_running),
         cpus=float(options.threads or max(1, (os.cpu_count() or 1) // max(replicas, most or 0))),
         gpus=options.gpus_per_replica or 0.0,
+    )
+
+
+def require_gpus(num_gpus: int, given: float) -> None:
+    """Raises ConfigError where replicas get other GPUs than the target opens: they would all open the first one, or
+    leave some idle. Several may share one GPU. num_gpus: of the target.
+    """
+    if given == num_gpus or (num_gpus == 1 and 0 < given < 1):
+        return
+    raise ConfigError(
+        f"the target opens {counted(num_gpus, 'GPU')}, and Ray gives each replica {given:g}; set --gpus-per-replica "
+        f"{num_gpus} (`gpus_per_replica` on a cluster)"
     )
 
 

