@@ -213,12 +213,12 @@ class StepTimeCurve:
         sizes, times = self._knots
         wanted = np.arange(1, max_tokens + 1)
         out = np.interp(wanted, sizes, times)
-        # Below the smallest size seen: a little cheaper, so that no hopeless draft seems free.
+        slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else CHEAP * times[0]
+        # Below the smallest size seen: cheaper by a little at least, so that no hopeless draft seems free.
         below = slice(0, sizes[0] - 1)
-        out[below] *= 1.0 - np.minimum(0.5, _UNSEEN_DISCOUNT * (sizes[0] - wanted[below]))
+        out[below] -= np.minimum(0.5 * times[0], max(slope, _UNSEEN_DISCOUNT * times[0]) * (sizes[0] - wanted[below]))
         if max_tokens > sizes[-1]:
             # Beyond the largest: along the chord from the first knot.
-            slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else CHEAP * times[0]
             beyond = wanted > sizes[-1]
             out[beyond] = times[-1] + slope * (wanted[beyond] - sizes[-1])
         if self._slope_s:
