@@ -311,6 +311,9 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
     assert drafting.tree_ratio > 1.5
     assert sum(step(1.0) for _ in range(700)) > 100
     assert all(step(1.0) for _ in range(20))
+    for _ in range(20_000):
+        step(3.0)
+    assert any(step(1.0) for _ in range(520))  # however long they were slow
 
 
 def test_the_line_form_is_the_likeliest_path() -> None:
