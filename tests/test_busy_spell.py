@@ -11,10 +11,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from outrider.cloud.api.step_times import StepTimes
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.policy import Policy
+from outrider.edge.drafting.belief import CommitOutcome
+from outrider.edge.drafting.depth import CostModelDepth
+from outrider.edge.drafting.estimates import Estimates
 
 StepTime = Callable[[int], float]
 """Seconds of a step by its number of drafted tokens."""
@@ -22,6 +26,40 @@ StepTime = Callable[[int], float]
 CALM: StepTime = lambda count: 0.006 + 0.0005 * count  # noqa: E731
 BUSY: StepTime = lambda count: 0.060 + 0.0266 * count  # noqa: E731
 STEEP: StepTime = lambda count: 0.040 + 0.030 * count  # noqa: E731
+
+
+class Device:
+    """A device that always sends its drafts."""
+
+    def depth_of_message(self) -> int:
+        """Drafted tokens of what it sends now, at most."""
+        return 64
+
+    def take(self, committed: list[int], drafting: Drafting, now_s: float) -> None:
+        """A commit, and the time at which the server sends it."""
+
+
+class Deciding(Device):
+    """A device that decides by the times that the server sends with its commits; its drafts are right as expected."""
+
+    def __init__(self) -> None:
+        self.estimates = Estimates()
+        self.controller = CostModelDepth(self.estimates)
+        self._sent = StepTimes()
+        self._asked_s = 0.0
+
+    def depth_of_message(self) -> int:
+        plan = self.controller.plan()
+        return 0 if plan.silent else plan.depth
+
+    def take(self, committed: list[int], drafting: Drafting, now_s: float) -> None:
+        if now_s >= self._asked_s + 0.5:
+            self._asked_s = now_s
+            step_s, extra_s = drafting.curve.step_and_extra()
+            if (newest := StepTimes(step_s * 1e3, extra_s * 1e3)).has_changed(self._sent):
+                self._sent = newest
+                self.estimates.on_times(*newest)
+        self.controller.observe(CommitOutcome(tuple(committed)))
 
 
 @dataclass
@@ -34,7 +72,7 @@ class Server:
     per_position_s: float = 0.0
     now_s: float = 0.0
     num_tokens: int = 0
-    chosen: list[int] = field(default_factory=list)
+    device: Device = field(default_factory=lambda: Device())
 
     def __post_init__(self) -> None:
         self.drafting = Drafting(self.depth, Policy.AUTO)
@@ -49,8 +87,9 @@ class Server:
         for step in range(num_steps):
             past = step % 400  # texts of 400 steps
             num_right = next((i for i in range(self.depth) if self.rng.random() >= self.alpha), self.depth)
-            path = [*truth[:num_right], *[0] * (self.depth - num_right)]
-            self.drafts.trie.merge(path, prefer=True)
+            path = [*truth[:num_right], *[0] * (self.depth - num_right)][: self.device.depth_of_message()]
+            if path:
+                self.drafts.trie.merge(path, prefer=True)
             chosen = self.drafting.choose([self.drafts], 64, StepSize.of(1, past), float(past))[self.drafts]
             count = len(chosen.tokens)
             took_s = self.step_s(count) * self.rng.choice((1.0, 1.0, 1.0, 1.1, 1.3))
@@ -58,9 +97,9 @@ class Server:
             self.drafting.stepped(StepSize.of(1 + count, past), took_s, False)
             committed = truth[: 1 + min(count, num_right)]
             self.drafts.acceptance.observe(path, committed)
+            self.device.take(committed, self.drafting, self.now_s)
             self.drafts.trie = type(self.drafts.trie)()
             self.now_s, self.num_tokens = self.now_s + took_s, self.num_tokens + len(committed)
-            self.chosen.append(count)
             yield count
 
     def rate(self, num_steps: int) -> float:
@@ -82,6 +121,21 @@ def test_drafts_are_verified_again_soon_after_a_busy_spell(spell: int) -> None:
     server.rate(600)
     step_s, extra_s = server.drafting.curve.step_and_extra()
     assert step_s == pytest.approx(0.006, rel=0.3) and extra_s < 0.001
+    assert server.rate(600) > 0.9 * before
+
+
+def test_a_device_that_has_switched_off_drafts_again_soon_after_a_busy_spell() -> None:
+    """Device and server together: the one drafts nothing, so the other times nothing but plain steps."""
+    device = Deciding()
+    server = Server(0.7, lambda count: 0.020 + 0.001 * count, device=device)
+    before = server.rate(600)
+    assert device.controller.is_on
+    server.step_s = lambda count: 0.060 + 0.100 * count
+    server.rate(300)
+    assert not device.controller.is_on
+    server.step_s = lambda count: 0.020 + 0.001 * count
+    server.rate(600)
+    assert device.controller.is_on and device.estimates.extra_ms < 2.0
     assert server.rate(600) > 0.9 * before
 
 

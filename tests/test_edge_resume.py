@@ -142,10 +142,12 @@ def test_newer_times_of_a_step_decide_at_once() -> None:
     estimates, decided = Estimates(), list[bool]()
     controller = CostModelDepth(estimates)
 
-    async def generate() -> None:
+    async def generate() -> GenerationResult:
         async with CloudClient("http://scripted", transport=httpx.MockTransport(script)) as client:
             agent = StreamAgent(Endpoints([client]), None, controller, estimates)
-            await agent.generate(GenerationRequest(PROMPT, max_tokens=3), lambda _: decided.append(controller.is_on))
+            return await agent.generate(
+                GenerationRequest(PROMPT, max_tokens=3), lambda _: decided.append(controller.is_on)
+            )
 
     run(generate())
     assert decided == [False, True, True] and (estimates.step_ms, estimates.extra_ms) == (30.0, 0.5)

@@ -135,7 +135,7 @@ def path_agent(endpoints: Endpoints, drafter: Drafter) -> Agent:
     return make_agent(Mode.STREAM, endpoints, drafter, options=make_options("1"))
 
 
-async def three_modes(endpoints: Endpoints, drafter: Drafter, options: AgentOptions | None = None) -> dict[str, Agent]:
+def three_modes(endpoints: Endpoints, drafter: Drafter, options: AgentOptions | None = None) -> dict[str, Agent]:
     """Cloud-only, stop-and-wait and stream, each with estimates of its own. options: of the stream agent."""
     waiting = Estimates()
     return {
