@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.pairs import NO_LOOKUP, add_options, make_requests
+from bench.pairs import NO_LOOKUP, add_real_options, make_requests
 from bench.report import write_json
 from bench.round_trips import TREE, rate_of, stream_agent
 from bench.verifier import verifier_of
@@ -40,7 +40,6 @@ from outrider.edge.lab.laboratory import ALIKE, CLOUD_ONLY, Lab, Results, cloud_
 from outrider.edge.link.client import CloudClient
 from outrider.edge.modes.assemble import Agent, make_agent
 from outrider.edge.results import GenerationRequest, Mode
-from outrider.models.errors import ConfigError
 
 LEAST: Final = 0.9
 WORK: Final = "import numpy as np\na = np.ones((600, 600), np.float32)\nwhile True: a = (a @ a) * 1e-3"
@@ -171,7 +170,7 @@ def show(console: Console, phases: Sequence[Phase]) -> None:
 def main() -> int:
     """The command."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(cli)
+    add_real_options(cli)
     cli.add_argument("--spell", type=float, default=60.0, metavar="SECONDS", help="of other work")
     cli.add_argument("--recover", type=float, default=30.0, metavar="SECONDS", help="between it and the measurement")
     cli.add_argument("--work", type=int, default=2, help="processes of other work on each core")
@@ -179,8 +178,6 @@ def main() -> int:
     cli.add_argument("--runs", type=int, default=3, help="of all texts, before and after")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
-    if options.emulate:
-        raise ConfigError("other work slows no pair that sleeps; leave out --emulate")
     console, verifier = Console(width=None if sys.stdout.isatty() else 120), verifier_of(options)
     pair, cloud_options = verifier.pair(options.widen or None), (*ALIKE, *verifier.options, NO_LOOKUP)
     with ExitStack() as stack:
