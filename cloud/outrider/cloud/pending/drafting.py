@@ -48,6 +48,7 @@ _FIRST_TRIAL: Final = 64  # tree steps declined before another is tried; each tr
 _SOON: Final = 8  # the same after a trial that was faster than expected
 _FASTER: Final = 0.9  # of the expected time
 _MOST_DECLINED: Final = 8 * _FIRST_TRIAL  # so trees are timed again within as many steps
+_PLAIN_AFTER: Final = 32  # steps at least between two that are run without drafts, to time them
 _TRIAL_SHARE: Final = 0.01  # of the time, for steps of sizes that were not run of late
 
 
@@ -113,6 +114,7 @@ class Drafting:
         self._num_declined = 0
         self._trial_after = _FIRST_TRIAL
         self._untried_s = 0.0  # time of all steps since a size was tried
+        self._num_drafted = 0  # steps since one was run without drafts, to time it
 
     # -- what arrives ------------------------------------------------------------------------------------------------
 
@@ -323,7 +325,10 @@ class Drafting:
             tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
             if tree_rate > rate and self._pays(tree_rate, rate):
                 rows, counts, rate = trees, tree_counts, tree_rate
-        if rows is lines:
+        if self._num_drafted >= _PLAIN_AFTER and self.curve.lacks(fixed.tokens) and self._policy is not Policy.VERIFY:
+            self._num_drafted = 0
+            rows, counts = lines, [0] * len(lines)  # else the step without drafts would never be timed again
+        elif rows is lines:
             counts = self._tried(rows, counts, rate, len(decoding), budget, fixed, context)
         for drafts, row, count in zip(others, rows, counts, strict=True):
             chosen[drafts] = row.chosen(count)
@@ -333,12 +338,12 @@ class Drafting:
     def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:
         """Records a step: the model's time, without the engine around it. has_trees: it verified a branching tree."""
         self._untried_s += seconds
+        self._num_drafted += 1
         if not has_trees:
             self.curve.observe(size, seconds)
             return
         if not self.curve.is_known:
             return
-        self.curve.passed()
         expected_s = float(self.curve.seconds(size.tokens, size)[-1])
         if self._line_s == 0.0:
             self._tree_s = self._line_s = expected_s  # as if one step had shown no difference
@@ -346,6 +351,10 @@ class Drafting:
             self._trial_after = _SOON
         self._tree_s = _TREE_MEMORY * self._tree_s + min(seconds, _MOST_TREE_RATIO * expected_s)
         self._line_s = _TREE_MEMORY * self._line_s + expected_s
+        if size.tokens > self.curve.largest:  # no line of about this size was run of late
+            self.curve.observe(size, seconds / self.tree_ratio)
+        else:
+            self.curve.passed()
 
     @property
     def tree_ratio(self) -> float:
@@ -388,14 +397,12 @@ class Drafting:
         fixed: StepSize,
         context: float,
     ) -> list[int]:
-        """The same counts, or others so that a size is timed again which would else never be: the step without drafts,
-        or the next larger one, where it pays if its tokens are cheap. rate: tokens per second of the step chosen.
+        """The same counts, or others so that the next larger size is timed again, where it pays if its tokens are
+        cheap. rate: tokens per second of the step chosen.
         """
         num_chosen = sum(counts)
         if self._policy is Policy.VERIFY or not self.curve.is_known:
             return counts
-        if num_chosen and self.curve.lacks(fixed.tokens):
-            return [0] * len(counts)
         survivals = [row.survivals for row in rows]
         most = fixed.tokens + min(budget, sum(map(len, survivals)))
         size = self.curve.untried(fixed.tokens + num_chosen, most)
