@@ -33,7 +33,6 @@ NO_LOOKUP = "--no-lookup"
 
 def add_options(cli: argparse.ArgumentParser) -> None:
     """Options of the pair and of its texts."""
-    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
     names = ("STEP_MS", "EXTRA_MS", "DRAFT_MS")
     cli.add_argument("--emulate", type=float, nargs=3, metavar=names, help="no real pair: sleeps for these times")
     cli.add_argument(
@@ -43,9 +42,15 @@ def add_options(cli: argparse.ArgumentParser) -> None:
     )
     cli.add_argument("--node-extra", type=float, default=0.0, metavar="MS", help="of each further node of such a call")
     cli.add_argument("--form", choices=tuple(Form), default=Form.LINE, help="what a step verifies of a tree")
+    cli.add_argument("--widen-draft", type=float, metavar="MB", help="widens the draft, too: its size in FP32")
+    add_real_options(cli)
+
+
+def add_real_options(cli: argparse.ArgumentParser) -> None:
+    """Those of a real pair."""
+    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
     cli.add_argument("--draft", type=Path, help="another draft bundle")
     add_verifier_options(cli)
-    cli.add_argument("--widen-draft", type=float, metavar="MB", help="widens the draft, too: its size in FP32")
     cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
     cli.add_argument("--max-tokens", type=int, default=100)
     cli.add_argument("--temperature", type=float, default=0.8)

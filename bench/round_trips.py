@@ -279,7 +279,7 @@ def path_options() -> AgentOptions:
 async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, left_out: Collection[str]) -> Place:
     """The modes at one round trip."""
     endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
-    modes = await three_modes(endpoints, subject.drafter)
+    modes = three_modes(endpoints, subject.drafter)
     del modes[STREAM]
     wrong = AlwaysWrongDrafter(subject.drafter, subject.vocab_size)
     streams: dict[str, tuple[StreamAgent, Estimates]] = {

@@ -59,7 +59,7 @@ async def one_session(lab: Lab, kind: str, index: int, tokens: int) -> None:
                         break
                 await events.aclose()
         else:
-            modes = await three_modes(Endpoints([client]), lab.drafter)
+            modes = three_modes(Endpoints([client]), lab.drafter)
             request = GenerationRequest(prompt=prompt, params=params, max_tokens=tokens, ignore_eos=True)
             await modes[kind].generate(request)
 

@@ -48,7 +48,7 @@ async def measure(lab: Lab, options: argparse.Namespace, console: Console) -> di
         task = progress.add_task("texts", total=len(options.rtt_ms) * len(requests) * 3)
         for rtt_ms in options.rtt_ms:
             async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-                modes = await three_modes(endpoints, lab.drafter)
+                modes = three_modes(endpoints, lab.drafter)
                 results = await interleave(modes, requests, lambda name, result: progress.advance(task))
             figures[rtt_ms] = compare(results, CLOUD_ONLY)
     return figures

@@ -15,12 +15,13 @@ from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, 
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, DraftBudget, DraftLimits
 from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.step_times import NewestTimes, StepTimes
 from outrider.cloud.api.stream import SERVER_SEND, SessionStream
 from outrider.cloud.api.watch import SequenceWatch
-from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
+from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.acceptance import PLAIN_TERMS
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import SessionEvent, SessionOpen
+from outrider.models.protocol import Commit, SessionEvent, SessionOpen, parse_event
 from outrider.models.tally import RequestTally
 
 PROMPT = [5, 17, 99, 3]
@@ -258,12 +259,19 @@ class Streaming:
 
     def __init__(self, keep_alive_s: float = 60.0) -> None:
         self.connection = SlowConnection()
+        self.times = StepTimes(40.0, 1.0)
         self.num_closed = 0
         mailbox = Bridge().mailbox()
         self.sink = mailbox.sink()
         timer = SequenceWatch(RequestTally(), 0.0)
         stream = SessionStream(
-            SessionOpen(session="s", model="m"), mailbox, timer, self._close, PLAIN_TERMS, keep_alive_s=keep_alive_s
+            SessionOpen(session="s", model="m", step_ms=40.0, draft_token_ms=1.0),
+            mailbox,
+            timer,
+            self._close,
+            PLAIN_TERMS,
+            keep_alive_s=keep_alive_s,
+            step_times=lambda: self.times,
         )
         scope: dict[str, Any] = {"type": "http", SERVER_SEND: self.connection.send}
         self.task = asyncio.create_task(stream(scope, self.connection.receive, self.connection.send))
@@ -274,6 +282,34 @@ class Streaming:
     def commit(self, *tokens: int) -> None:
         for token in tokens:
             self.sink(CommitEvent(token, (token,), 0, 0))
+
+
+def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -> None:
+    """Once: later commits are as short as before, until they change again."""
+
+    async def run() -> None:
+        streaming = Streaming()
+        streaming.connection.can_write.set()
+        for token, times in enumerate([(40.0, 1.0), (41.0, 1.5), (40.0, 26.6), (40.0, 26.6), (60.0, 26.6), (60.0, 1)]):
+            streaming.times = StepTimes(*times)
+            streaming.commit(token)
+            await settle()
+        streaming.sink(EndEvent("length", SequenceUsage()))
+        await settle()
+        events = [parse_event(line[6:]) for line in streaming.connection.body.split(b"\n\n") if line]
+        told = [(event.step_ms, event.draft_token_ms) for event in events if isinstance(event, Commit)]
+        assert told == [(None, None), (None, None), (40.0, 26.6), (None, None), (60.0, 26.6), (60.0, 1.0)]
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_the_engine_is_asked_for_its_times_by_time_and_not_by_commits() -> None:
+    """Thousands of streams commit in a second; gathering the engine's figures takes longer than a commit."""
+    now, found = [0.0], [EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, 40.0, 1.0)]
+    newest = NewestTimes(lambda: found.pop(), lambda: now[0])
+    assert {newest() for _ in range(100)} == {StepTimes(40.0, 1.0)}
+    now[0], found[:] = 0.6, [EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, 50.0, 2.0)]
+    assert newest() == newest() == StepTimes(50.0, 2.0)
 
 
 def test_events_that_a_client_does_not_read_wait_in_order() -> None:

@@ -291,6 +291,21 @@ def test_a_source_that_turns_bad_is_left_and_tried_again() -> None:
     assert chosen[1][50:].count(POOL_KINDS[0]) > 140
 
 
+def test_a_source_that_was_slow_once_is_asked_again() -> None:
+    """A question that fell into a busy moment, 200 steps long; a source that is not asked shows no other time."""
+    clock, text, truth = Clock(), list[int](), list(range(0, 4000, 2))
+    source = Scripted(text, truth, 1.0, PROMPT_KINDS, clock, cost_s=2.0)
+    selection = Selection(0, clock)
+    selection.add(source)
+    for _ in range(600):
+        selection.choose(4, [0.5] * NUM_KINDS, 0.010, 0.0001)
+        source.cost_s = 0.0
+        committed = truth[len(text) : len(text) + 2]
+        text.extend(committed)
+        selection.committed(committed)
+    assert source.num_asked > 50
+
+
 def test_draws_depend_on_the_request_alone() -> None:
     """Equal seeds and times choose equally."""
     runs = [generate([POOR, (0.5, HEAD_KINDS, 0.004)], 300) for _ in range(2)]

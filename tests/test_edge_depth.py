@@ -155,20 +155,22 @@ def test_cost_model_does_not_run_ahead_for_nothing() -> None:
 
 
 def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rarely() -> None:
-    """Depth 0: nothing is sent; the gaps between probes double up to the longest."""
+    """Depth 0: the gaps between probes double up to the longest, and nearly nothing is sent."""
     estimates = Estimates()
     estimates.on_open(10.0, 40.0, 1.0)
     controller = CostModelDepth(estimates)
-    num_on, probed_at = 0, list[int]()
+    num_on, num_sent, probed_at = 0, 0, list[int]()
     for i in range(120):
         plan = controller.plan()
-        num_on += not plan.silent
-        if plan.silent and plan.depth:
+        num_on += controller.is_on
+        if not controller.is_on and plan.depth:
             probed_at.append(i - num_on)
+            num_sent += not plan.silent
         outcome = judged(0, plan.depth > 0)
         estimates.on_commit(outcome, 40.0)
         controller.observe(outcome)
     assert 1 <= num_on <= 20
+    assert num_sent == 1  # of 100
     gaps = [b - a for a, b in pairwise(probed_at)]
     assert gaps[:4] == [2, 4, 8, 16] and set(gaps[4:]) == {CostModelOptions().max_probe_gap}
 
@@ -191,6 +193,66 @@ def test_a_draft_that_becomes_good_is_used_again() -> None:
         num_commits += 1
         assert num_commits < 200
     assert controller.plan().depth > 0
+
+
+@pytest.mark.parametrize(
+    ("effort", "slow_ms", "calm_ms"), [(Effort.NORMAL, 95.0, 3.0), (Effort.LOW, 9.0, 2.0), (Effort.LOW, 500.0, 2.0)]
+)
+@pytest.mark.parametrize("is_new_text", [True, False])
+def test_a_draft_that_was_slow_for_a_while_is_timed_again(
+    effort: Effort, slow_ms: float, calm_ms: float, is_new_text: bool
+) -> None:
+    """Slow calls can make even the next token not worth its cost. Its time must still be measured, within 256 commits
+    and mostly far fewer, in this text and in later ones, which begin with what this process has measured.
+    """
+    estimates = estimates_at(0.7, step_ms=8.0, draft_ms=slow_ms)
+    controller = CostModelDepth(estimates, CostModelOptions(effort=effort))
+    if is_new_text:
+        assert controller.plan().floor <= 1.0  # a root has a reach of 1: it is run
+    for _ in range(16 * 16):
+        plan = controller.plan()
+        if plan.depth and plan.floor <= 1.0:
+            estimates.on_drafted(calm_ms, 1)
+        outcome = judged(min(1, plan.depth), False)
+        estimates.on_commit(outcome, 8.0)
+        controller.observe(outcome)
+        if controller.is_on and controller.plan().floor < 0.6:
+            break
+    assert controller.is_on and estimates.draft_ms < 2.0 * slow_ms / 3.0
+
+
+def test_a_draft_that_stays_too_slow_is_timed_seldom() -> None:
+    """Nothing is drafted but a probe in 16 commits, however right it is."""
+    estimates = estimates_at(0.9, step_ms=8.0, draft_ms=95.0)
+    controller = CostModelDepth(estimates)
+    controller.observe(judged(1, False))
+    assert not controller.is_on and controller.is_slow
+    num_probes = 0
+    for _ in range(320):
+        plan = controller.plan()
+        num_probes += plan.depth > 0
+        controller.observe(judged(plan.depth, False))
+        estimates.on_drafted(95.0, 1)
+    assert not controller.is_on and 15 <= num_probes <= 30
+
+
+def test_a_device_whose_drafting_is_off_sends_a_probe_now_and_then() -> None:
+    """A server can time only what it gets. Its newer figure turns drafting on again."""
+    estimates = estimates_at(0.7, step_ms=6.0, extra_ms=26.6)
+    controller = CostModelDepth(estimates)
+    sent_at = list[int]()
+    for i in range(200):
+        controller.observe(judged(0, controller.plan().depth > 0))
+        assert not controller.is_on
+        if controller.plan().depth and not controller.plan().silent:
+            sent_at.append(i)
+    assert len(sent_at) == 2 and sent_at[0] < 64 + 16 and sent_at[1] - sent_at[0] < 64 + 16
+    estimates = estimates_at(0.7, step_ms=6.0, extra_ms=26.6)
+    controller = CostModelDepth(estimates)
+    controller.observe(judged(0, False))
+    estimates.on_times(6.0, 0.5)
+    controller.observe(judged(0, False))
+    assert controller.is_on
 
 
 @settings(deadline=None)

@@ -243,6 +243,10 @@ BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
         writes(STREAM + b'data: {"session":"s","model":"m","type":"open","step_ms":NaN}\n\n'),
         "nan",
     ),
+    "a negative time in mid-text": (
+        writes(opening() + event(base=0, tokens=[1], draft_token_ms=-1.0)),
+        "draft_token_ms is -1.0; expected a number, at least 0",
+    ),
     "a wait without end": (
         writes(opening() + b'data: {"type":"end","reason":"length","usage":' + USAGE + b"}\n\n"),
         "waited_ms is inf; expected a number",
@@ -267,6 +271,10 @@ BROKEN_ANSWERS: dict[str, tuple[Reply, str]] = {
     "accepted beyond tokens": (writes(answer(tokens=[1], accepted=2)), "2 of 2 drafted tokens were accepted in 1"),
     "negative accepted": (writes(answer(tokens=[1], accepted=-1)), "-1 of 2 drafted tokens"),
     "a hash of any size": (writes(answer(tokens=[1], prefix_hash=HASH)), "prefix_hash has more than 64"),
+    "a time that is none": (
+        writes(OK + b'\r\n{"results":[{"tokens":[1]}],"step_ms":1e999}'),
+        "step_ms is inf; expected a number",
+    ),
     "a redirect": (writes(b"HTTP/1.1 302 \r\nlocation: /x\r\ncontent-length: 0\r\n\r\n"), "it redirects to /x"),
     "a compressed body": (writes(OK + b"content-encoding: br\r\n\r\n" + BOMB), "encoded as 'br'"),
 }

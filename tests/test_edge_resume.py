@@ -134,6 +134,25 @@ async def stream(
         return await StreamAgent(Endpoints([client], retry, time.sleep, time.clock)).generate(request)
 
 
+def test_newer_times_of_a_step_decide_at_once() -> None:
+    """A draft that seems dear when the session opens is used from the commit on that says that it is not."""
+    dear = SessionOpen(session="s", model="scripted", stop_ids=[EOS], step_ms=30.0, draft_token_ms=26.6)
+    commits = [Commit(base=0, tokens=[7]), Commit(base=1, tokens=[8], step_ms=30.0, draft_token_ms=0.5)]
+    script = Script(session(dear, *commits, Commit(base=2, tokens=[9]), ended()))
+    estimates, decided = Estimates(), list[bool]()
+    controller = CostModelDepth(estimates)
+
+    async def generate() -> GenerationResult:
+        async with CloudClient("http://scripted", transport=httpx.MockTransport(script)) as client:
+            agent = StreamAgent(Endpoints([client]), None, controller, estimates)
+            return await agent.generate(
+                GenerationRequest(PROMPT, max_tokens=3), lambda _: decided.append(controller.is_on)
+            )
+
+    run(generate())
+    assert decided == [False, True, True] and (estimates.step_ms, estimates.extra_ms) == (30.0, 0.5)
+
+
 @pytest.mark.parametrize("stop_ids", [None, frozenset({EOS})])
 def test_a_text_that_is_cut_after_its_end_token_is_over(stop_ids: frozenset[int] | None) -> None:
     """Whether the agent or the server named the token."""

@@ -96,6 +96,27 @@ def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run:
     assert result.num_accepted == result.num_tested == max_run * result.num_passes
 
 
+def test_the_time_of_a_step_is_learned_from_the_answers() -> None:
+    """It was 40 ms for ever. What a call takes beyond its step and its drafted tokens is the round trip."""
+    estimates, now = Estimates(), [0.0]
+
+    def verify(request: httpx.Request) -> httpx.Response:
+        now[0] += 0.030
+        return httpx.Response(
+            200,
+            text=VerifyAnswer(results=[VerifyResult(tokens=[1])], step_ms=8.0, draft_token_ms=0.5).model_dump_json(),
+        )
+
+    async def run() -> None:
+        async with CloudClient("http://slow", transport=httpx.MockTransport(verify)) as client:
+            agent = StopAndWaitAgent(Endpoints([client]), None, FixedDepth(0), estimates, lambda: now[0])
+            await agent.generate(GenerationRequest((1, 2), max_tokens=2))
+
+    asyncio.run(run())
+    assert (estimates.step_ms, estimates.extra_ms) == (8.0, 0.5)
+    assert estimates.round_trip_ms == pytest.approx(22.0)
+
+
 @pytest.mark.parametrize("step_tokens", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", ["perfect", "good", "wrong", "ngram"])
 def test_a_server_with_small_steps_commits_the_same_text(kind: str, step_tokens: int) -> None:

@@ -92,8 +92,32 @@ def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
     depth.observe(CommitOutcome(tokens=(1,)))
     why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
     assert why is not None and why.startswith("Drafting would not pay: a target step takes 2.1 ms")
-    assert why.endswith("A draft saves 1.3 ms per token on average and costs the server 1.9 ms.")
+    assert why.endswith(
+        "A drafted token saves 1.3 ms on average (60% of a step). To draft again it must save 2.8 ms: 1.5 times the "
+        "1.9 ms that it costs the server with its message."
+    )
     assert "a drafted token 1.0 ms" in why and "a round trip 1 ms" in why
+
+
+def test_the_two_sums_that_were_compared_are_named() -> None:
+    """Once off, a draft must be worth more than its cost: 33.3 ms saved do not contradict 29.6 ms spent."""
+    measured = estimates(step_ms=55.5, extra_ms=60.0)
+    depth = CostModelDepth(measured)
+    depth.observe(CommitOutcome(tokens=(1,)))
+    measured.on_times(55.5, 28.1)
+    depth.observe(CommitOutcome(tokens=(2,)))
+    why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
+    assert why is not None and "saves 33.3 ms on average" in why
+    assert "it must save 44.4 ms: 1.5 times the 29.6 ms" in why
+
+
+def test_a_draft_that_is_too_slow_is_named_so() -> None:
+    """Whatever it saves: no guess is sure enough to be worth 95 ms of the device."""
+    measured = estimates(step_ms=8.0, draft_ms=95.0)
+    depth = CostModelDepth(measured)
+    depth.observe(CommitOutcome(tokens=(1,)))
+    why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
+    assert why is not None and why.endswith("The draft is too slow for this target.") and "95.0 ms" in why
 
 
 @pytest.mark.parametrize(

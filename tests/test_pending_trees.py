@@ -302,15 +302,39 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
 
     def step(factor: float) -> bool:
         """Whether a step is one with a tree; its time is `factor` of a line's then."""
-        is_line = drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]].is_line
-        drafting.stepped(StepSize(5), 0.040 * (1.0 if is_line else factor), not is_line)
-        return not is_line
+        chosen = drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]]
+        size = StepSize(1 + len(chosen.tokens))
+        drafting.stepped(size, 0.040 * (1.0 if chosen.is_line else factor), not chosen.is_line)
+        return not chosen.is_line
 
     assert step(2.0)
     assert 1 <= sum(step(2.0) for _ in range(500)) < 12
     assert drafting.tree_ratio > 1.5
     assert sum(step(1.0) for _ in range(700)) > 100
     assert all(step(1.0) for _ in range(20))
+    for _ in range(20_000):
+        step(3.0)
+    while not step(3.0):
+        pass
+    assert any(step(1.0) for _ in range(520))  # however long they were slow
+
+
+def test_trees_keep_their_size_where_no_line_is_run() -> None:
+    """Times of lines are forgotten after 256 steps; then trees tell them, and the plain step is still timed."""
+    drafting = Drafting(32, Policy.AUTO, with_trees=True)
+    for tokens in (1, 2, 4, 8, 16, 32):
+        drafting.curve.observe(StepSize(tokens), 0.120)
+    sessions, sizes = branching(drafting, 1), list[int]()
+    for step in range(1_500):
+        chosen = drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]]
+        sizes.append(len(chosen.tokens))
+        drafting.stepped(StepSize(1 + sizes[-1]), 0.040 + 0.001 * sizes[-1], not chosen.is_line)
+        if step < 600:  # else nothing plain is run but what is tried
+            drafting.stepped(StepSize(1), 0.040, False)
+    assert sizes[300:].count(4) > 0.97 * len(sizes[300:])
+    step_s, extra_s = drafting.curve.step_and_extra()
+    assert step_s == pytest.approx(0.040, rel=0.05) and extra_s == pytest.approx(0.001, rel=0.5)
+    assert drafting.tree_ratio < 1.1
 
 
 def test_the_line_form_is_the_likeliest_path() -> None:

@@ -70,6 +70,8 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 # Inline: one field needs no component of its own in the OpenAPI document.
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
 _SALT: Final = "requests with another salt share no cached prompt with this one"
+_STEP: Final = "measured decode step of the target, nothing drafted"
+_DRAFT_TOKEN: Final = "measured extra time of a drafted token in a step"
 _MID: Final = "in a cascade: the model that verifies first; the text is the target's"
 Delta = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MAX_DELTA, le=MAX_DELTA)]
 DELTA: Final = f"tolerance: accept while log p >= log q - delta, in nats; unset: {DEFAULT_DELTA}"
@@ -192,8 +194,8 @@ class SessionOpen(_Answer):
     protocol: int = PROTOCOL_VERSION
     stop_ids: list[int] = Field(default_factory=list, description="the ids after which this session ends")
     max_positions: int | None = Field(default=None, description="tokens, prompt included, at which it ends")
-    step_ms: float | None = Field(default=None, description="measured decode step of the target, nothing drafted")
-    draft_token_ms: float | None = Field(default=None, description="measured extra time of a drafted token in a step")
+    step_ms: float | None = Field(default=None, description=_STEP)
+    draft_token_ms: float | None = Field(default=None, description=_DRAFT_TOKEN)
     vocab_size: int | None = Field(default=None, ge=1, description="every committed id is below it")
     target: str | None = Field(default=None, description=_TARGET)
     keep_alive_s: float | None = Field(default=None, description="the stream is never silent for longer")
@@ -223,6 +225,8 @@ class Commit(_Answer):
     provisional: a cascade's mid-size verifier has committed these tokens and the target has not. They replace earlier
     provisional tokens from `base` on. A commit without the mark is final; provisional tokens that it contradicts, and
     all after them, are void. Sent only where the session asks for it; left out when false.
+
+    step_ms, draft_token_ms: sent where they are no longer what the session's last such message said.
     """
 
     type: Literal["commit"] = "commit"
@@ -233,6 +237,8 @@ class Commit(_Answer):
     looked_up: int = 0
     provisional: bool = False
     logprobs: list[TokenLogprob] | None = Field(default=None, description="of each token, where they were asked for")
+    step_ms: float | None = Field(default=None, description=_STEP)
+    draft_token_ms: float | None = Field(default=None, description=_DRAFT_TOKEN)
 
 
 class Usage(_Answer):
@@ -372,6 +378,8 @@ class VerifyAnswer(_Answer):
     error: ErrorBody | None = None
     model: str | None = None
     target: str | None = Field(default=None, description=_TARGET)
+    step_ms: float | None = Field(default=None, description=_STEP)
+    draft_token_ms: float | None = Field(default=None, description=_DRAFT_TOKEN)
 
 
 class ReadyAnswer(_Answer):

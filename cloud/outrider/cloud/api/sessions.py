@@ -105,14 +105,14 @@ def session_routes(core: Core) -> APIRouter:
             core.slots.release(owner)
 
         try:
-            stats = core.engine.stats()
+            times = core.step_times()
             opened = SessionOpen(
                 session=session_id,
                 model=core.model.name,
                 stop_ids=sorted(generate.stop_ids),
                 max_positions=core.engine.limits.max_positions,
-                step_ms=stats.step_ms,
-                draft_token_ms=stats.draft_token_ms,
+                step_ms=times.step_ms,
+                draft_token_ms=times.draft_token_ms,
                 vocab_size=core.engine.limits.vocab_size,
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
@@ -133,6 +133,7 @@ def session_routes(core: Core) -> APIRouter:
                 close,
                 terms,
                 keep_alive_s=core.settings.keep_alive_s,
+                step_times=core.step_times,
                 text=text,
                 on_stop=lambda: core.engine.cancel(session.sequence_id),
             )

@@ -15,6 +15,7 @@ from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Place
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics, recent_families
 from outrider.cloud.api.recall import Recall, Recalled
+from outrider.cloud.api.step_times import NewestTimes
 from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine
@@ -147,6 +148,7 @@ class Core:
     downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     grammars: Grammars = field(init=False)
+    step_times: NewestTimes = field(init=False)
     is_draining: bool = False
     is_dead: bool = False
     _recall: Recall | None = field(init=False)
@@ -154,6 +156,7 @@ class Core:
     def __post_init__(self) -> None:
         facts = {"version": version("outrider"), "model_name": self.model.name, "target": self.model.target}
         self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts)
+        self.step_times = NewestTimes(self.engine.stats)
         settings = self.settings
         self.admission = Admission(self.engine, settings.keys, settings.tokens_per_minute)
         self.metrics.add_counts(

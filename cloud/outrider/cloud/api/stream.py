@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.rules import lossy_of, name_of
 from outrider.cloud.api.session_text import SessionText
+from outrider.cloud.api.step_times import StepTimes
 from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, ProvisionalEvent
 from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
@@ -35,8 +36,9 @@ SERVER_SEND: Final = "outrider.send"
 class SessionStream(Response):
     """The response of one session.
 
-    on_close: called once, however the stream ends. After `keep_alive_s` without a write a comment is sent. text: finds
-    stop strings, where the session has some; on_stop: ends the sequence at the first one.
+    on_close: called once, however the stream ends. After `keep_alive_s` without a write a comment is sent. step_times:
+    gives the newest, which a commit has where they are no longer those of `opened`. text: finds stop strings, where
+    the session has some; on_stop: ends the sequence at the first one.
     """
 
     media_type = "text/event-stream"
@@ -50,10 +52,13 @@ class SessionStream(Response):
         terms: RuleTerms,
         *,
         keep_alive_s: float,
+        step_times: Callable[[], StepTimes],
         text: SessionText | None = None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._opened = opened
+        self._step_times = step_times
+        self._sent_times = StepTimes(opened.step_ms, opened.draft_token_ms)
         self._text = text
         self._on_stop = on_stop
         self._mailbox = mailbox
@@ -103,16 +108,22 @@ class SessionStream(Response):
                 chunk += encode_provisional(event)
                 continue
             self._watch.committed(event)
-            chunk += encode_commit(event) if self._text is None else self._cut(event, self._text)
+            chunk += self._commit(event) if self._text is None else self._cut(event, self._text)
         if not chunk:
             return  # committed between the stop string and the cancellation
         self._write(chunk)
+
+    def _commit(self, event: CommitEvent) -> bytes:
+        if not (newest := self._step_times()).has_changed(self._sent_times):
+            return encode_commit(event)
+        self._sent_times = newest
+        return encode_commit(event, newest)
 
     def _cut(self, event: CommitEvent, text: SessionText) -> bytes:
         left = text.take(event)
         if text.is_stopped:  # also where the text that a session goes on with has the stop string
             self._on_stop()
-        return b"" if left is None else encode_commit(left)
+        return b"" if left is None else self._commit(left)
 
     def _write(self, chunk: bytes) -> None:
         """Sends now, or after what waits for the client."""
@@ -229,21 +240,24 @@ def session_usage(event: EndEvent, terms: RuleTerms = PLAIN_TERMS) -> Usage:
     )
 
 
-def encode_commit(event: CommitEvent) -> bytes:
+def encode_commit(event: CommitEvent, times: StepTimes | None = None) -> bytes:
     """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
 
     Most events are commits. So they carry no `type` (an event without one is a commit), no `accepted` or `proposed`
-    when nothing was proposed, no `looked_up` when it is 0, and no `logprobs` unless they were asked for.
+    when nothing was proposed, no `looked_up` when it is 0, no `logprobs` unless they were asked for, and no times
+    (`times`) unless they have changed.
     """
     tokens = ",".join(map(str, event.tokens))
-    logprobs = _logprobs(event) if event.logprobs else ""
+    rest = _logprobs(event) if event.logprobs else ""
+    if times is not None:
+        rest += "".join(f',"{name}":{value:.4g}' for name, value in times._asdict().items() if value is not None)
     if event.proposed:
         looked_up = f',"looked_up":{event.looked_up}' if event.looked_up else ""
         return (
             f'data: {{"base":{event.base},"tokens":[{tokens}],'
-            f'"accepted":{event.accepted},"proposed":{event.proposed}{looked_up}{logprobs}}}\n\n'
+            f'"accepted":{event.accepted},"proposed":{event.proposed}{looked_up}{rest}}}\n\n'
         ).encode()
-    return f'data: {{"base":{event.base},"tokens":[{tokens}]{logprobs}}}\n\n'.encode()
+    return f'data: {{"base":{event.base},"tokens":[{tokens}]{rest}}}\n\n'.encode()
 
 
 def encode_provisional(event: ProvisionalEvent) -> bytes:

@@ -167,7 +167,8 @@ class _Batch:
     def answer(self) -> Response:
         """The call's answer."""
         model = self._core.model
-        body = VerifyAnswer(results=self._results, model=model.name, target=model.target)
+        times = self._core.step_times()._asdict()
+        body = VerifyAnswer(results=self._results, model=model.name, target=model.target, **times)
         statuses = {error.status for error in self._errors.values()}
         status = 200
         if len(self._errors) == len(self._results) and len(statuses) == 1:

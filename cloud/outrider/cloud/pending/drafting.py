@@ -14,7 +14,7 @@ import numpy as np
 from outrider.cloud.distributions import Distributions
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafts import PendingDrafts
-from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
+from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import (
     NO_WAIT,
@@ -47,6 +47,9 @@ _MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a n
 _FIRST_TRIAL: Final = 64  # tree steps declined before another is tried; each trial that shows no change doubles it
 _SOON: Final = 8  # the same after a trial that was faster than expected
 _FASTER: Final = 0.9  # of the expected time
+_MOST_DECLINED: Final = 8 * _FIRST_TRIAL  # so trees are timed again within as many steps
+_PLAIN_AFTER: Final = 32  # steps at least between two that are run without drafts, to time them
+_TRIAL_SHARE: Final = 0.01  # of the time, for steps of sizes that were not run of late
 
 
 @dataclass(slots=True)
@@ -110,6 +113,8 @@ class Drafting:
         self._tree_s = self._line_s = 0.0  # of tree steps; as the curve says of lines of the same size
         self._num_declined = 0
         self._trial_after = _FIRST_TRIAL
+        self._untried_s = 0.0  # time of all steps since a size was tried
+        self._num_drafted = 0  # steps since one was run without drafts, to time it
 
     # -- what arrives ------------------------------------------------------------------------------------------------
 
@@ -312,14 +317,19 @@ class Drafting:
         others = [drafts for drafts in decoding if drafts.num_own is None]
         for drafts in others:
             self._look_up(drafts)
-        rows = [self._line(drafts) for drafts in others]
+        lines = rows = [self._line(drafts) for drafts in others]
         counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
         if self._with_trees and any(drafts.trie for drafts in others):
             least = self._least_worth(rate, min(budget, self._max_draft * len(others)), fixed, context)
             trees = [self._tree(drafts, least) for drafts in others]
             tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
             if tree_rate > rate and self._pays(tree_rate, rate):
-                rows, counts = trees, tree_counts
+                rows, counts, rate = trees, tree_counts, tree_rate
+        if self._num_drafted >= _PLAIN_AFTER and self.curve.lacks(fixed.tokens) and self._policy is not Policy.VERIFY:
+            self._num_drafted = 0
+            rows, counts = lines, [0] * len(lines)  # else the step without drafts would never be timed again
+        elif rows is lines:
+            counts = self._tried(rows, counts, rate, len(decoding), budget, fixed, context)
         for drafts, row, count in zip(others, rows, counts, strict=True):
             chosen[drafts] = row.chosen(count)
             drafts.num_lookup_chosen = row.num_looked_up(count) if drafts.trie.num_looked_up else 0
@@ -327,6 +337,8 @@ class Drafting:
 
     def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:
         """Records a step: the model's time, without the engine around it. has_trees: it verified a branching tree."""
+        self._untried_s += seconds
+        self._num_drafted += 1
         if not has_trees:
             self.curve.observe(size, seconds)
             return
@@ -339,6 +351,10 @@ class Drafting:
             self._trial_after = _SOON
         self._tree_s = _TREE_MEMORY * self._tree_s + min(seconds, _MOST_TREE_RATIO * expected_s)
         self._line_s = _TREE_MEMORY * self._line_s + expected_s
+        if size.tokens > self.curve.largest:  # no line of about this size was run of late
+            self.curve.observe(size, seconds / self.tree_ratio)
+        else:
+            self.curve.passed()
 
     @property
     def tree_ratio(self) -> float:
@@ -353,7 +369,7 @@ class Drafting:
         self._num_declined += 1
         if self._num_declined < self._trial_after:
             return False
-        self._num_declined, self._trial_after = 0, min(2 * self._trial_after, 64 * _FIRST_TRIAL)
+        self._num_declined, self._trial_after = 0, min(2 * self._trial_after, _MOST_DECLINED)
         return True
 
     def _counts(
@@ -366,8 +382,41 @@ class Drafting:
             # As if drafts cost no time, so the likeliest of all, whosever they are.
             return choose_drafts(likely, 1, num_decoding, np.ones(1 + most), most)
         most = min(budget, sum(map(len, survivals)))
+        if self.curve.is_known:  # step by step to sizes that were not run of late: they are guessed
+            most = min(most, 2 * max(fixed.tokens, self.curve.largest) - fixed.tokens)
         step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
         return choose_drafts(survivals, fixed.tokens, num_decoding, step_s, most)
+
+    def _tried(
+        self,
+        rows: Sequence[_Candidates],
+        counts: list[int],
+        rate: float,
+        num_decoding: int,
+        budget: int,
+        fixed: StepSize,
+        context: float,
+    ) -> list[int]:
+        """The same counts, or others so that the next larger size is timed again, where it pays if its tokens are
+        cheap. rate: tokens per second of the step chosen.
+        """
+        num_chosen = sum(counts)
+        if self._policy is Policy.VERIFY or not self.curve.is_known:
+            return counts
+        survivals = [row.survivals for row in rows]
+        most = fixed.tokens + min(budget, sum(map(len, survivals)))
+        size = self.curve.untried(fixed.tokens + num_chosen, most)
+        if size is None:
+            return counts
+        count = size - fixed.tokens
+        step_s = self.curve.seconds(size, fixed, context)
+        if step_s[-1] - step_s[fixed.tokens + num_chosen - 1] > _TRIAL_SHARE * self._untried_s:
+            return counts
+        cheap_s = step_s[fixed.tokens - 1] * (1.0 + CHEAP * np.maximum(0, np.arange(1, size + 1) - fixed.tokens))
+        if choose_drafts(survivals, fixed.tokens, num_decoding, cheap_s, count)[1] <= rate:
+            return counts
+        self._untried_s = 0.0
+        return choose_drafts(survivals, fixed.tokens, num_decoding, np.ones(size), count)[0]
 
     def _least_worth(self, rate: float, most: int, fixed: StepSize, context: float) -> float:
         """Survival below which no node of a tree is looked at. rate: tokens per second that lines reach in this step.

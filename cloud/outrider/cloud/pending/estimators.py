@@ -5,9 +5,9 @@ All are ratios of sums, or medians where a shared machine causes outliers; never
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
@@ -24,6 +24,8 @@ _PRIOR_RANGE = 0.3, 0.9  # whatever earlier sessions did: no client spoils it fo
 _SHORTEST_S = 1e-6  # a clock may show no time for a very fast step
 _EXPECTED_TOKENS = 4  # of a device's first answer, until one has arrived
 _UNSEEN_DISCOUNT = 0.01
+CHEAP = 0.02
+"""Of a step: what a further token costs where it costs little, and where nothing is known of it."""
 _CONTEXT_SHARE = 0.05  # of a step in the usual context
 _MEMORY = 0.97  # weight of an observation after a newer one at its position
 
@@ -98,20 +100,27 @@ class StepSize:
 class StepTimeCurve:
     """Seconds of a step: by its number of tokens, plus a time for each position attended.
 
-    By tokens: the median of recent steps at each size, made monotone. By positions: the slope of a straight line
+    By tokens: the median of recent steps at each size, made monotone. A time counts for `_LONG` steps: what the machine
+    was doing then says nothing about it now. A size that was not run since is predicted from those that were, so
+    whoever chooses sizes tries it again (`untried`, `lacks`). By positions: the slope of a straight line
     (least squares on the steps of one size, with slow forgetting), which is 0 until contexts of different lengths were
     seen.
     """
 
     _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
     _RECENT = 25
+    _LONG = 256  # steps
+    _FEW = 3  # times of a size that are needed to know it; as many stay, however old, while the size is run at all
     _KEPT = 0.999  # of older steps' weight in the slope, per step
     _DOUBT = 1e6  # positions squared: the slope is drawn to 0 until steps differed by more than this
     _OUTLIER = 3.0  # a step this much longer than its median says nothing about positions
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[float]] = {}  # seconds at no position attended, by size
+        self._num_steps = 0
+        # By size: the number of each step and its seconds at no position attended.
+        self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._medians: dict[int, float] = {}
+        self._knots: tuple[list[int], list[float]] | None = None  # sizes and times; None: out of date
         self._means: dict[int, tuple[float, float, float]] = {}  # weight, mean positions, mean seconds, by size
         self._spread = self._slant = 0.0  # sums of squares and products around the means
         self._slope_s = 0.0
@@ -124,10 +133,23 @@ class StepTimeCurve:
         bucket = self._bucket(size.tokens)
         self._learn_slope(bucket, size.attended, seconds)
         seen = self._seen.setdefault(bucket, deque(maxlen=self._RECENT))
-        seen.append(max(seconds - self._slope_s * size.attended, _SHORTEST_S))
-        self._medians[bucket] = median(seen)
+        seen.append((self._num_steps + 1, max(seconds - self._slope_s * size.attended, _SHORTEST_S)))
+        self._medians[bucket] = _median_s(seen)
         self._context += _CONTEXT_SHARE * (size.attended / max(1, size.tokens) - self._context)
-        self._step_and_extra = None
+        self.passed()
+
+    def passed(self) -> None:
+        """Counts a step, and forgets old times. `observe` calls it; call it for a step that teaches no times."""
+        self._num_steps += 1
+        oldest = self._num_steps - self._LONG
+        newest = max((seen[-1][0] for seen in self._seen.values()), default=0)
+        for bucket, seen in list(self._seen.items()):
+            if seen[-1][0] <= oldest and seen[-1][0] < newest:
+                del self._seen[bucket], self._medians[bucket], self._means[bucket]
+            elif len(seen) > self._FEW and seen[0][0] <= oldest:
+                seen.popleft()
+                self._medians[bucket] = _median_s(seen)
+        self._knots = self._step_and_extra = None
 
     def _bucket(self, num_tokens: int) -> int:
         above = min(bisect_left(self._SIZES, num_tokens), len(self._SIZES) - 1)
@@ -136,8 +158,13 @@ class StepTimeCurve:
 
     def _learn_slope(self, bucket: int, attended: int, seconds: float) -> None:
         weight, mean_attended, mean_s = self._means.get(bucket, (0.0, 0.0, 0.0))
-        if weight > 3.0 and seconds > self._OUTLIER * mean_s:
-            return
+        if (typical_s := self._medians.get(bucket)) is not None:
+            # The median, not the mean: it follows a machine that has become slower for good.
+            if seconds - self._slope_s * attended > self._OUTLIER * typical_s:
+                return
+            usual_s = mean_s - self._slope_s * mean_attended
+            if not typical_s < self._OUTLIER * max(usual_s, _SHORTEST_S) < self._OUTLIER**2 * typical_s:
+                weight = 0.0  # a mean of another time
         off, off_s = attended - mean_attended, seconds - mean_s
         share = 1.0 / (weight + 1.0)
         # Welford's update of sums around a moving mean.
@@ -151,6 +178,25 @@ class StepTimeCurve:
         """Whether any step was recorded."""
         return bool(self._seen)
 
+    @property
+    def largest(self) -> int:
+        """The largest size with a recent time; 0: none."""
+        return max(self._seen, default=0)
+
+    def lacks(self, num_tokens: int) -> bool:
+        """Whether only larger steps than this were run of late. The times of these then seem to be a step's own."""
+        return self._num_steps >= self._LONG and min(self._seen) > self._bucket(num_tokens)
+
+    def untried(self, num_tokens: int, most: int) -> int | None:
+        """The next larger size, where neither it nor any size up to twice as large has recent times enough; None where
+        it is known, or larger than `most`.
+        """
+        above = bisect_right(self._SIZES, self._bucket(num_tokens))
+        if above == len(self._SIZES) or (size := self._SIZES[above]) > most:
+            return None
+        is_known = any(size <= each <= 2 * size and len(seen) >= self._FEW for each, seen in self._seen.items())
+        return None if is_known else size
+
     def seconds(self, max_tokens: int, fixed: StepSize | None = None, context: float = 0.0) -> np.ndarray:
         """Predicted seconds of a step of 1 .. max_tokens tokens: float64 [max_tokens], not decreasing.
 
@@ -160,16 +206,19 @@ class StepTimeCurve:
         if not self._seen:
             return np.ones(max_tokens)
         fixed = fixed or StepSize()
-        sizes = sorted(self._medians)
-        times = list(accumulate((self._medians[size] for size in sizes), max))
+        if self._knots is None:
+            sizes = sorted(self._medians)
+            weights = [len(self._seen[size]) for size in sizes]
+            self._knots = sizes, _rising([self._medians[size] for size in sizes], weights)
+        sizes, times = self._knots
         wanted = np.arange(1, max_tokens + 1)
         out = np.interp(wanted, sizes, times)
-        # Below the smallest size seen: a little cheaper, so that no hopeless draft seems free.
+        slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else CHEAP * times[0]
+        # Below the smallest size seen: cheaper by a little at least, so that no hopeless draft seems free.
         below = slice(0, sizes[0] - 1)
-        out[below] *= 1.0 - np.minimum(0.5, _UNSEEN_DISCOUNT * (sizes[0] - wanted[below]))
+        out[below] -= np.minimum(0.5 * times[0], max(slope, _UNSEEN_DISCOUNT * times[0]) * (sizes[0] - wanted[below]))
         if max_tokens > sizes[-1]:
             # Beyond the largest: along the chord from the first knot.
-            slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else 0.02 * times[0]
             beyond = wanted > sizes[-1]
             out[beyond] = times[-1] + slope * (wanted[beyond] - sizes[-1])
         if self._slope_s:
@@ -182,6 +231,26 @@ class StepTimeCurve:
             times = self.seconds(5, context=self._context)
             self._step_and_extra = float(times[0]), float(times[4] - times[0]) / 4
         return self._step_and_extra
+
+
+def _median_s(seen: Iterable[tuple[int, float]]) -> float:
+    return median(seconds for _, seconds in seen)
+
+
+def _rising(times: Sequence[float], weights: Sequence[int]) -> list[float]:
+    """The nearest times that do not fall, by weighted least squares: neighbours that fall share their mean.
+
+    Ayer et al. 1955, "pool adjacent violators". So one slow step of a seldom size lifts no other size by much.
+    """
+    levels: list[tuple[float, int, int]] = []  # time, weight, how many share it
+    for time, weight in zip(times, weights, strict=True):
+        level = (time, weight, 1)
+        while levels and levels[-1][0] > level[0]:
+            before = levels.pop()
+            total = before[1] + level[1]
+            level = ((before[0] * before[1] + level[0] * level[1]) / total, total, before[2] + level[2])
+        levels.append(level)
+    return [time for time, _, count in levels for _ in range(count)]
 
 
 class DraftLag:

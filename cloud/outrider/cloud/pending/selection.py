@@ -7,7 +7,8 @@ which forgets.
 
 Asking takes time. So a source is asked when the tokens that it gains per question, drawn from their posterior (Thompson
 1933; a gamma distribution over discounted counts, as in Raj and Kalyani 2017, arXiv 1707.09727), are worth more than
-its measured time. A source that is not asked is forgotten, so it is tried again. The draws are seeded by the request.
+its measured time. A source that is not asked is forgotten, with its time, so it is tried again. The draws are seeded by
+the request.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _RATIO_WEIGHT: Final = 2.0  # of the prior ratio 1, in promised chances
 _MOST_RATIO: Final = 1.5
 _MOST_RATE: Final = 0.995
 _COST_SHARE: Final = 0.2  # of the newest measurement of a source's time
+_COST_KEPT: Final = 0.99  # of that time, for each question that it was not worth: one slow answer proves little
 _PROBE_EVERY: Final = 16  # steps with drafts of the device between two questions that they leave no need for
 
 
@@ -160,6 +162,7 @@ class Selection:
             if not is_first and step_s is not None and arm.cost_s is not None:
                 drawn = self._random.gammavariate(arm.gained + _PRIOR, 1.0 / (arm.asked + _PRIOR))
                 if drawn * step_s < arm.cost_s:
+                    arm.cost_s *= _COST_KEPT
                     continue
             guess = self._ask(arm, most, rates)
             if guess is None:

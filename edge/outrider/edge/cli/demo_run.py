@@ -77,7 +77,7 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measur
     budget, load = TimeBudget(options.max_seconds), MachineLoad()
     with load:
         async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-            agent = (await three_modes(endpoints, lab.drafter, _tree(options)))[STREAM]
+            agent = three_modes(endpoints, lab.drafter, _tree(options))[STREAM]
             # Shown, not counted: it also warms everything up.
             with screen.streaming(prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
                 await agent.generate(requests[0], on_tokens)
@@ -131,7 +131,7 @@ async def _compare_at(
     pace: Pace,
 ) -> dict[str, ModeFigures]:
     async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-        modes = await three_modes(endpoints, lab.drafter, _tree(options))
+        modes = three_modes(endpoints, lab.drafter, _tree(options))
         for mode in modes.values():  # connections, and the estimates that an agent keeps from text to text
             await mode.generate(replace(requests[0], max_tokens=min(8, requests[0].max_tokens)))
         with screen.counting(f"round trip {rtt_ms:g} ms", len(modes) * len(requests)) as count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from outrider.edge.drafting.depth import CostModelDepth, CostModelOptions, FixedDepth
+from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stream import StreamAgent
@@ -30,12 +30,15 @@ def why_undrafted(result: GenerationResult, agent: Agent, max_positions: int | N
     if isinstance(agent.depth, FixedDepth) and agent.depth.plan().depth == 0:
         return "Nothing was drafted: --depth 0 asks for it."
     times = _times(agent.estimates)
-    if isinstance(agent.depth, CostModelDepth) and agent.depth.plan().silent:
-        e = agent.estimates
-        saved_ms, cost_ms = e.acceptance * e.step_ms, e.extra_ms + CostModelOptions().message_cost_ms
+    if isinstance(agent.depth, CostModelDepth) and not agent.depth.is_on:
+        depth = agent.depth
+        if depth.is_slow:
+            return f"Drafting would not pay: {times}. The draft is too slow for this target."
         return (
-            f"Drafting would not pay: {times}. A draft saves {saved_ms:.1f} ms per token on average and costs the "
-            f"server {cost_ms:.1f} ms."
+            f"Drafting would not pay: {times}. A drafted token saves {depth.saved_ms:.1f} ms on average "
+            f"({agent.estimates.acceptance:.0%} of a step). To draft again it must save "
+            f"{depth.doubt * depth.cost_ms:.1f} ms: {depth.doubt:g} times the {depth.cost_ms:.1f} ms that it costs the "
+            "server with its message."
         )
     if not result.num_drafted:
         if agent.estimates.lag_ms is None:

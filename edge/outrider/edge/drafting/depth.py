@@ -135,7 +135,8 @@ class CostModelOptions:
     hysteresis: drafting starts again when it is worth this many times its cost. message_cost_ms: cost of a draft
     message to the server, which often handles it on the model's own cores. probe_depth: tokens of a silent probe at
     depth 0. max_probe_gap: most commits between two probes; the gap starts at one, doubles when all of a probe is
-    rejected and is one again after an accepted token.
+    rejected and is one again after an accepted token. max_silence: commits after which a probe is sent, so that the
+    server, too, may time it.
     """
 
     max_depth: int = MAX_DEPTH
@@ -146,6 +147,7 @@ class CostModelOptions:
     hysteresis: float = 1.5
     probe_depth: int = 2
     max_probe_gap: int = 16
+    max_silence: int = 64
 
 
 class CostModelDepth:
@@ -155,31 +157,55 @@ class CostModelDepth:
     bytes. Tokens beyond what the server can verify until the next message arrives are worth
     nothing: with p passes in that time, the limit is p * (k + 1) + k tokens for the k that the server would verify. The
     first k are sent before the rest: on a short round trip the server waits for them.
+
+    Drafting is off while a draft saves less than it costs the server, or takes the device so long that not even the
+    next token is worth it. Probes measure both again.
     """
 
     def __init__(self, estimates: Estimates, options: CostModelOptions | None = None) -> None:
         self._estimates = estimates
         self._options = options or CostModelOptions()
-        self._is_on = True
+        self.is_on = True
         self._probe_gap = 1
         self._commits_to_probe = 0
+        self._num_silent = 0  # commits since the last message that could be sent
         self._depth = 0
         self._plan = DraftPlan(0)
         self._replan()
 
     def plan(self) -> DraftPlan:
-        """The current depth; at 0, a silent probe now and then."""
+        """The current depth; while drafting is off, a probe now and then."""
         return self._plan
+
+    @property
+    def saved_ms(self) -> float:
+        """What a drafted token saves on average."""
+        return self._estimates.acceptance * self._estimates.step_ms
+
+    @property
+    def cost_ms(self) -> float:
+        """What it costs the server with its message."""
+        return self._estimates.extra_ms + self._options.message_cost_ms
+
+    @property
+    def doubt(self) -> float:
+        """How many times its cost a draft must be worth."""
+        return 1.0 if self.is_on else self._options.hysteresis
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the device takes too long for a draft, however sure it is."""
+        return self.doubt * self._floor() > 1.0
 
     def observe(self, outcome: CommitOutcome) -> None:
         """Turns drafting on or off, with hysteresis, and chooses the depth again."""
-        value = self._estimates.acceptance * self._estimates.step_ms
-        cost = self._estimates.extra_ms + self._options.message_cost_ms
-        if self._is_on:
-            self._is_on = value >= cost
+        was_on = self.is_on
+        self.is_on = self.saved_ms >= self.doubt * self.cost_ms and not self.is_slow
+        if was_on:
             self._probe_gap = self._commits_to_probe = 1
+            self._num_silent = 0
         else:
-            self._is_on = value > self._options.hysteresis * cost
+            self._num_silent += 1
             self._schedule_probe(outcome)
         self._replan()
 
@@ -194,7 +220,7 @@ class CostModelDepth:
         return min(range(1, self._options.max_block + 1), key=per_token)
 
     def _schedule_probe(self, outcome: CommitOutcome) -> None:
-        if outcome.num_matched:
+        if outcome.num_matched and not self.is_slow:
             self._probe_gap = 1
         elif outcome.tested:
             self._probe_gap = min(self._options.max_probe_gap, 2 * self._probe_gap)
@@ -212,11 +238,14 @@ class CostModelDepth:
         # A difference of one is within the estimates' noise.
         if abs(depth - self._depth) > 1 or self._depth == 0:
             self._depth = depth
-        if self._is_on:
-            self._plan = DraftPlan(self._depth, self._floor(), answer=min(verified, self._depth))
+        if self.is_on:  # the next token at least: what an earlier text measured may be out of date
+            self._plan = DraftPlan(self._depth, min(1.0, self._floor()), answer=min(verified, self._depth))
         else:
             probed = self._options.probe_depth if self._commits_to_probe == 0 else 0
-            self._plan = DraftPlan(probed, floor=0.0, silent=True)
+            is_sent = probed > 0 and self._num_silent >= self._options.max_silence
+            if is_sent:
+                self._num_silent = 0
+            self._plan = DraftPlan(probed, floor=0.0, silent=not is_sent)
 
     def _floor(self) -> float:
         """The reach from which expanding a node is worth its cost."""

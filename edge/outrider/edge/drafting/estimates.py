@@ -32,6 +32,11 @@ class ForgettingRatio:
         self._top = self._top * self._keep + numerator
         self._bottom = self._bottom * self._keep + denominator
 
+    def fade(self, count: int) -> None:
+        """Forgets as much as `count` observations would."""
+        share = self._keep**count
+        self._top, self._bottom = self._top * share, self._bottom * share
+
     @property
     def value(self) -> float:
         """The ratio."""
@@ -90,8 +95,16 @@ class Estimates:
         self._endpoint.step_ms = step_ms
         self._endpoint.extra_ms = draft_token_ms
 
+    def on_times(self, step_ms: float | None, draft_token_ms: float | None) -> None:
+        """Takes newer times than those of the opening; None: nothing new."""
+        if step_ms is not None:
+            self._endpoint.step_ms = step_ms
+        if draft_token_ms is not None:
+            self._endpoint.extra_ms = draft_token_ms
+
     def on_commit(self, outcome: CommitOutcome, interval_ms: float | None) -> None:
         """Takes a commit: every guess that it tested, right or wrong."""
+        self._draft.committed()
         for guesses, token in outcome.tested:
             self.calibration.observe(guesses, token)
             self.accepted.add(float(guesses[0].token == token), 1.0)
@@ -120,6 +133,11 @@ class Estimates:
     def call_ms(self, num_nodes: int) -> float:
         """Time of a call that expands so many nodes."""
         return self._draft.ms(num_nodes)
+
+    @property
+    def wants_one(self) -> bool:
+        """Whether the next call should expand one node, to be timed: none did for long."""
+        return self._draft.lacks_one
 
     @property
     def round_trip_ms(self) -> float:
@@ -160,9 +178,9 @@ class CallTimes:
     """Time of a drafter's call by the number of nodes that it expands: ratios of sums, on the line between two sizes.
 
     Until another size was measured, each further node costs a quarter of a call: little enough to try some, and what
-    is tried is measured. A size that was not run for long is forgotten, except the smallest: its few calls may have
-    been slow for another reason, and nobody would try it again. A call that takes much longer than those before counts
-    as _MOST times these: the device may have slept in it, and a draft that seems too slow is never measured again.
+    is tried is measured. A size that was not run for long is forgotten: its few calls may have been slow for another
+    reason, and nobody would try it again. The smallest is kept, and a call of one node asked for. A call that takes
+    much longer than those before counts as _MOST times these: the device may have slept in it.
     """
 
     _KEEP = 0.95
@@ -173,19 +191,30 @@ class CallTimes:
 
     def __init__(self) -> None:
         self._seen: dict[int, ForgettingRatio] = {}
-        self._last: dict[int, int] = {}  # the call that had this size
-        self._num_calls = 0
+        self._last: dict[int, tuple[int, int]] = {}  # by size: calls and commits before its last call
+        self._num_calls = self._num_commits = 0
 
     def add(self, took_ms: float, num_nodes: int) -> None:
         """Takes one call."""
         if num_nodes in self._seen:
             took_ms = min(took_ms, max(self._ODD_MS, self._MOST * self._seen[num_nodes].value))
         self._num_calls += 1
-        self._last[num_nodes] = self._num_calls
-        self._seen.setdefault(num_nodes, ForgettingRatio(1.0, 0.01, self._KEEP)).add(took_ms, 1.0)
+        seen = self._seen.setdefault(num_nodes, ForgettingRatio(1.0, 0.01, self._KEEP))
+        seen.fade(self._num_commits - self._last.get(num_nodes, (0, self._num_commits))[1])
+        seen.add(took_ms, 1.0)
+        self._last[num_nodes] = self._num_calls, self._num_commits
         for size in sorted(self._seen)[1:]:
-            if self._num_calls - self._last[size] > self._LONG:
+            if self._num_calls - self._last[size][0] > self._LONG:
                 del self._seen[size]
+
+    def committed(self) -> None:
+        """Counts a commit. Probes come once in many: then few of them must show that the draft is fast again."""
+        self._num_commits += 1
+
+    @property
+    def lacks_one(self) -> bool:
+        """Whether a single node was last run long ago."""
+        return self._num_calls - self._last.get(1, (0, 0))[0] > self._LONG
 
     def ms(self, num_nodes: int) -> float:
         """Predicted milliseconds."""

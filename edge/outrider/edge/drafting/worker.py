@@ -169,6 +169,8 @@ class DraftWorker:
         tree, depth = self._belief.tree, min(self._plan().depth, self._room())
         if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
             return []
+        if self._estimates.wants_one:
+            most = 1
         if most > 1:
             reaches = tree.reaches(most)
             sizes = [size for size in BRANCH_COUNTS if size <= most]

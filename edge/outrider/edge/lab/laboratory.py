@@ -135,12 +135,9 @@ def path_agent(endpoints: Endpoints, drafter: Drafter) -> Agent:
     return make_agent(Mode.STREAM, endpoints, drafter, options=make_options("1"))
 
 
-async def three_modes(endpoints: Endpoints, drafter: Drafter, options: AgentOptions | None = None) -> dict[str, Agent]:
+def three_modes(endpoints: Endpoints, drafter: Drafter, options: AgentOptions | None = None) -> dict[str, Agent]:
     """Cloud-only, stop-and-wait and stream, each with estimates of its own. options: of the stream agent."""
     waiting = Estimates()
-    ready = await endpoints.call(lambda client: client.ready())
-    # /v1/verify does not report the step time, and a guess at it would make the twin choose its blocks badly.
-    waiting.on_open(0.0, ready.step_ms, ready.draft_token_ms)
     return {
         CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None),
         STOP_AND_WAIT: StopAndWaitAgent(endpoints, drafter, CostModelDepth(waiting), waiting),

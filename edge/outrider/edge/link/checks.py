@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import Final
 
 from outrider.edge.link.errors import ProtocolBroken
-from outrider.models.protocol import Commit, RenderAnswer, SessionEvent, SessionOpen, VerifyItem, VerifyResult
+from outrider.models.protocol import (
+    Commit,
+    RenderAnswer,
+    SessionEvent,
+    SessionOpen,
+    VerifyAnswer,
+    VerifyItem,
+    VerifyResult,
+)
 
 MAX_TOKEN_ID: Final = 2**24 - 1
 """No vocabulary is larger; what holds where a server does not state its own."""
@@ -64,10 +72,9 @@ class SessionCheck:
             raise ProtocolBroken(
                 self._url, f"the session's id is {event.session[:40]!r}; expected 1 to 128 letters, digits, _ and -"
             )
-        for name in ("step_ms", "draft_token_ms", "keep_alive_s"):
-            value = getattr(event, name)
-            if value is not None and not math.isfinite(value):
-                raise ProtocolBroken(self._url, f"{name} is {value}; expected a number")
+        if event.keep_alive_s is not None and not math.isfinite(event.keep_alive_s):
+            raise ProtocolBroken(self._url, f"keep_alive_s is {event.keep_alive_s}; expected a number")
+        check_times(self._url, event)
         self._open = event
 
     def _take_provisional(self, commit: Commit, vocab_size: int | None) -> None:
@@ -95,6 +102,7 @@ class SessionCheck:
                 f"{self._max_tokens} in all",
             )
         _check_tokens(self._url, commit.tokens, vocab_size)
+        check_times(self._url, commit)
         if self._num_logprobs is not None:
             self._check_logprobs(commit, self._num_logprobs, vocab_size)
         if not 0 <= commit.accepted <= min(commit.proposed, len(commit.tokens)):
@@ -118,6 +126,14 @@ class SessionCheck:
             _check_tokens(self._url, [token for token, _ in each.top], vocab_size)
             if not all(map(math.isfinite, [each.logprob, *(logprob for _, logprob in each.top)])):
                 raise ProtocolBroken(self._url, "a logprob is not finite; expected a number")
+
+
+def check_times(url: str, message: SessionOpen | Commit | VerifyAnswer) -> None:
+    """Raises ProtocolBroken for a step's times that can be none."""
+    for name in ("step_ms", "draft_token_ms"):
+        value = getattr(message, name)
+        if value is not None and not 0.0 <= value < math.inf:
+            raise ProtocolBroken(url, f"{name} is {value}; expected a number, at least 0")
 
 
 def check_result(url: str, item: VerifyItem, result: VerifyResult) -> None:

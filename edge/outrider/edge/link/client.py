@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from outrider.edge import tracing
 from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
 from outrider.edge.link.certificate import ClientCertificate
-from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
+from outrider.edge.link.checks import SessionCheck, check_rendered, check_result, check_times
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, retry_after_s, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
@@ -209,6 +209,7 @@ class CloudClient:
                 await _ended(call)
         if len(answer.results) != len(request.items):
             raise ProtocolBroken(self.url, f"{len(answer.results)} results answer {len(request.items)} items")
+        check_times(self.url, answer)
         for item, result in zip(request.items, answer.results, strict=True):
             if result.error is None:
                 check_result(self.url, item, result)

@@ -171,7 +171,9 @@ class StopAndWaitAgent:
             if result.error is not None:
                 raise refusal_error(client.url, result.error, 400)
             text.took_tokens(served)
-            self.estimates.on_posted(max(0.0, took_ms - self.estimates.step_ms))
+            self.estimates.on_times(answer.step_ms, answer.draft_token_ms)
+            verified_ms = self.estimates.step_ms + len(item.draft) * self.estimates.extra_ms
+            self.estimates.on_posted(max(0.0, took_ms - verified_ms))
             return result
 
         return await self.endpoints.call(ask, text)

@@ -281,6 +281,7 @@ class _Generation:
         if commit.provisional:
             self._ahead.on_provisional(self._session_start + commit.base, commit.tokens)
             return
+        self._agent.estimates.on_times(commit.step_ms, commit.draft_token_ms)
         # The first commit of a session ends its prefill, so it does not measure a step.
         interval_ms = (now - self._last_commit_at) * 1e3 if self._last_commit_at else None
         outcome = self._ahead.on_commit(self._session_start + commit.base, commit.tokens, interval_ms)
