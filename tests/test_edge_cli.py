@@ -382,7 +382,7 @@ def test_the_terminal_shows_every_character_once_and_colours_the_accepted() -> N
             printer(TokenBatch((token,), 1, 0.0))
         printer(TokenBatch(tokens[num_accepted:], 0, 0.0))
         printer.finish()
-        assert out.getvalue() == text + "\n"
+        assert out.getvalue() == text
     coloured = io.StringIO()
     console = Console(file=coloured, force_terminal=True, color_system="standard")
     printer = TokenPrinter(console, tokenizer.detokenizer())

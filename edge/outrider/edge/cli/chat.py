@@ -225,12 +225,17 @@ class ChatScreen:
 
     async def _show_answer(self, conversation: Conversation, question: str) -> None:
         def show(prompt: Sequence[int]) -> OnTokens:
-            self._printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt))
+            self._printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt), end="\n")
             return self._printer
 
         conversation.agent.endpoints.choose_again()
         try:
             turn = await conversation.answer(question, self._params, self._max_tokens, show)
+        except OutriderError:
+            if self._printer is not None:
+                self._printer.break_line()
+                self._printer = None  # the text has no end
+            raise
         finally:
             if self._printer is not None:
                 self._printer.finish()
