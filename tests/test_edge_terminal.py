@@ -97,7 +97,7 @@ def test_a_file_gets_the_text_exactly(attack: str) -> None:
 def test_what_happens_beside_a_text_does_not_reach_a_file(
     command: str, forced: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Prompt, colours and line breaks of a lost connection, of notes and of Ctrl-C stay out; a chat ends its answers."""
+    """Neither the prompt nor colours, nor the line breaks before messages; a chat ends its answers."""
     monkeypatch.setenv("FORCE_COLOR", forced)
     tokenizer = fake_tokenizer()
     text = tuple(tokenizer.encode("\tdef naïve(東京):\r\n  pass"))
