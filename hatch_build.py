@@ -7,10 +7,20 @@ a release (OUTRIDER_RELEASE set) and an sdist, which lacks the folder, require t
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from pathlib import Path
 from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+OLDEST = (3, 11)
+if sys.version_info < OLDEST:
+    # pip compares `requires-python` only after it has resolved all extras, which takes pages and can fail.
+    sys.exit(
+        f"outrider needs Python 3.11 or newer; this is {platform.python_version()}. Make the environment with another: "
+        "python3.11 -m venv .venv"
+    )
 
 
 class CustomMetadataHook(MetadataHookInterface):

@@ -42,6 +42,7 @@ from outrider.export.report.card import (
     warnings_of,
 )
 from outrider.export.report.card_html import card_html
+from outrider.export.report.card_plots import COLOURS, Item, speed_up_plot
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
 from outrider.models import tree_forecast
@@ -576,6 +577,22 @@ def test_plots_are_readable_on_a_phone(reference_pair: PairPaths) -> None:
         width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])  # type: ignore[index]
         sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
         assert sizes and min(sizes) * 320 / width >= 10.0
+
+
+def test_drafts_that_branch_are_points_where_the_table_has_them(reference_pair: PairPaths) -> None:
+    """A point at each round trip that was simulated, as many as the plot has room for, and no line between them."""
+    draft = Bundle.open(reference_pair.draft).manifest
+    assert draft.report.timing is not None and draft.report.timing.forecast is not None
+    forecast = draft.report.timing.forecast.model_copy(update={"fades_ms": None})
+    assert has_trees(forecast)
+    for fades_ms, num_points in ((4.0, 2), (None, len(forecast.curve))):
+        timing = draft.report.timing.model_copy(update={"forecast": forecast.model_copy(update={"fades_ms": fades_ms})})
+        report = draft.report.model_copy(update={"timing": timing})
+        svg = speed_up_plot([Item("draft", draft.model_copy(update={"report": report}))])
+        for colour in COLOURS[2:4]:
+            assert len(re.findall(f"<use .*fill: {colour}", svg)) == num_points + 1  # and one in the legend
+            assert not re.search(f"fill: none; stroke: {colour}", svg)
+        assert re.search(f"fill: none; stroke: {COLOURS[0]}", svg)  # the formula's curve is one
 
 
 def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:

@@ -20,7 +20,7 @@ import typer.main
 from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
-from outrider.edge.cli.demo_run import _rounded, _tree, run_demo
+from outrider.edge.cli.demo_run import KEPT_MS, RTTS_MS, WARM_UP, _rounded, _tree, run_demo
 from outrider.edge.cli.demo_screen import DemoScreen, short_round_trip_note
 from outrider.edge.cli.exporter import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
@@ -28,7 +28,7 @@ from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.lab.comparison import ModeFigures, compare
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM
-from outrider.edge.lab.time_budget import Pace, TimeBudget
+from outrider.edge.lab.time_plan import MARGIN, TextTime, TimePlan, plan_texts
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.cli import main as export_cli
@@ -61,6 +61,7 @@ def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_
     document = json.loads(path.read_text())
     assert set(document) == {"pair", "rtt_ms", "modes", "left_out", "machine_load"}
     assert document["left_out"] == []
+    assert "Measures 2 texts of 48 tokens at a round trip of 4 ms" in finished.stdout
     assert document["rtt_ms"] == 4.0
     drafted_by = document["pair"]["drafted_by"]
     assert (drafted_by["runtime"], drafted_by["device"], drafted_by["precision"]) == ("openvino", "cpu", "int8")
@@ -164,33 +165,83 @@ def test_figures_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> N
     assert DemoOptions(json=tmp_path / "demo.json").json is not None
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+FAST = [TextTime(10.0, 0.1, 0.01, 0.0), TextTime(10.0, 0.1, 0.01, 0.0), TextTime(10.0, 0.1, 0.005, 0.4)]
+SLOW = [replace(each, token_s=30 * each.token_s) for each in FAST]
 
 
-def test_what_does_not_fit_into_the_time_is_left_out() -> None:
-    """The first item always runs; another only if the longest so far would still fit."""
-    clock = Clock()
-    pace = Pace(TimeBudget(100.0, clock).part(0.6))
-    took = iter((10.0, 20.0, 15.0, 5.0))
-    num_done = 0
-    while pace.has_time():
-        clock.now += next(took)
-        pace.item_done()
-        num_done += 1
-    assert (num_done, pace.longest_s) == (3, 20.0)
-    assert not Pace(TimeBudget(10.0, clock), expected_s=11.0).has_time()
+@pytest.mark.parametrize(
+    ("times", "left_s", "rtts_ms", "num_texts", "max_tokens"),
+    [
+        (FAST, 1000.0, RTTS_MS, 6, 64),
+        (FAST, 60.0, RTTS_MS, 4, 64),
+        (SLOW, 900.0, RTTS_MS, 3, 64),
+        (SLOW, 230.0, KEPT_MS, 1, 64),
+        (SLOW, 150.0, KEPT_MS, 1, 32),
+        (SLOW, 0.0, KEPT_MS, 1, 16),
+    ],
+)
+def test_what_fits_into_the_time_is_decided_before(
+    times: list[TextTime], left_s: float, rtts_ms: tuple[float, ...], num_texts: int, max_tokens: int
+) -> None:
+    """As many texts as fit at every round trip; 0 and 100 ms always. One more text would not have fitted."""
+    plan = plan_texts(times, RTTS_MS, KEPT_MS, 6, 64, WARM_UP, left_s)
+    assert (plan.rtts_ms, plan.num_texts, plan.max_tokens) == (rtts_ms, num_texts, max_tokens)
+    took_s = sum(each.at(rtt, WARM_UP) + num_texts * each.at(rtt, max_tokens) for rtt in rtts_ms for each in times)
+    assert plan.seconds == pytest.approx(MARGIN * took_s)
+    assert plan.seconds <= left_s or not left_s
+    text_s = MARGIN * sum(each.at(rtt, max_tokens) for rtt in rtts_ms for each in times)
+    assert num_texts == 6 or plan.seconds + text_s > left_s
+
+
+def test_the_time_of_a_text_is_that_of_its_trial() -> None:
+    """At its own round trip; a mode that waits for every pass takes longer by each of them at another."""
+    streamed = GenerationResult(
+        *(Mode.STREAM, tuple(range(5)), (Source.TARGET,) * 5, (0.5, 0.7, 0.7, 0.9, 1.3), "length", 3, 0, 0, 0)
+    )
+    waiting = replace(streamed, mode=Mode.STOP_AND_WAIT, num_passes=4)
+    for result, trips in ((streamed, 0), (waiting, 4)):
+        time = TextTime.of(result, 10.0)
+        assert time.at(10.0, 5) == pytest.approx(0.5 + 5 * 0.2)
+        assert time.at(110.0, 5) == pytest.approx(time.at(10.0, 5) + 0.1 * (1 + trips))
+    assert TextTime.of(replace(streamed, tokens=(1,), arrival_s=(0.5,)), 10.0).at(0.0, 64) == pytest.approx(0.49)
+
+
+def test_the_demo_says_before_it_measures_what_it_measures() -> None:
+    """How many texts, where, for how long; and what would take longer."""
+    out = io.StringIO()
+    screen = DemoScreen(Console(file=out))
+    screen.show_plan(TimePlan((0.0, 10.0, 100.0), 1, 32, 99.6), ["5 of 6 texts", "the round trip of 50 ms"], 120.0)
+    screen.show_plan(TimePlan((4.0,), 2, 64, 8.0), [], 120.0)
+    assert out.getvalue().splitlines() == [
+        "Measures 1 text of 32 tokens at round trips of 0, 10 and 100 ms, in three modes in turn: about 100 s.",
+        "120 s are too short for 5 of 6 texts and the round trip of 50 ms; --max-seconds 240 measures more.",
+        "Measures 2 texts of 64 tokens at a round trip of 4 ms, in three modes in turn: about 8 s.",
+    ]
 
 
 def figures(**changes: Any) -> ModeFigures:
     """Figures as wide as they get."""
     values = ModeFigures(
-        *(1234.5, 12345.0, 1.0, 1.0, 0.7512, 12.34, 0.0812, 1234.0, 1234.0, 1.0, 1.0, 0.9312, 12.34, True, 0, 6, 384)
+        *(
+            1234.5,
+            12345.0,
+            1.0,
+            1.0,
+            0.7512,
+            0.9312,
+            12.34,
+            0.0812,
+            1234.0,
+            1234.0,
+            1.0,
+            1.0,
+            0.9312,
+            12.34,
+            True,
+            0,
+            6,
+            384,
+        )
     )
     return replace(values, **changes)
 
@@ -240,7 +291,7 @@ def test_the_demos_tables_keep_their_numbers_on_a_narrow_terminal(width: int) ->
     assert rows["speed-up"][1:] == ["1.00x", "-", "12.34x"]
     assert rows["tokens/s"][1:] == ["1234.5", "-", "1234.5"]
     assert rows["first token, ms"][-3:] == ["12345", "12345", "12345"]
-    assert rows["guessed"][1:] == ["-", "0.93", "0.93"]
+    assert rows["from accepted drafts"][3:] == ["-", "93", "%", "93", "%"]
     assert rows["same text"][-4:] == ["yes", "yes", "12", "not"]
     assert rows["stream"][1:] == ["12.34x"] * 4
 

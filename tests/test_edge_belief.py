@@ -83,7 +83,8 @@ def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: lis
         outcome = belief.on_commit(base, truth[base:end])
         belief.tree.replant()
 
-        assert (outcome.tokens, outcome.num_matched, outcome.has_diverged) == (tuple(fresh), right, is_wrong)
+        assert (outcome.tokens, outcome.num_matched) == (tuple(fresh), right)
+        assert (len(outcome.tested) > len(outcome.hits)) == is_wrong
         assert [node.token for node in outcome.hits] == fresh[:right]
         assert [token for _, token in outcome.tested] == fresh[: right + is_wrong]
         for index, (guesses, _) in enumerate(outcome.tested):
@@ -227,7 +228,7 @@ def test_acceptance_is_that_of_the_first_guess_and_hits_count_all() -> None:
         belief.tree.expand(belief.tree.root, scored(0.1, 0.1))
         outcome = belief.on_commit(0, [1])
         estimates.on_commit(outcome, 40.0)
-        assert [node.rank for node in outcome.hits] == [1] and not outcome.has_diverged
+        assert [node.rank for node in outcome.hits] == [1] and len(outcome.tested) == 1
     assert estimates.acceptance < 0.1
     assert estimates.calibration.chance(scored(0.1, 0.1)[1].cell) > 0.85
 

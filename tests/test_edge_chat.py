@@ -514,6 +514,8 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
         "//slash",
         f"/save {path}",
         "/stats",
+        "/stats -v",
+        "/stats all",
         "/seed",
         "/seed 77",
         "/seed x",
@@ -536,6 +538,9 @@ def test_commands(server: FakeServer, tmp_path: Path) -> None:
         "target: fake; drafted by: a fake draft",
         "1 answer; the conversation has",
         "no turn was sent again",
+        "tokens per target pass",
+        "last answer, first token after",
+        "error: /stats does not know all; /stats -v shows all figures",
         "seed 5\n",
         "seed 77\n",
         "error: the seed is 'x'; expected a number",
@@ -676,7 +681,7 @@ def test_tokens_are_coloured_by_origin() -> None:
 def test_a_chat_with_a_real_pair(tmp_path: Path) -> None:
     """`outrider chat` from a pipe, with a server process and a draft model: the same answers without drafts."""
     pair = make_chat_pair(tmp_path / "pair")
-    script = "/seed 3\nhello there\n/stats\nand you?\n/stats\nverify the tokens\n/stats\n"
+    script = "/seed 3\nhello there\n/stats\nand you?\n/stats\nverify the tokens\n/stats -v\n"
     shown: list[tuple[str, str]] = []
     # The policy that waits for drafts: otherwise steps of a tiny target outrun the draft on a busy machine.
     with cloud_process(pair.target, plan_cores().cloud, ("--policy", "verify")) as url:
@@ -691,4 +696,4 @@ def test_a_chat_with_a_real_pair(tmp_path: Path) -> None:
     assert "drafted by: nothing" in plain[1] and "drafted by: int8" in drafted[1]
     for _, about_text in shown:
         assert "3 answers; the conversation has" in about_text and "no turn was sent again" in about_text
-    assert "last answer, drafted" in drafted[1] and "last answer, drafted" not in plain[1]
+    assert "last answer, this device: guesses at" in drafted[1] and "this device:" not in plain[1]

@@ -97,6 +97,8 @@ def test_help_needs_no_model_runtime() -> None:
             "leave out --draft-device and --runtime openvino",
         ),
         (["--draft", "nowhere", "--mode", "cloud-only", "--runtime", "ngram"], "nothing drafts"),
+        (["--draft", "nowhere", "--verbose"], "nowhere"),
+        (["--draft", "nowhere", "-v", "--mode", "cloud-only"], "nowhere"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(
@@ -302,6 +304,7 @@ def test_numbers_for_programs_are_plain_json() -> None:
         "itl_ms_p50": 0.0,
         "itl_ms_p95": pytest.approx(90.0),
         "acceptance_rate": 0.6667,
+        "accepted_share": 0.5,
         "tokens_per_pass": 2.0,
         "passes_per_token": 0.5,
         "bytes_up_per_token": 100.0,
@@ -331,23 +334,36 @@ def test_a_comparison_of_one_token_is_a_document_that_every_parser_reads() -> No
         print_document(Console(file=out), {"tokens_per_s": one.tokens_per_s})
 
 
-def test_the_summary_says_what_happened() -> None:
-    """Speed, acceptance, bytes, and that the connection was lost on the way."""
-    text = "\n".join(summary_lines(RESULT))
-    for part in ("67 % of drafted tokens accepted", "2.00 tokens per target pass", "100 up, 50 down", "resumed 1 time"):
-        assert part in text
-    assert "drafted" not in "\n".join(summary_lines(replace(RESULT, mode=Mode.CLOUD_ONLY)))
-    assert "18.8 tokens/s" in "\n".join(summary_lines(LONG))
+def test_the_summary_has_three_figures() -> None:
+    """Speed, the share of the text that was drafted, tokens per pass; and that the connection was lost on the way."""
+    assert summary_lines(LONG) == [
+        "stream: 17 tokens (ended by --max-tokens), 18.8 tokens/s, 47 % from accepted drafts, 1.89 tokens per target "
+        "pass"
+    ]
+    first, lost = summary_lines(replace(RESULT, finish_reason="stop"))
+    assert first.startswith("stream: 4 tokens, - tokens/s (only 4 tokens), 50 % from accepted drafts, 2.00 tokens per")
+    assert "resumed 1 time" in lost
+    alone = replace(LONG, mode=Mode.CLOUD_ONLY, num_accepted=0, num_tested=0, num_proposed=0)
+    assert summary_lines(alone) == [
+        "cloud-only: 17 tokens (ended by --max-tokens), 18.8 tokens/s, 1.89 tokens per target pass"
+    ]
 
 
-def test_hits_are_shown_by_rank() -> None:
-    """Positions drafted, guesses sent and verified; which guess was the target's pick."""
+def test_all_other_figures_are_shown_to_who_asks() -> None:
+    """Drafts from guess to acceptance, whose they were, which guess was the target's pick, and bytes."""
     result = replace(LONG, num_drafted=90, num_sent=210, num_proposed=80, hits={0: 54, 1: 9, 2: 2, 5: 1, 8: 2})
-    assert summary_lines(result)[2] == (
-        "drafted 90 positions, sent 210 guesses, 80 verified; hits: 54 first guess, 9 second, 3 third or later, "
-        "2 looked up"
-    )
-    assert "verified; hits: none" in summary_lines(replace(LONG, num_drafted=3))[2]
+    assert len(summary_lines(result)) == 1
+    assert summary_lines(result, is_verbose=True)[1:] == [
+        "first token after 100 ms; target passes: 9",
+        "drafted tokens, the server's own included: 80 verified, 10 tested, 8 accepted (80 % of those tested)",
+        "this device: guesses at 90 positions, 210 guesses sent; hits: 54 first guess, 9 second, 3 third or later, "
+        "2 looked up",
+        "bytes per token: 0 up, 0 down; headers 0 up, 0 down",
+    ]
+    assert summary_lines(replace(LONG, num_drafted=3), is_verbose=True)[3].endswith("hits: none")
+    servers_own = summary_lines(replace(LONG, num_proposed=199), is_verbose=True)
+    assert not any("this device" in line for line in servers_own) and "199 verified" in servers_own[2]
+    assert "100 up, 50 down" in summary_lines(RESULT, is_verbose=True)[3]
     document = result_as_json(result, "")
     assert (document["num_drafted"], document["num_sent"], document["num_proposed"]) == (90, 210, 80)
     assert document["hits"] == {"0": 54, "1": 9, "2": 2, "5": 1, "lookup": 2}
@@ -382,7 +398,7 @@ def test_the_terminal_shows_every_character_once_and_colours_the_accepted() -> N
             printer(TokenBatch((token,), 1, 0.0))
         printer(TokenBatch(tokens[num_accepted:], 0, 0.0))
         printer.finish()
-        assert out.getvalue() == text + "\n"
+        assert out.getvalue() == text
     coloured = io.StringIO()
     console = Console(file=coloured, force_terminal=True, color_system="standard")
     printer = TokenPrinter(console, tokenizer.detokenizer())

@@ -192,7 +192,7 @@ def test_a_file_never_gets_text_that_is_taken_back(is_terminal: bool) -> None:
     printer.replace_unverified(tokenizer.detokenizer(context=ids[:2]))
     printer(TokenBatch(tuple(tokenizer.encode(" 東京")), 0, 0.0))
     printer.finish()
-    assert out.getvalue() == f"{tokenizer.decode(ids[:2])} 東京\n"
+    assert out.getvalue() == f"{tokenizer.decode(ids[:2])} 東京"
 
 
 def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:

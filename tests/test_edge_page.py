@@ -480,7 +480,8 @@ def test_colours_say_who_produced_a_token(scene: Page) -> None:
         "document.querySelector(`#text .origin-${name}`)).textDecorationStyle)"
     )
     assert lines == ["solid", "dotted", "dashed", "solid", "wavy"]
-    assert text_of(scene, "f-acceptance") == "75 %" and text_of(scene, "f-rtt") == "12 ms"
+    assert text_of(scene, "f-accepted") == "43 %" and text_of(scene, "f-pass") == "7.00"
+    assert text_of(scene, "f-rtt") == "12 ms"
     nodes = scene.js("[...document.querySelectorAll('#tree rect:not(.cursor)')].map((n) => n.getAttribute('class'))")
     assert nodes == ["stroke-draft", "stroke-alternative unsent", "stroke-lookup unsent"]
     assert scene.js("document.querySelectorAll('#timeline rect:not(.lane)').length") == 4

@@ -483,5 +483,5 @@ def test_passage_options_without_documents_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """They would have no effect; a directory that is none is one line too."""
-    assert run_main(monkeypatch, "run", "x", "--verbose", "--docs-tokens", "100") == 2
-    assert "--docs-tokens and --verbose would have no effect" in " ".join(capsys.readouterr().err.split())
+    assert run_main(monkeypatch, "run", "x", "--docs-tokens", "100") == 2
+    assert "--docs-tokens would have no effect" in " ".join(capsys.readouterr().err.split())

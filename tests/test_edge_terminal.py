@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import unicodedata
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tests.serving import fake_tokenizer
 
+from outrider.edge.cli.chat_options import ChatOptions
+from outrider.edge.cli.main import main
+from outrider.edge.cli.run import _printer
+from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.link.errors import refusal_error
@@ -80,10 +86,43 @@ def test_a_file_gets_the_text_exactly(attack: str) -> None:
     printer = TokenPrinter(console, tokenizer.detokenizer())
     printer(TokenBatch(tuple(tokenizer.encode(text)), 3, 0.0))
     printer.finish()
-    assert out.getvalue() == text + "\n"
+    assert out.getvalue() == text
     document = io.StringIO()
     print_document(Console(file=document, width=20), {"text": text})
     assert json.loads(document.getvalue()) == {"text": text}
+
+
+@pytest.mark.parametrize("forced", ["", "1"], ids=["no FORCE_COLOR", "FORCE_COLOR=1"])
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_what_happens_beside_a_text_does_not_reach_a_file(
+    command: str, forced: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither the prompt nor colours, nor the line breaks before messages; a chat ends its answers."""
+    monkeypatch.setenv("FORCE_COLOR", forced)
+    tokenizer = fake_tokenizer()
+    text = tuple(tokenizer.encode("\tdef naïve(東京):\r\n  pass"))
+
+    def print_text(options: RunOptions | ChatOptions, out: Console, about: Console, keys: object) -> None:
+        assert about.stderr
+        if isinstance(options, RunOptions):
+            printer = _printer(out, options, tokenizer.detokenizer())
+        else:
+            printer = TokenPrinter(out, tokenizer.detokenizer(), end="\n")
+        printer(TokenBatch(text[:2], 2, 0.0))
+        printer.break_line()  # as every message does
+        printer(TokenBatch(text[2:], 0, 0.0))
+        printer.finish()
+        printer.break_line()
+
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", print_text)
+    monkeypatch.setattr("outrider.edge.cli.chat.chat_here", print_text)
+    monkeypatch.setattr(sys, "argv", ["outrider", command, *(["a prompt"] if command == "run" else [])])
+    path = tmp_path / "out.txt"
+    with path.open("w", encoding="utf-8", newline="") as file, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", file)
+        main()
+    assert not ended.value.code
+    assert path.read_bytes() == tokenizer.decode(text).encode() + (b"\n" if command == "chat" else b"")
 
 
 def test_ordinary_text_is_shown_as_it_is() -> None:

@@ -22,6 +22,7 @@ from tests.export_cli import run_export
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
 from outrider.export.check.acceptance import continue_prompts, measure_acceptance
+from outrider.export.cli.display import show_progress
 from outrider.export.convert import openvino_ir
 from outrider.export.make import build
 from outrider.export.make import reference_pair as cache
@@ -487,3 +488,12 @@ def test_lengths_that_the_model_does_not_have_are_refused(sources: PairPaths, tm
     with pytest.raises(ConfigError, match="a step of 64 tokens leaves no room in a response of 64"):
         lengths(prompt_len=460, step_len=64)
     assert ExportOptions("draft").fitting(512) == ExportOptions("draft")
+
+
+def test_ctrl_c_says_what_was_kept_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, and the interrupt goes on: the exit code is Ctrl-C's."""
+    with pytest.raises(KeyboardInterrupt), show_progress(is_quiet=False):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err == (
+        "Stopped. Nothing was put in place; finished stages are kept, and the same command goes on from there.\n"
+    )

@@ -231,6 +231,13 @@ def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path, m
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_file_system_without_new_files_is_an_error_and_no_wait(source: Path) -> None:
+    """/proc says of a new file that it does not exist, and filelock takes that for a race that will pass."""
+    with pytest.raises(ExportError, match=r"/proc cannot be written: no file can be made there.*--out"):
+        export_model(source, "/proc/x", ExportOptions("target", "bf16", "torch"))
+
+
 def test_other_errors_are_not_taken_for_full_disks(tmp_path: Path) -> None:
     """Neither one of the source's files nor one of ours."""
     with pytest.raises(PermissionError), telling_of_full_disks(tmp_path / "out"):

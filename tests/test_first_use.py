@@ -283,9 +283,9 @@ def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
 
 
 def test_a_message_begins_on_a_line_of_its_own() -> None:
-    """Also where half a line of text has been printed; nothing is added where none is open."""
+    """Also where half a line of text has been shown; nothing is added where none is open."""
     out, tokenizer = io.StringIO(), fake_tokenizer()
-    printer = TokenPrinter(Console(file=out, no_color=True), tokenizer.detokenizer())
+    printer = TokenPrinter(Console(file=out, force_terminal=True, color_system=None), tokenizer.detokenizer())
     printer.break_line()
     printer(TokenBatch(tuple(tokenizer.encode("def")), 0, 0.0))
     printer.break_line()
@@ -403,7 +403,7 @@ def test_the_prompt_is_shown_before_the_text_on_a_terminal_only(is_terminal: boo
     for token in tokenizer.encode("return"):
         printer(TokenBatch((token,), 0, 0.0))
     printer.finish()
-    assert out.getvalue() == ("\x1b[2mdef f(x):\x1b[0m\n\x1b[2m \x1b[0mreturn\n" if is_terminal else "return\n")
+    assert out.getvalue() == ("\x1b[2mdef f(x):\x1b[0m\n\x1b[2m \x1b[0mreturn\n" if is_terminal else "return")
     out.truncate(out.seek(0))
     printer = _printer(console, RunOptions("Why?", chat=True), tokenizer.detokenizer())
     printer(TokenBatch(tuple(tokenizer.encode("def")), 0, 0.0))

@@ -46,6 +46,16 @@ def test_both_distributions_have_one_version() -> None:
     assert release.project_version(ROOT) == release.project_version(ROOT / "reference")
 
 
+def test_an_older_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the build's hook, which runs before pip resolves the extras; it asks for what pyproject.toml requires."""
+    path = ROOT / "hatch_build.py"
+    code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    monkeypatch.setattr(sys, "version_info", (3, 10, 12))
+    with pytest.raises(SystemExit, match=r"^outrider needs Python 3\.11 or newer; this is "):
+        exec(code, {"__name__": "hook"})
+    assert 'requires-python = ">=3.11"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
     """In the form that sha256sum reads; the list itself is not in it."""
     (tmp_path / "a.whl").write_bytes(b"wheel")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from outrider.models.errors import TokenizerError, TokenizerMismatch
 from outrider.models.tokenizer import Tokenizer, first_difference, require_same_tokenizer
@@ -97,6 +98,32 @@ def test_a_chat_template_renders_as_in_transformers(tmp_path: Path) -> None:
     text = tokenizer.apply_chat_template([{"role": "user", "content": "1 < 2"}], tools=[{"name": "<é>"}])
     assert text == '<s>[user] 1 < 2\n[{"name": "<é>"}]\n[assistant]'
     assert tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("template", "variables"),
+    [
+        ("{% if documents is none %}none{% endif %}{{ documents is defined }}", {}),
+        ("{{ documents[0].title }}", {"documents": [{"title": "a", "text": "b"}]}),
+        ("{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}", {}),
+        ("{% generation %}{% set fresh = 2 %}{% endgeneration %}{{ fresh is defined }}", {}),
+        (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{% generation %}{% set ns.n = ns.n + 1 %}"
+            "{{ loop.index }}{{ m.content }}{% endgeneration %}{% endfor %}{{ ns.n }}",
+            {},
+        ),
+        ("{% generation %}{% for m in messages %}{% continue %}{% endfor %}<{% endgeneration %}", {}),
+        ("{{ messages | tojson(false, 1, (',', ':'), true) }}", {}),
+        ("{{ bos_token }}{{ enable_thinking }}", {"enable_thinking": False}),
+    ],
+)
+def test_names_and_scopes_are_those_of_transformers(tmp_path: Path, template: str, variables: dict[str, Any]) -> None:
+    """What a template finds defined, what its generation block keeps to itself, and tojson's arguments by place."""
+    messages = [{"role": "user", "content": "<x>"}, {"role": "assistant", "content": "é"}]
+    tokenizer = with_template(tmp_path, template)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>")
+    expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **variables)
+    assert tokenizer.apply_chat_template(messages, add_generation_prompt=False, variables=variables) == expected
 
 
 def test_a_template_file_wins_and_named_templates_are_chosen_by_use(tmp_path: Path) -> None:

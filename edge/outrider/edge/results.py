@@ -263,6 +263,11 @@ class GenerationResult:
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property
+    def accepted_share(self) -> float:
+        """Share of the text that came from accepted drafts; 0 without tokens."""
+        return self.num_accepted / max(1, len(self.tokens))
+
+    @property
     def tokens_per_pass(self) -> float:
         """Mean tokens that a target pass commits."""
         return len(self.tokens) / max(1, self.num_passes)

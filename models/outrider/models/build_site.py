@@ -8,6 +8,7 @@ built.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 import secrets
 import shutil
@@ -37,8 +38,15 @@ class BuildSite:
 
         Returns whether something that they had set aside was put back. Raises OSError.
         """
-        self._destination.parent.stat()  # filelock would make what is missing
-        self._lock = FileLock(self._named("lock", self._tag), thread_local=False)
+        path = self._named("lock", self._tag)
+        try:
+            path.touch(exist_ok=False)  # filelock would make a parent that is missing
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                raise
+            # So /proc answers, where nothing can be made, and filelock would try again for ever.
+            raise PermissionError(errno.EACCES, "no file can be made there", str(path.parent)) from None
+        self._lock = FileLock(path, thread_local=False)
         self._lock.acquire()
         restored = [self._clear(tag) for tag in self._tags() if tag != self._tag]
         return any(restored)

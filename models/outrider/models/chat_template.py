@@ -15,6 +15,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.models.errors import TokenizerError
@@ -25,9 +26,15 @@ class _GenerationTag(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it as a plain set
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call has a scope of its own, as in transformers: what the body sets ends with it.
+        return jinja2.nodes.CallBlock(self.call_method("words"), [], [], body).set_lineno(line)
+
+    def words(self, caller: jinja2.runtime.Macro) -> str:
+        """The body's text."""
+        return caller()
 
 
 class ChatTemplate:
@@ -64,7 +71,7 @@ class ChatTemplate:
         messages: `{"role": ..., "content": ...}` each. variables: further names, such as enable_thinking.
         Raises TokenizerError with the template's own message when it refuses the conversation.
         """
-        names = {**self._special_tokens, **(variables or {})}
+        names = {"documents": None, **self._special_tokens, **(variables or {})}
         try:
             return self._template.render(
                 {
@@ -101,9 +108,15 @@ def choose_template(
     return named.get("default")
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # jinja2's own filter escapes HTML, which would put \u003c into prompts.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+def _to_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML, which would put \u003c into prompts. Names and order are those of transformers.
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:

@@ -225,6 +225,12 @@ def print_error(message: str) -> None:
     )
 
 
+def standard_output() -> Console:
+    """Standard output for a text or a path: a file or a pipe gets it plain, also where FORCE_COLOR is set."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return Console(force_terminal=None if is_terminal else False)
+
+
 def print_line(console: Console, line: str, style: str = "") -> None:
     """A line of text, control characters visible: wrapped between words on a terminal, whole in a file or a pipe."""
     console.print(Text(visible(line), style=style), soft_wrap=not console.is_terminal)

@@ -33,7 +33,6 @@ from outrider.models.tree_draft import ROOT, TreeDraft, put_varint, read_varint
 
 RULE_MEDIA_TYPE: Final = "application/vnd.outrider.rule"
 MAX_RULE_NODES: Final = 64
-MAX_ID: Final = (1 << 24) - 1
 LOG_UNIT: Final = 2048.0
 _LEAST_LOG: Final = 0xFFFF
 

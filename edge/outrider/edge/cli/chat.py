@@ -26,6 +26,7 @@ from outrider.edge.cli.chat_stats import stats_lines
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
 from outrider.edge.cli.said import SaidOnce
+from outrider.edge.cli.summary import ended_by
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
@@ -48,7 +49,7 @@ COMMANDS: Final = {
     "/load FILE": "go on with a saved conversation",
     "/system TEXT": "set the system message; without a text, show it; - removes it",
     "/seed N": "set the seed; without a number, show it; new draws one",
-    "/stats": "tokens, times, caches, acceptance",
+    "/stats": "tokens, times, caches, drafts; /stats -v for all figures",
     "/clear": "begin again; the system message stays",
     "/quit": "end the chat, as Ctrl-D does",
 }
@@ -225,20 +226,24 @@ class ChatScreen:
 
     async def _show_answer(self, conversation: Conversation, question: str) -> None:
         def show(prompt: Sequence[int]) -> OnTokens:
-            self._printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt))
+            self._printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt), end="\n")
             return self._printer
 
         conversation.agent.endpoints.choose_again()
         try:
             turn = await conversation.answer(question, self._params, self._max_tokens, show)
+        except OutriderError:
+            if self._printer is not None:
+                self._printer.break_line()
+                self._printer = None  # the text has no end
+            raise
         finally:
             if self._printer is not None:
                 self._printer.finish()
                 self._printer = None
         if turn.result.draft_error is not None:
             self.note(f"Drafting ended early: {turn.result.draft_error}.")
-        if turn.result.finish_reason != "stop":
-            why = "--max-tokens" if turn.result.finish_reason == "length" else "the context"
+        if (why := ended_by(turn.result.finish_reason)) is not None:
             self.note(f"(ended by {why})")
 
     def _on_interrupt(self) -> bool:
@@ -314,7 +319,9 @@ class ChatScreen:
         self._tell(f"seed {self._params.seed}")
 
     def _stats(self, conversation: Conversation, rest: str) -> None:
-        for line in stats_lines(conversation, self._params, self._drafted_by):
+        if rest not in ("", "-v"):
+            raise ConfigError(f"/stats does not know {rest[:40]}; /stats -v shows all figures")
+        for line in stats_lines(conversation, self._params, self._drafted_by, rest == "-v"):
             self._tell(line)
 
     def _clear(self, conversation: Conversation, rest: str) -> None:

@@ -10,8 +10,10 @@ from outrider.models.counted import counted
 from outrider.models.sampling import SamplingParams
 
 
-def stats_lines(conversation: Conversation, params: SamplingParams, drafted_by: str | None) -> list[str]:
-    """Lines for a terminal. drafted_by: what drafts, and where; None where nothing does."""
+def stats_lines(
+    conversation: Conversation, params: SamplingParams, drafted_by: str | None, is_verbose: bool = False
+) -> list[str]:
+    """Lines for a terminal. drafted_by: what drafts, and where; None where nothing does. is_verbose: all figures."""
     limit, turns = conversation.facts.max_positions, conversation.turns
     lines = [
         f"target: {conversation.model}; drafted by: {drafted_by or 'nothing'}",
@@ -24,7 +26,7 @@ def stats_lines(conversation: Conversation, params: SamplingParams, drafted_by: 
     if turns:
         last = turns[-1]
         lines += [_first_tokens(turns), _reuse(len(turns), last), *_sent_again(turns)]
-        lines += [f"last answer, {line}" for line in summary_lines(last.result)]
+        lines += [f"last answer, {line}" for line in summary_lines(last.result, is_verbose)]
     return lines
 
 

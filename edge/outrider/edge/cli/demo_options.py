@@ -46,7 +46,7 @@ class DemoOptions:
     prompts: Annotated[int, typer.Option(min=1, help="How many texts.")] = 6
     max_tokens: Annotated[int, typer.Option(min=2, max=512, help="Tokens per text.")] = 64
     max_seconds: Annotated[
-        float, typer.Option(min=1.0, help="Time for measuring; the demo lists what it leaves out.")
+        float, typer.Option(min=1.0, help="Time to take; what does not fit is left out, and said before it starts.")
     ] = 120.0
     temperature: Annotated[float, typer.Option(help="0 is greedy; a model this small then repeats itself.")] = 0.8
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same texts.")] = 0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Final
 
 from rich.console import Console
 
@@ -15,32 +18,52 @@ from outrider.edge.cli.exporter import export_reference_pair
 from outrider.edge.devices.placement import require_asked_device
 from outrider.edge.lab.child_process import EndingOnSignals
 from outrider.edge.lab.comparison import ModeFigures, compare
-from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
-from outrider.edge.lab.time_budget import Pace, TimeBudget
-from outrider.edge.modes.assemble import make_options
+from outrider.edge.lab.laboratory import (
+    ALONE,
+    CLOUD_ONLY,
+    STOP_AND_WAIT,
+    STREAM,
+    Lab,
+    connected,
+    interleave,
+    open_lab,
+    three_modes,
+)
+from outrider.edge.lab.time_plan import TextTime, TimePlan, plan_texts
+from outrider.edge.modes.assemble import Agent, make_options
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.machine_load import MachineLoad
 from outrider.reference import load_prompts
 
-MAIN_RTT_MS = 10.0
-OTHER_RTTS_MS = (0.0, 50.0, 100.0)
-"""Round trips of the second table, with `NUM_OTHER` texts each: enough to show the trend."""
-NUM_OTHER = 2
-MAIN_SHARE = 0.6
-"""Share of the time for the first table where there is a second."""
+MAIN_RTT_MS: Final = 10.0
+RTTS_MS: Final = (0.0, MAIN_RTT_MS, 50.0, 100.0)
+"""Round trips that are measured where none is asked for."""
+KEPT_MS: Final = (0.0, MAIN_RTT_MS, 100.0)
+"""Of these, the ones that are measured however slow the machine is."""
+WARM_UP: Final = 8
+"""Tokens that each mode generates before at each round trip: connections, and estimates kept from text to text."""
+TRIAL: Final = 24
+"""Tokens from which the time of a text is estimated."""
 
 Sweep = dict[float, dict[str, ModeFigures]]
 
 
 @dataclass(slots=True)
 class Measured:
-    """What the demo measured. left_out: what was skipped for lack of time. load: warning about other processes."""
+    """What the demo measured, by round trip in ms. left_out: what did not fit into the time, in words, and was
+    announced; or was skipped because the machine became slower. load: warning about other processes.
+    """
 
-    figures: dict[str, ModeFigures]
-    sweep: Sweep = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    load: str | None = None
+    rtt_ms: float
+    sweep: Sweep
+    left_out: list[str]
+    load: str | None
+
+    @property
+    def figures(self) -> dict[str, ModeFigures]:
+        """Those of the main round trip."""
+        return self.sweep[self.rtt_ms]
 
 
 def run_demo(options: DemoOptions, console: Console) -> None:
@@ -51,15 +74,16 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     screen.show_intro(options)
     with EndingOnSignals() as signals:
         pair = export_reference_pair(options.choice, options.widen)
+        ends_at = time.monotonic() + options.max_seconds  # starting the cloud is part of it
         with open_lab(pair.target, pair.draft, options.choice, ALONE) as lab:
-            measured = signals.run(_measure(options, lab, screen))
+            measured = signals.run(_measure(options, lab, screen, ends_at))
     if options.json is not None:
         document = report(options, lab, measured)
         options.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
-async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measured:
+async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: float) -> Measured:
     prompts = load_prompts(options.prompts)
     requests = [
         GenerationRequest(
@@ -72,92 +96,101 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measur
         for i, prompt in enumerate(prompts)
     ]
     rtt_ms = MAIN_RTT_MS if options.rtt_ms is None else options.rtt_ms
-    has_sweep = options.rtt_ms is None
     screen.show_lab(lab)
-    budget, load = TimeBudget(options.max_seconds), MachineLoad()
-    with load:
+    with MachineLoad() as load:
         async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-            agent = three_modes(endpoints, lab.drafter, _tree(options))[STREAM]
+            modes = three_modes(endpoints, lab.drafter, _tree(options))
             # Shown, not counted: it also warms everything up.
             with screen.streaming(prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
-                await agent.generate(requests[0], on_tokens)
-        pace = Pace(budget.part(MAIN_SHARE) if has_sweep else budget)
-        figures = await _compare_at(options, lab, rtt_ms, requests, screen, pace)
-        measured = Measured(figures)
-        if (num_texts := figures[CLOUD_ONLY].num_texts) < len(requests):
-            measured.left_out.append(f"{len(requests) - num_texts} of {len(requests)} texts")
-        screen.show_figures(figures, rtt_ms)
-        if has_sweep:
-            await _sweep(options, lab, requests[:NUM_OTHER], screen, measured, budget, pace.longest_s)
-            measured.sweep[rtt_ms] = figures
-    measured.load = load.warning()
-    if has_sweep:
-        screen.show_sweep(dict(sorted(measured.sweep.items())))
-    screen.show_close(measured.figures, lab, options, measured.left_out, measured.load)
+                await modes[STREAM].generate(requests[0], on_tokens)
+            trial = replace(requests[0], max_tokens=min(TRIAL, options.max_tokens), stop_ids=frozenset())
+            times = [TextTime.of(await modes[name].generate(trial), rtt_ms) for name in (CLOUD_ONLY, STOP_AND_WAIT)]
+        plan = plan_texts(
+            [*times, times[0]],  # drafting is hardly slower than cloud-only, however long the round trip
+            RTTS_MS if options.rtt_ms is None else (rtt_ms,),
+            KEPT_MS if options.rtt_ms is None else (rtt_ms,),
+            len(requests),
+            options.max_tokens,
+            WARM_UP,
+            ends_at - time.monotonic(),
+        )
+        left_out = _left_out(options, plan, len(requests))
+        screen.show_plan(plan, left_out, options.max_seconds)
+        results = await _texts(options, lab, plan, requests, screen, ends_at)
+    num_texts = len(results[rtt_ms][CLOUD_ONLY])
+    if num_texts < plan.num_texts:
+        left_out.append(
+            f"{plan.num_texts - num_texts} of the {plan.num_texts} texts planned: the machine became slower"
+        )
+    sweep = {each_ms: compare(found, CLOUD_ONLY) for each_ms, found in results.items()}
+    measured = Measured(rtt_ms, sweep, left_out, load.warning())
+    screen.show_figures(measured.figures, rtt_ms)
+    if len(sweep) > 1:
+        screen.show_sweep(sweep)
+    screen.show_close(measured.figures, lab, left_out[-1] if num_texts < plan.num_texts else None, measured.load)
     return measured
+
+
+def _left_out(options: DemoOptions, plan: TimePlan, num_texts: int) -> list[str]:
+    left_out = []
+    if plan.num_texts < num_texts:
+        left_out.append(f"{num_texts - plan.num_texts} of {num_texts} texts")
+    if plan.max_tokens < options.max_tokens:
+        left_out.append(f"{options.max_tokens - plan.max_tokens} of {options.max_tokens} tokens per text")
+    if options.rtt_ms is None and (without := set(RTTS_MS) - set(plan.rtts_ms)):
+        left_out.append(f"the round trip of {' and '.join(f'{each:g}' for each in sorted(without))} ms")
+    return left_out
 
 
 def _tree(options: DemoOptions) -> AgentOptions:
     return make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
 
 
-async def _sweep(
+async def _texts(
     options: DemoOptions,
     lab: Lab,
+    plan: TimePlan,
     requests: Sequence[GenerationRequest],
     screen: DemoScreen,
-    measured: Measured,
-    budget: TimeBudget,
-    expected_s: float,
-) -> None:
-    """The other round trips, each in an equal part of the time that is left. expected_s: time of a text."""
-    skipped = []
-    for index, rtt_ms in enumerate(OTHER_RTTS_MS):
-        pace = Pace(budget.part(1 / (len(OTHER_RTTS_MS) - index)), expected_s)
-        if pace.has_time():
-            measured.sweep[rtt_ms] = await _compare_at(options, lab, rtt_ms, requests, screen, pace)
-        else:
-            skipped.append(f"{rtt_ms:g} ms")
-    if skipped:
-        measured.left_out.append(f"the round trip{'s' if len(skipped) > 1 else ''} of {', '.join(skipped)}")
+    ends_at: float,
+) -> dict[float, dict[str, list[GenerationResult]]]:
+    """Each text at every round trip and in every mode in turn, then the next: what the machine does hits all alike."""
+    async with AsyncExitStack() as stack:
+        agents: dict[tuple[float, str], Agent] = {}
+        for rtt_ms in plan.rtts_ms:
+            endpoints = await stack.enter_async_context(connected(lab.url, lab.cores, rtt_ms))
+            modes = three_modes(endpoints, lab.drafter, _tree(options))
+            agents |= {(rtt_ms, name): mode for name, mode in modes.items()}
+        planned = [replace(each, max_tokens=plan.max_tokens) for each in requests[: plan.num_texts]]
+        for agent in agents.values():
+            await agent.generate(replace(planned[0], max_tokens=min(WARM_UP, plan.max_tokens)))
+        last_began = time.monotonic()
+        text_s = 0.0
 
+        def has_time() -> bool:
+            nonlocal last_began, text_s
+            now = time.monotonic()
+            last_began, text_s = now, max(text_s, now - last_began)
+            return now + text_s <= ends_at
 
-async def _compare_at(
-    options: DemoOptions,
-    lab: Lab,
-    rtt_ms: float,
-    requests: Sequence[GenerationRequest],
-    screen: DemoScreen,
-    pace: Pace,
-) -> dict[str, ModeFigures]:
-    async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-        modes = three_modes(endpoints, lab.drafter, _tree(options))
-        for mode in modes.values():  # connections, and the estimates that an agent keeps from text to text
-            await mode.generate(replace(requests[0], max_tokens=min(8, requests[0].max_tokens)))
-        with screen.counting(f"round trip {rtt_ms:g} ms", len(modes) * len(requests)) as count:
-            num_done = 0
-
-            def done(name: str, result: GenerationResult) -> None:
-                nonlocal num_done
-                num_done += 1
-                count()
-                if num_done % len(modes) == 0:
-                    pace.item_done()
-
-            results = await interleave(modes, requests, done, pace.has_time)
-    return compare(results, CLOUD_ONLY)
+        with screen.counting("measuring", len(agents) * len(planned)) as count:
+            results = await interleave(agents, planned, lambda key, result: count(), has_time)
+    found: dict[float, dict[str, list[GenerationResult]]] = {}
+    for (rtt_ms, name), texts in results.items():
+        found.setdefault(rtt_ms, {})[name] = texts
+    return found
 
 
 def report(options: DemoOptions, lab: Lab, measured: Measured) -> dict[str, object]:
     """The document that --json writes."""
     modes: dict[str, object] = {}
     for name, values in measured.figures.items():
-        by_rtt = {f"{rtt_ms:g}": _rounded(at[name].speed_up) for rtt_ms, at in sorted(measured.sweep.items())}
+        by_rtt = {f"{rtt_ms:g}": _rounded(at[name].speed_up) for rtt_ms, at in measured.sweep.items()}
         rounded = {key: _rounded(value) for key, value in asdict(values).items()}
-        modes[name] = rounded | ({"speed_up_by_rtt_ms": by_rtt} if by_rtt else {})
+        modes[name] = rounded | ({"speed_up_by_rtt_ms": by_rtt} if len(by_rtt) > 1 else {})
     return {
         "pair": describe_pair(lab) | {"drafted_by": lab.placement.as_json(), "cores": lab.cores.note},
-        "rtt_ms": MAIN_RTT_MS if options.rtt_ms is None else options.rtt_ms,
+        "rtt_ms": measured.rtt_ms,
         "modes": modes,
         "left_out": measured.left_out,
         "machine_load": measured.load,

@@ -17,8 +17,10 @@ from outrider.edge.cli.demo_options import DemoOptions
 from outrider.edge.cli.terminal import DRAFT_STYLE, TokenPrinter
 from outrider.edge.lab.comparison import ModeFigures
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, Lab
+from outrider.edge.lab.time_plan import TimePlan
 from outrider.edge.results import OnTokens
 from outrider.models.command_line import print_line
+from outrider.models.counted import counted
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.visible import visible
 from outrider.reference import Prompt
@@ -47,8 +49,8 @@ class DemoScreen:
                 highlight=False,
             )
         self._console.print(
-            "The first time the pair is exported, which takes one to three minutes; then it comes from the cache. "
-            f"Measuring takes about {options.max_seconds:.0f} s at most.",
+            "The first time, the pair is exported in one to three minutes; then it comes from the cache. The demo "
+            f"itself takes about {options.max_seconds:.0f} s at most.",
             highlight=False,
         )
 
@@ -79,7 +81,7 @@ class DemoScreen:
             )
         )
         self._console.print(Text(visible(prompt.text), style="dim"), end="", soft_wrap=True)
-        printer = TokenPrinter(self._console, tokenizer.detokenizer(context=ids))
+        printer = TokenPrinter(self._console, tokenizer.detokenizer(context=ids), end="\n")
         yield printer
         printer.finish()
         self._console.rule(style="dim")
@@ -92,6 +94,23 @@ class DemoScreen:
         with Progress(*columns, console=self._console, transient=True, refresh_per_second=1) as progress:
             task = progress.add_task(escape(what), total=total)
             yield lambda: progress.advance(task)
+
+    def show_plan(self, plan: TimePlan, left_out: Sequence[str], max_seconds: float) -> None:
+        """What will be measured, and what does not fit into the time."""
+        *first, last = (f"{rtt_ms:g}" for rtt_ms in plan.rtts_ms)
+        trips = f"round trips of {', '.join(first)} and {last} ms" if first else f"a round trip of {last} ms"
+        print_line(
+            self._console,
+            f"Measures {counted(plan.num_texts, 'text')} of {plan.max_tokens} tokens at {trips}, in three modes in "
+            f"turn: about {plan.seconds:.0f} s.",
+        )
+        if left_out:
+            print_line(
+                self._console,
+                f"{max_seconds:.0f} s are too short for {' and '.join(left_out)}; --max-seconds "
+                f"{2 * max_seconds:.0f} measures more.",
+                "yellow",
+            )
 
     def show_figures(self, figures: Mapping[str, ModeFigures], rtt_ms: float) -> None:
         """The main table, a column per mode."""
@@ -113,18 +132,11 @@ class DemoScreen:
             table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)
         self._console.print(table, "")
 
-    def show_close(
-        self,
-        figures: Mapping[str, ModeFigures],
-        lab: Lab,
-        options: DemoOptions,
-        left_out: Sequence[str],
-        load: str | None,
-    ) -> None:
-        """Explains the figures and their limits."""
+    def show_close(self, figures: Mapping[str, ModeFigures], lab: Lab, skipped: str | None, load: str | None) -> None:
+        """Explains the figures and their limits. skipped: what was planned and not measured."""
         self._console.print(
-            "tokens/s leaves out the prompt. Bytes are of bodies, prompt included. Acceptance: accepted / tested "
-            "drafted tokens. Guessed: tokens of the text that the device had guessed, first or not.",
+            "tokens/s leaves out the prompt. From accepted drafts: share of the text. Bytes are of bodies, prompt "
+            "included. docs/glossary.md explains every figure.",
             style="dim",
             highlight=False,
         )
@@ -132,13 +144,8 @@ class DemoScreen:
             self._console.print(note, style="dim", highlight=False)
         if any(not math.isfinite(f.tokens_per_s) for f in figures.values()):
             self._console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
-        if left_out:
-            self._console.print(
-                f"Left out for lack of time: {' and '.join(left_out)}. --max-seconds {2 * options.max_seconds:.0f} "
-                "measures more.",
-                style="yellow",
-                highlight=False,
-            )
+        if skipped is not None:
+            print_line(self._console, f"Not measured: {skipped}.", "yellow")
         if load is not None:
             print_line(self._console, load, "yellow")
         if lab.placement.is_emulated:
@@ -172,11 +179,9 @@ def _times(value: float) -> str:
 ROWS: Final[dict[str, Callable[[str, ModeFigures], str]]] = {
     "speed-up": lambda mode, f: _times(f.speed_up),
     "tokens/s": lambda mode, f: _number(f.tokens_per_s, 1),
+    "from accepted drafts": lambda mode, f: "-" if mode == CLOUD_ONLY else f"{f.accepted_share:.0%}".replace("%", " %"),
+    "tokens per target pass": lambda mode, f: f"{f.tokens_per_pass:.2f}",
     "first token, ms": lambda mode, f: _number(f.ttft_ms, 0),
-    "acceptance": lambda mode, f: "-" if mode == CLOUD_ONLY else f"{f.acceptance_rate:.2f}",
-    "guessed": lambda mode, f: "-" if mode == CLOUD_ONLY else f"{f.hits_per_token:.2f}",
-    "tokens per pass": lambda mode, f: f"{f.tokens_per_pass:.2f}",
-    "passes per token": lambda mode, f: f"{f.passes_per_token:.2f}",
     "bytes up per token": lambda mode, f: f"{f.bytes_up_per_token:.0f}",
     "bytes down per token": lambda mode, f: f"{f.bytes_down_per_token:.0f}",
     "same text": lambda mode, f: "yes" if f.identical else f"{f.num_different} not",

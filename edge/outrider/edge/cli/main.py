@@ -19,7 +19,14 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.cli.service_screen import service_app
 from outrider.edge.setup.key_file import SeveralLines
-from outrider.models.command_line import make_app, read_stdin, require_utf8, run_app, takes_options
+from outrider.models.command_line import (
+    make_app,
+    read_stdin,
+    require_utf8,
+    run_app,
+    standard_output,
+    takes_options,
+)
 from outrider.models.errors import ConfigError
 from outrider.models.extras import importing
 
@@ -42,7 +49,7 @@ def run(options: RunOptions) -> None:
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
-    run_once(options, Console(), Console(stderr=True), options.keys())
+    run_once(options, standard_output(), Console(stderr=True), options.keys())
 
 
 @app.command()
@@ -55,7 +62,7 @@ def chat(options: ChatOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.chat import chat_here
-    chat_here(options, Console(), Console(stderr=True), options.keys())
+    chat_here(options, standard_output(), Console(stderr=True), options.keys())
 
 
 @app.command()
@@ -68,7 +75,7 @@ def pull(options: PullOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
-    pull_once(options, Console(), Console(stderr=True), options.keys())
+    pull_once(options, standard_output(), Console(stderr=True), options.keys())
 
 
 def _prompt(given: str | None) -> str:

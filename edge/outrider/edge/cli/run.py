@@ -124,7 +124,8 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
             document |= {"passages": grounding.as_json(), "passage_tokens": grounding.num_tokens}
         print_document(out, document)
         return
-    for line in [*_lines(options, request, ran, draft), *_passage_lines(options, grounding)]:
+    figures = _lines(len(request.prompt), ran, draft, options.verbose)
+    for line in [*figures, *_passage_lines(options, grounding)]:
         print_line(about, line, "dim")
     if eased_by is not None:
         print_line(about, f"drafted with half the work: {eased_by} (--on-battery full drafts all)", "yellow")
@@ -285,12 +286,12 @@ async def _compare(
         return await compare_modes(agent, cloud_only, request, options.repeat, options.cloud, show)
 
 
-def _lines(options: RunOptions, request: GenerationRequest, ran: Ran, draft: OpenDraft | None) -> list[str]:
-    lines = summary_lines(ran.result)
+def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool) -> list[str]:
+    lines = summary_lines(ran.result, is_verbose)
     if draft is not None:
-        lines += draft_lines(draft.placement, len(request.prompt), len(ran.result.tokens))
+        lines += draft_lines(draft.placement, num_prompt, len(ran.result.tokens))
     if ran.comparison is not None:
-        lines += summary_lines(ran.comparison.typical[CLOUD_ONLY])
+        lines += summary_lines(ran.comparison.typical[CLOUD_ONLY], is_verbose)
     return lines
 
 

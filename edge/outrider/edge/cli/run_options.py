@@ -54,9 +54,9 @@ class RunOptions(
         bool, typer.Option("--compare", help="Then measure this mode and cloud-only in turn; print the speed-up.")
     ] = False
     repeat: Annotated[int, typer.Option(min=1, help="Rounds of --compare; the median counts.")] = 3
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also print which passages of --docs the prompt has.")] = (
-        False
-    )
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print the other figures, and which passages the prompt has.")
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     _keys: ClassVar = KeyOptions
     terms: RuleTerms = field(init=False)
@@ -86,7 +86,7 @@ class RunOptions(
         if self.grammar is not None:
             refuse_idle("the grammar says where the text ends", given(self, "ignore_eos"))
         if self.docs is None:
-            refuse_idle("without --docs there are no passages", given(self, "docs_tokens", "verbose"))
+            refuse_idle("without --docs there are no passages", given(self, "docs_tokens"))
         self._refuse_idle_acceptance()
         if self.rule is not Rule.REJECTION or self.mode is not Mode.STOP_AND_WAIT:
             refuse_idle("it needs --rule rejection and --mode stop-and-wait", given(self, "block_verification"))

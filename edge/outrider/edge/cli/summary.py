@@ -26,6 +26,7 @@ def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
         "itl_ms_p50": _number(result.gap_ms(50)),
         "itl_ms_p95": _number(result.gap_ms(95)),
         "acceptance_rate": None if result.acceptance_rate is None else round(result.acceptance_rate, 4),
+        "accepted_share": round(result.accepted_share, 4),
         "tokens_per_pass": _number(result.tokens_per_pass),
         "passes_per_token": _number(result.passes_per_token),
         "bytes_up_per_token": _number(result.bytes_up_per_token),
@@ -60,31 +61,52 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
     }
 
 
-def summary_lines(result: GenerationResult) -> list[str]:
-    """Two lines for a terminal, one of what was drafted, and one for each thing that went wrong."""
-    num_tokens = max(1, len(result.tokens))
+def ended_by(finish_reason: str) -> str | None:
+    """What cut a text short, in words; None where the model ended it."""
+    known = {"stop": None, "length": "--max-tokens", "context": "the context"}
+    return known.get(finish_reason, finish_reason)
+
+
+def summary_lines(result: GenerationResult, is_verbose: bool = False) -> list[str]:
+    """A line for a terminal, one for each thing that went wrong, and all other figures if `is_verbose`.
+
+    docs/glossary.md explains every figure.
+    """
     label = "LOSSY, not the target's text: " if result.is_lossy else ""
-    first = (
-        f"{label}{result.mode.value}: {counted(len(result.tokens), 'token')} ({result.finish_reason}), "
-        f"{_speed(result)}, first token after {result.ttft_ms:.0f} ms"
-    )
+    cut = ended_by(result.finish_reason)
+    end = f" (ended by {cut})" if cut is not None else ""
+    line = f"{label}{result.mode.value}: {counted(len(result.tokens), 'token')}{end}, {_speed(result)}"
     if result.mode is not Mode.CLOUD_ONLY:
-        first += f", {_acceptance(result)}, {result.tokens_per_pass:.2f} tokens per target pass"
-    lines = [
-        first,
-        f"bytes per token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
-        f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down",
-    ]
-    if result.num_drafted:
-        lines.append(
-            f"drafted {result.num_drafted} positions, sent {result.num_sent} guesses, {result.num_proposed} verified; "
-            f"{hits_words(result.hits)}"
-        )
+        line += f", {result.accepted_share:.0%} from accepted drafts".replace("%", " %")
+    lines = [f"{line}, {result.tokens_per_pass:.2f} tokens per target pass"]
+    if is_verbose:
+        lines += _verbose_lines(result)
     if result.num_sessions > 1:
         times = result.num_sessions - 1
         lines.append(f"the connection was lost and resumed {times} time{'s' if times > 1 else ''}")
     if result.draft_error is not None:
         lines.append(f"drafting ended early: {result.draft_error}")
+    return lines
+
+
+def _verbose_lines(result: GenerationResult) -> list[str]:
+    num_tokens = max(1, len(result.tokens))
+    rate = result.acceptance_rate
+    accepted = f" ({rate:.0%} of those tested)".replace("%", " %") if rate is not None else ""
+    lines = [
+        f"first token after {result.ttft_ms:.0f} ms; target passes: {result.num_passes}",
+        f"drafted tokens, the server's own included: {result.num_proposed} verified, {result.num_tested} tested, "
+        f"{result.num_accepted} accepted{accepted}",
+    ]
+    if result.num_drafted:
+        lines.append(
+            f"this device: guesses at {result.num_drafted} positions, {result.num_sent} guesses sent; "
+            f"{hits_words(result.hits)}"
+        )
+    lines.append(
+        f"bytes per token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
+        f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down"
+    )
     return lines
 
 
@@ -105,12 +127,6 @@ def hits_words(hits: Mapping[int, int]) -> str:
 def _speed(result: GenerationResult) -> str:
     rate = measured_rate(result)
     return f"{rate:.1f} tokens/s" if rate is not None else f"- tokens/s ({why_no_rate(result)})"
-
-
-def _acceptance(result: GenerationResult) -> str:
-    if result.acceptance_rate is None:
-        return "no drafted token verified"
-    return f"{result.acceptance_rate:.0%} of drafted tokens accepted".replace("%", " %")
 
 
 def draft_lines(placement: Placement, num_prompt: int, num_tokens: int) -> list[str]:

@@ -29,13 +29,17 @@ UNVERIFIED_STYLE = "yellow"
 class TokenPrinter:
     """An `OnTokens` that prints. Call `finish` after the last batch: half a character may be waiting for its rest.
 
-    prompt: printed before the first token, so that no message comes between it and the text.
+    A file or a pipe gets the text and `end`, and no line break that keeps messages apart on a terminal.
+
+    prompt: printed before the first token, so that no message comes between it and the text. end: written after the
+    text into a file or a pipe; on a terminal every text ends its line.
     """
 
-    def __init__(self, console: Console, detokenizer: StreamingDetokenizer, prompt: str = "") -> None:
+    def __init__(self, console: Console, detokenizer: StreamingDetokenizer, prompt: str = "", end: str = "") -> None:
         self._console = console
         self._detokenizer = detokenizer
         self._prompt = prompt
+        self._end = end
         self._is_in_line = False
         self._held: list[int] = []
 
@@ -67,14 +71,17 @@ class TokenPrinter:
         self._print(self._detokenizer.push(confirmed), "")
 
     def finish(self) -> None:
-        """Prints what is left and ends the line."""
+        """Prints what is left and what ends it."""
         self._print(self._detokenizer.flush(), "")
-        self._console.print()
+        if self._console.is_terminal:
+            self._console.print()
+        else:
+            self._print(self._end, "")
         self._is_in_line = False
 
     def break_line(self) -> None:
-        """Ends an unfinished line, so that a message stands on its own."""
-        if self._is_in_line:
+        """Ends an unfinished line on a terminal, so that a message stands on its own."""
+        if self._is_in_line and self._console.is_terminal:
             self._console.print()
             self._is_in_line = False
 

@@ -45,11 +45,6 @@ class CommitOutcome:
             return True
         return index < len(self.tested) and self.tested[index].guesses[0].token != self.tested[index].token
 
-    @property
-    def has_diverged(self) -> bool:
-        """Whether a token was not in the tree though guesses had been made of it."""
-        return len(self.tested) > len(self.hits)
-
 
 class Belief:
     """The committed tokens that have arrived, and the tree of guesses after them.

@@ -42,7 +42,8 @@ class ModeFigures:
 
     tokens_per_s: without the prefill, see `measured_rate`; NaN where no text has a rate. ttft_ms: to the first token.
     itl_ms_p50, itl_ms_p95: inter-token latency; tokens that arrive together are 0 apart.
-    acceptance_rate: accepted / tested drafted tokens; 0 if none was tested. tokens_per_pass and passes_per_token:
+    acceptance_rate: accepted / tested drafted tokens; 0 if none was tested. accepted_share: accepted drafted tokens per
+    token of the text. tokens_per_pass and passes_per_token:
     of the target. bytes_*: bodies, the prompt included; header_bytes_*: HTTP's own.
     hits_per_token: share of the tokens that the device had guessed, as any of its guesses.
     speed_up: median over the texts of tokens_per_s over that of the baseline; NaN likewise.
@@ -54,6 +55,7 @@ class ModeFigures:
     itl_ms_p50: float
     itl_ms_p95: float
     acceptance_rate: float
+    accepted_share: float
     tokens_per_pass: float
     passes_per_token: float
     bytes_up_per_token: float
@@ -86,6 +88,7 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
         itl_ms_p50=median_of(text.gap_ms(50) for text in texts),
         itl_ms_p95=median_of(text.gap_ms(95) for text in texts),
         acceptance_rate=sum(text.num_accepted for text in texts) / max(1, num_tested),
+        accepted_share=sum(text.num_accepted for text in texts) / max(1, num_tokens),
         tokens_per_pass=num_tokens / max(1, num_passes),
         passes_per_token=num_passes / max(1, num_tokens),
         bytes_up_per_token=wire.body_up / max(1, num_tokens),

@@ -7,10 +7,11 @@ its users start it, and bundles are given by their paths.
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, Placement
@@ -21,7 +22,7 @@ from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import CorePlan, Cores, plan_cores, running_on
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import Agent, make_agent, make_options, open_draft_bundle, open_drafter
+from outrider.edge.modes.assemble import Agent, make_agent, open_draft_bundle, open_drafter
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
@@ -31,8 +32,6 @@ from outrider.models.tokenizer import Tokenizer, require_same_tokenizer
 CLOUD_ONLY = "cloud_only"
 STOP_AND_WAIT = "stop_and_wait"
 STREAM = "stream"
-PATH = "path"
-"""Stream mode with one guess per token: the plain twin of a tree."""
 
 ALIKE = ("--no-share-prefixes",)
 """Options of a cloud whose modes are compared by time: else the first to run a prompt computes it for the others."""
@@ -130,11 +129,6 @@ async def connected(url: str, cores: CorePlan, rtt_ms: float = 0.0) -> AsyncIter
             yield Endpoints([client])
 
 
-def path_agent(endpoints: Endpoints, drafter: Drafter) -> Agent:
-    """The agent of mode `PATH`."""
-    return make_agent(Mode.STREAM, endpoints, drafter, options=make_options("1"))
-
-
 def three_modes(endpoints: Endpoints, drafter: Drafter, options: AgentOptions | None = None) -> dict[str, Agent]:
     """Cloud-only, stop-and-wait and stream, each with estimates of its own. options: of the stream agent."""
     waiting = Estimates()
@@ -145,21 +139,21 @@ def three_modes(endpoints: Endpoints, drafter: Drafter, options: AgentOptions | 
     }
 
 
-Results = dict[str, list[GenerationResult]]
+Key = TypeVar("Key", bound=Hashable)
 
 
 async def interleave(
-    modes: Mapping[str, Agent],
+    modes: Mapping[Key, Agent],
     requests: Sequence[GenerationRequest],
-    on_result: Callable[[str, GenerationResult], None] = lambda name, result: None,
+    on_result: Callable[[Key, GenerationResult], None] = lambda name, result: None,
     has_time: Callable[[], bool] = lambda: True,
-) -> Results:
+) -> dict[Key, list[GenerationResult]]:
     """Every mode on the first request, then every mode on the second, ...: what changes on the machine hits all.
 
     The order is reversed from one request to the next, so that no mode is always the first. has_time: asked before each
     request but the first; False leaves out the rest.
     """
-    results: Results = {name: [] for name in modes}
+    results: dict[Key, list[GenerationResult]] = {name: [] for name in modes}
     order = list(modes)
     for index, request in enumerate(requests):
         if index and not has_time():

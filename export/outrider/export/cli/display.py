@@ -59,7 +59,16 @@ def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
             began, current = time.monotonic(), event
             status.update(escape(str(event)))
 
-        yield progress
+        try:
+            yield progress
+        except KeyboardInterrupt:
+            console.print(
+                "Stopped. Nothing was put in place; finished stages are kept, and the same command goes on from there.",
+                style="yellow",
+                highlight=False,
+                soft_wrap=True,
+            )
+            raise
         finish()
 
 

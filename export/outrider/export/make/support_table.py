@@ -29,7 +29,6 @@ from outrider.models.errors import OutriderError, ParityFailure
 from outrider.models.manifest import Precision, Role, StaticShapes
 
 MEASURED: Final = Path(__file__).with_name("support_table.json")
-OUTCOMES: Final = ("works", "wrong", "refused")
 # A quantized export's graph is checked unquantized first: a draft that works in INT8 works in FP32.
 _WIDE: Final = (
     ("draft", "npu", "openvino", "int8"),

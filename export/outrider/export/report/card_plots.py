@@ -69,7 +69,7 @@ def require_plots() -> None:
 
 def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: str | None = None) -> str:
     """Predicted speed-up against round trip, streamed and stop-and-wait, with the points where each stops paying; and
-    with trees, where they were predicted.
+    a point with trees for each round trip of the table, where they were predicted.
 
     marks_ms: round trips that drafts are compared at. best: the label of the draft to show in colour; the others are
     grey, and streamed only. Drafts without a forecast are left out.
@@ -101,11 +101,12 @@ def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: 
             )
         if has_trees(shown.forecast):
             points = [point for point in shown.forecast.curve if point.rtt_ms <= last_ms]
-            for words, speeds, colour in (
-                ("alternatives pending", [point.line for point in points], COLOURS[2]),
-                ("tree", [point.tree for point in points], COLOURS[3]),
+            # Simulated at the table's round trips only: a line between them would show what nobody computed.
+            for words, speeds, shape, colour in (
+                ("alternatives pending", [point.line for point in points], "D", COLOURS[2]),
+                ("tree", [point.tree for point in points], "^", COLOURS[3]),
             ):
-                axes.plot([point.rtt_ms for point in points], speeds, ".-", color=colour, linewidth=1.4, label=words)
+                axes.plot([point.rtt_ms for point in points], speeds, shape, color=colour, markersize=5, label=words)
         axes.axhline(1.0, color=_INK, linewidth=1.0, label="cloud-only streaming")
         _mark(axes, "o", shown.forecast.fades_ms, shown.forecast, streams=True)
         _mark(axes, "s", shown.forecast.breaks_even_ms, shown.forecast, streams=False)

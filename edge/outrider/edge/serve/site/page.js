@@ -21,7 +21,7 @@ class Shown {
     this.into = into;
     this.text = "";
     this.counts = { draft: 0, alternative: 0, lookup: 0, target: 0, unverified: 0 };
-    this.accepted = this.tested = this.passes = this.numTokens = this.numLater = this.late = 0;
+    this.accepted = this.passes = this.numTokens = this.numLater = this.late = 0;
     this.firstMs = this.lastMs = null;
     this.caret = document.createElement("span");
     this.caret.className = "caret";
@@ -38,7 +38,6 @@ class Shown {
   takeCommit(commit) {
     this.passes += 1;
     this.accepted += commit.accepted;
-    this.tested += commit.tested;
     if (this.firstMs === null) this.firstMs = commit.at_ms;
     else this.numLater += commit.tokens.length;
     this.lastMs = commit.at_ms;
@@ -93,10 +92,10 @@ class Shown {
   showFigures(state) {
     this.showCounts();
     const rate = this.lastMs > this.firstMs ? this.numLater / ((this.lastMs - this.firstMs) / 1000) : null;
-    at("f-acceptance").textContent = number(this.tested ? (100 * this.accepted) / this.tested : null, 0, " %");
     at("f-rate").textContent = number(rate, 1);
+    at("f-accepted").textContent = number(this.numTokens ? (100 * this.accepted) / this.numTokens : null, 0, " %");
+    at("f-pass").textContent = number(this.passes ? this.numTokens / this.passes : null, 2);
     at("f-rtt").textContent = duration(state.round_trip_ms);
-    at("f-pass").textContent = number(this.passes ? this.numTokens / this.passes : null, 1);
     at("f-step").textContent = duration(state.step_ms);
     at("f-call").textContent = duration(state.draft_ms);
   }

@@ -25,7 +25,6 @@ from outrider.export.distill.trainer.rollout import Rollout
 ROWS_PER_STEP: Final = 16
 _LATER: Final = 0.8  # weight of a head's loss relative to the head before it, as in the paper
 _WARM_UP: Final = 0.05  # share of the budget
-_IGNORED: Final = -100
 _CHUNK: Final = 1024  # places whose logits are computed at once
 
 
