@@ -81,10 +81,11 @@ class SupportTable(BaseModel):
     def works(self, family: str, role: Role, device: str, runtime: str) -> bool:
         """Whether a way of this role and runtime is known to work for the family, or nothing is known of it.
 
-        On this device where it was measured there; most families were measured on CPUs only.
+        On this device where it was measured there; most families' ways for a GPU were measured on CPUs only.
         """
         cells = [cell for cell in self.cells if (cell.family, cell.role, cell.runtime) == (family, role, runtime)]
-        cells = [cell for cell in cells if cell.device == device] or cells
+        on_cpu = [cell for cell in cells if cell.device == "cpu"]
+        cells = [cell for cell in cells if cell.device == device] or on_cpu
         return not cells or any(cell.outcome == "works" for cell in cells)
 
     def usual_error(self, role: Role, device: str, runtime: str, precision: Precision) -> float | None:
