@@ -86,6 +86,8 @@ class LoadedSource:
             kind = getattr(module, "rope_type", None)
             if kind is not None:
                 module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+                for name, values in list(module.named_buffers(recurse=False)):
+                    module.register_buffer(name, values.clone(), persistent=False)  # a tracer takes none twice
         return model
 
     def let_go(self) -> None:
