@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
 
-from outrider.models import bundle
+from outrider.models import bundle as bundles
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import BundleError
@@ -343,10 +343,10 @@ def test_a_bundle_that_an_earlier_exporter_made_wrong_is_refused(
     )
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if message is None:
-        bundle._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]  # the fields that it reads
+        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]  # the fields that it reads
         return
     with pytest.raises(BundleError, match=rf"{message}.*again: outrider-export draft org/model --runtime onnxruntime"):
-        bundle._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
     stage.name = "prefill, beyond the window of 80"
     if family != "gemma2":
-        bundle._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def refusal(source: Path, out: Path, options: ExportOptions) -> str:
         (ExportOptions("draft", "int8"), {}, "--precision fp32", "--runtime onnxruntime"),
         (ExportOptions("draft", "fp32"), {}, "--runtime onnxruntime", "--runtime onnxruntime"),
         (ExportOptions("target", "bf16", "torch"), {}, "--precision fp32", "--runtime openvino"),
-        (ExportOptions("target", "fp32", "torch"), {"model_type": "gemma2", "attn_logit_softcapping": 5.0}, *["no runtime"] * 2),
+        (ExportOptions("target", "fp32", "torch"), {"model_type": "bloom"}, *["--runtime openvino"] * 2),
         (ExportOptions("target", "fp32", "openvino"), {"model_type": "bloom"}, "no runtime", "no runtime"),
         (NPU, {}, "--device cpu", "--device cpu"),  # which has no FP32
         (ExportOptions("draft", "w8a8", device="npu"), {}, "--precision int8", "--device cpu"),

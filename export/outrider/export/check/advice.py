@@ -16,7 +16,7 @@ ADVICE: Final = "nothing was written"
 """Begins the part of a message that advises; the table of families leaves it out."""
 
 _WIDEST: Final[tuple[Precision, ...]] = ("fp32", "bf16", "fp16", "int8")
-_OTHER_DEVICES: Final[tuple[Device, ...]] = ("cpu", "gpu", "npu")
+_OTHER_DEVICES: Final[tuple[Device, ...]] = ("cpu", "npu")
 
 
 @dataclass(frozen=True, slots=True)

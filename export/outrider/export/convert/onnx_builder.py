@@ -196,8 +196,9 @@ def _set_windows(graph: Any, facts: Mapping[str, Any]) -> None:
     window, kinds = facts.get("sliding_window"), facts.get("layer_types")
     layers = [node for node in graph if node.op_type == "GroupQueryAttention"]
     for index, node in enumerate(layers):
-        slides = window is not None and (kinds is None or kinds[index] == "sliding_attention")
-        node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window if slides else -1)
+        slides = kinds is None or kinds[index] == "sliding_attention"
+        size = int(window) if window is not None and slides else -1
+        node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", size)
 
 
 def _set_embedding_scale(graph: Any, facts: Mapping[str, Any]) -> None:

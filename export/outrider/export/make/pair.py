@@ -107,7 +107,7 @@ def export_draft_for(
     """
     draft_options, target_options = pair_options(draft_options, target_options)
     require_ready(destination, draft_options)
-    draft_model, target_model = read_pair(draft, target_source)
+    draft_model, target_model = read_pair(draft, target_source, draft_options, target_options)
     ids = encode_judging(target_model, None, is_chat=False)
     store = stage_store()
     with stage_export(draft_model, destination, draft_options, progress, store) as staged:

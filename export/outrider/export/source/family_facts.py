@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-FAMILIES: Final = (
+FAMILIES: Final[tuple[str, ...]] = (
     "llama",
     "qwen2",
     "qwen3",
