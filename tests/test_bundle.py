@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
 
+from outrider.models import bundle as bundles
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import BundleError
@@ -312,3 +314,39 @@ def test_a_writer_refuses_to_list_code(tmp_path: Path) -> None:
         (writer.directory / "modeling.py").write_text("", encoding="utf-8")
         with pytest.raises(BundleError, match="execute code"):
             writer.list_files()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "family", "config", "message"),
+    [
+        ("onnxruntime", "mistral", {"sliding_window": 80, "use_sliding_window": False}, "sliding window of 80"),
+        ("onnxruntime", "phi3", {"sliding_window": 80, "layer_types": ["full_attention"]}, "sliding window of 80"),
+        ("openvino", "gemma2", {}, "leaves out the cap"),
+        ("onnxruntime", "mistral", {"sliding_window": None}, None),
+        ("onnxruntime", "phi3", {}, None),
+        ("openvino", "mistral", {"sliding_window": 80, "use_sliding_window": False}, None),
+        ("openvino", "gemma2", {"attn_logit_softcapping": None}, None),
+    ],
+)
+def test_a_bundle_that_an_earlier_exporter_made_wrong_is_refused(
+    runtime: str, family: str, config: dict[str, object], message: str | None, tmp_path: Path
+) -> None:
+    """With the command that exports it again; others of the same family and runtime are opened."""
+    stage = SimpleNamespace(name="prefill")
+    manifest = SimpleNamespace(
+        architecture=SimpleNamespace(name=family, max_positions=512),
+        runtime=runtime,
+        role="draft",
+        device="cpu",
+        source=SimpleNamespace(name="org/model"),
+        report=SimpleNamespace(parity=SimpleNamespace(stages=[stage])),
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if message is None:
+        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]  # the fields that it reads
+        return
+    with pytest.raises(BundleError, match=rf"{message}.*again: outrider-export draft org/model --runtime onnxruntime"):
+        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+    stage.name = "prefill, beyond the window of 80"
+    if family != "gemma2":
+        bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]

@@ -159,7 +159,7 @@ def test_a_window_that_is_too_long_to_check_ends_the_sequence(tmp_path: Path) ->
     """The bundle promises no more, its runtime gives no more, and a note tells the user."""
     path = make_tiny_source("mistral", tmp_path / "mistral", sliding_window=2000, max_position_embeddings=4096)
     source = read_source(path)
-    assert source.architecture.max_positions == 2000 and source.window is None
+    assert source.architecture.max_positions == 2000 and not source.windows
     assert "sequences end at 2,000 tokens of the model's 4,096" in source.notes[0]
     bundle = export_model(path, tmp_path / "out", ExportOptions("target", "fp32", num_threads=1))
     assert bundle.manifest.report.notes == source.notes == warnings_of(bundle.manifest)[:1]

@@ -119,7 +119,7 @@ def test_int8_passes_whichever_experts_its_tokens_choose(family: str, seed: int,
     """Exact without quantization; in INT8 agreement and KL decide, not the largest difference."""
     path = make_unknown(tmp_path / family, family, seed=seed, **COMMON, **FAMILIES[family])
     model = read_source(path)
-    assert is_mixture(model.config)
+    assert is_mixture(model.facts)
     options = ExportOptions("target", "int8", num_threads=1)
     with stage_export(model, tmp_path / "out", options, silent, StageStore(tmp_path / "store")) as staged:
         parity = staged.manifest.report.parity
@@ -181,7 +181,7 @@ class FlippedOften(Flipped):
 def test_few_flips_pass_and_many_do_not(tmp_path: Path) -> None:
     """For a mixture in INT8; a dense model's largest difference is bounded, and a mixture's in FP32."""
     make_tiny_tokenizer(tmp_path)
-    reference = make_reference(Tokenizer.from_dir(tmp_path), source)
+    reference = make_reference(Tokenizer.from_dir(tmp_path), source, 512)
     assert check_parity(Flipped(), reference, "int8", "Flipped", is_mixture=True).max_relative_delta is None
     with pytest.raises(ParityFailure, match=r"mean KL [\d.]+ over 70 rows of a mixture of experts \(at most 0\.05"):
         check_parity(FlippedOften(), reference, "int8", "Flipped", is_mixture=True)

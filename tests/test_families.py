@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from outrider.export.check.measured import Cell, SupportTable, load_measured
 from outrider.export.cli.main import app
 from outrider.export.make import support_table as families
 from outrider.export.make.support_table import (
-    Cell,
-    SupportTable,
     as_markdown,
-    load_measured,
     measure,
     ways_of,
     works_somewhere,

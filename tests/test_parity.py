@@ -10,7 +10,10 @@ import pytest
 from numpy.typing import NDArray
 from tests.tiny_models import make_tiny_tokenizer
 
-from outrider.export.check.parity import THRESHOLDS, ParityReference, check_parity, make_reference
+from outrider.export.check.measured import load_measured
+from outrider.export.check.parity import LEAST_POSITIONS, THRESHOLDS, ParityReference, check_parity, make_reference
+from outrider.export.check.runner import Checked
+from outrider.export.recipes import ExportOptions
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.tokenizer import Tokenizer
 
@@ -37,12 +40,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def reference(tokenizer: Tokenizer) -> ParityReference:
     """Of a model that is not known to have a window, and whose sequences here do not get beyond it."""
-    return make_reference(tokenizer, source)
+    return make_reference(tokenizer, source, 512)
 
 
 @pytest.fixture(scope="module")
 def far_reference(tokenizer: Tokenizer) -> ParityReference:
-    return make_reference(tokenizer, source, WINDOW)
+    return make_reference(tokenizer, source, 512, [WINDOW])
 
 
 class Exact:
@@ -119,8 +122,9 @@ def test_beyond_a_window_all_is_run_again(far_reference: ParityReference) -> Non
     assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
     assert parity.stages[-1].name == f"step after rollback, beyond the window of {WINDOW}"
     assert all(stage.max_delta == 0 for stage in parity.stages)
-    assert kept.far is not None and len(set(kept.far.main[:48])) > 20 and kept.far.main[:48] == kept.near.main[:48]
-    assert len(kept.far.main) - len(kept.far.main_logits) >= WINDOW
+    far = kept.far[WINDOW]
+    assert len(set(far.main[:48])) > 20 and far.main[:48] == kept.near.main[:48]
+    assert len(far.main) - len(far.main_logits) >= WINDOW
 
 
 class OneTokenUnseen(Noisy):
@@ -167,13 +171,48 @@ def test_structural_errors_fail_at_every_precision(
     assert failure.value.relative_delta > 0.3
 
 
-def test_sequences_that_end_at_the_window_are_not_checked_beyond_it(far_reference: ParityReference) -> None:
-    """They never get there; those that end shortly after it would be checked in nothing, and are refused."""
-    assert len(check_parity(NoWindow(WINDOW), far_reference, "fp32", "Short").stages) == 4
-    with pytest.raises(ExportError, match=r"beyond the window of 80 needs 112 positions, the export has 81"):
-        check_parity(Exact(WINDOW + 1), far_reference, "fp32", "Short")
-    with pytest.raises(ExportError, match="needs 64 positions, the export has 63"):
-        check_parity(Exact(63), far_reference, "fp32", "Short")
+def test_sequences_of_the_check_are_not_longer_than_the_exports(tokenizer: Tokenizer) -> None:
+    """Those that end at the window never get beyond it; one token more is checked; 24 positions are enough."""
+    at_window = make_reference(tokenizer, source, WINDOW, [WINDOW])
+    assert len(check_parity(NoWindow(WINDOW), at_window, "fp32", "Short").stages) == 4
+    beyond = make_reference(tokenizer, source, WINDOW + 1, [WINDOW, 200])
+    assert len(check_parity(Exact(WINDOW + 1), beyond, "fp32", "Short").stages) == 8
+    with pytest.raises(ParityFailure, match="beyond the window of 80"):
+        check_parity(NoWindow(WINDOW + 1), beyond, "fp32", "Short")
+    least = make_reference(tokenizer, source, LEAST_POSITIONS)
+    assert [stage.rows for stage in check_parity(Exact(LEAST_POSITIONS), least, "fp32", "Short").stages] == [8, 8, 8, 6]
+    with pytest.raises(ExportError, match="needs 24 positions, the export holds 23"):
+        check_parity(Exact(LEAST_POSITIONS - 1), least, "fp32", "Short")
+
+
+def test_several_windows_and_original_lengths_are_all_passed(tokenizer: Tokenizer) -> None:
+    """Every one that a configuration names, by a sequence of its own."""
+    reference = make_reference(tokenizer, source, 512, [32, WINDOW], [90, 120])
+    names = [stage.name for stage in check_parity(Exact(), reference, "fp32", "Exact").stages]
+    assert [name.rpartition(" of ")[2] for name in names[4::4]] == ["32", "80", "90", "120"]
+
+
+def test_an_error_far_beyond_the_usual_of_a_recipe_is_no_rounding(reference: ParityReference) -> None:
+    """Within the precision's own bound: the bound is five times the recipe's median where that is lower."""
+
+    class SlightlyOff(Exact):
+        def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+            return super().run(tokens, num_rows) * np.float32(1 + 5e-5)
+
+    assert check_parity(SlightlyOff(), reference, "fp32", "Exact").max_relative_delta == 1e-4
+    assert check_parity(SlightlyOff(), reference, "fp32", "Exact", usual_delta=1e-5).max_relative_delta == 5e-5
+    with pytest.raises(ParityFailure, match=r"at most 4e-06 for fp32"):
+        check_parity(SlightlyOff(), reference, "fp32", "Exact", usual_delta=8e-7)
+
+
+def test_the_usual_error_is_the_median_of_the_measured_table_and_grows_with_the_model() -> None:
+    """By recipe; five times it is above all that was measured of FP32, and far below a cap of 50 that is left out."""
+    options = ExportOptions("target", "fp32", "openvino")
+    cells = [cell for cell in load_measured().cells if cell.way == "target cpu openvino fp32"]
+    errors = sorted(cell.error for cell in cells if cell.outcome == "works")
+    usual = Checked("tiny", 1, {}, 2, 64).usual_delta(options, "fp32")
+    assert usual is not None and errors[0] < usual < errors[-1] < 5 * usual < 1e-5
+    assert Checked("large", 1, {}, 8, 256).usual_delta(options, "fp32") == 4 * usual
 
 
 class Batched(Exact):
@@ -213,7 +252,7 @@ def test_a_target_is_run_beside_a_longer_sequence(reference: ParityReference, fa
     assert (parity.stages[-1].name, parity.stages[-1].rows) == ("batch with a longer sequence", 64)
     assert parity.own_delta == 0 and steps.last_positions[-1] == 511 and steps.last_positions[0] == 495
     steps = Batched()
-    check_parity(steps, replace(reference, original=300), "fp32", "Batched")
+    check_parity(steps, replace(reference, originals=(300,)), "fp32", "Batched")
     assert steps.last_positions[0] < 300 < steps.last_positions[8] < steps.last_positions[-1]
     assert len(check_parity(Batched(), far_reference, "fp32", "Batched").stages) == 9
 
@@ -239,12 +278,13 @@ def test_a_sequence_that_changes_with_its_neighbour_fails(
 
 def test_an_original_length_is_crossed_by_single_steps(tokenizer: Tokenizer) -> None:
     """A reference survives being kept in a file; one that is too long for real sequences is left to batches."""
-    made = make_reference(tokenizer, source, None, 90)
+    made = make_reference(tokenizer, source, 512, (), [90])
     kept = ParityReference.from_arrays(made.to_arrays())
-    assert kept.original == 90 and kept.crossing is not None and kept.far is None
-    assert kept.crossing.prefill < 90 < kept.crossing.prefill + 8
+    assert kept.originals == (90,) and not kept.far
+    assert kept.crossing[90].prefill < 90 < kept.crossing[90].prefill + 8
     parity = check_parity(Exact(), kept, "fp32", "Exact")
     assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
     assert parity.stages[4].name == "prefill, across the original length of 90"
-    assert len(check_parity(Exact(80), kept, "fp32", "Short").stages) == 4
-    assert make_reference(tokenizer, source, None, 32768).crossing is None
+    short = make_reference(tokenizer, source, 80, (), [90])
+    assert len(check_parity(Exact(80), short, "fp32", "Short").stages) == 4
+    assert not make_reference(tokenizer, source, 65536, (), [32768]).crossing

@@ -58,15 +58,8 @@ def altered(source: Path, target: Path, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_familys_shape_is_read_from_its_own_names(
-    family: str, tiny_source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without transformers, and as transformers counts it."""
-
-    def ask(path: Path) -> dict[str, Any]:
-        raise AssertionError(f"transformers was asked about {path}")
-
-    monkeypatch.setattr(config_reader, "_with_defaults", ask)
+def test_every_familys_shape_is_read_from_its_own_names(family: str, tiny_source: Callable[[str], Path]) -> None:
+    """As transformers counts it."""
     source = read_source(tiny_source(family))
     shape = source.architecture
     has_groups = family not in ("gpt_neox", "bloom", "gpt_neo")
@@ -75,33 +68,41 @@ def test_every_familys_shape_is_read_from_its_own_names(
     assert shape.intermediate_size == (256 if family == "bloom" else 128)
     assert shape.max_positions == (2048 if family == "bloom" else 512)
     slides = family in ("gemma2", "gemma3_text", "gpt_neo", "mistral", "phi3")
-    assert source.window == (WINDOW if slides else None) and not source.notes
+    assert source.windows == ((WINDOW,) if slides else ()) and not source.notes
     assert shape.parameters == sum(parameter.numel() for parameter in load_source_model(source.path).parameters())
 
 
 @pytest.mark.parametrize(
-    ("config", "window", "positions"),
+    ("config", "windows", "positions"),
     [
-        ({"model_type": "mistral", "sliding_window": 4096}, None, 4096),
-        ({"model_type": "mistral", "sliding_window": 1024}, 1024, 32768),
-        ({"model_type": "mistral", "sliding_window": None}, None, 32768),
-        ({"model_type": "mistral", "sliding_window": 40000}, None, 32768),
-        ({"model_type": "qwen2", "sliding_window": 512}, None, 32768),
-        ({"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}, 512, 32768),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9000}, None, 9000),
+        ({"model_type": "mistral", "sliding_window": 4096}, (), 4096),
+        ({"model_type": "mistral", "sliding_window": 1024}, (1024,), 32768),
+        ({"model_type": "mistral", "sliding_window": None}, (), 32768),
+        ({"model_type": "mistral", "sliding_window": 40000}, (), 32768),
+        ({"model_type": "mistral", "sliding_window": 2000, "use_sliding_window": False}, (), 2000),
+        ({"model_type": "phi3", "sliding_window": 512, "layer_types": ["full_attention"] * 2}, (512,), 32768),
+        ({"model_type": "llama", "sliding_window": 512}, (512,), 32768),
+        ({"model_type": "qwen2", "sliding_window": 2000}, (), 32768),
+        ({"model_type": "qwen2", "sliding_window": 512}, (512,), 32768),
+        (
+            {"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1},
+            (512,),
+            32768,
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9000, "max_window_layers": 1}, (), 9000),
         (
             {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 512, "layer_types": ["full_attention"] * 2},
-            None,
+            (512,),
             32768,
         ),
     ],
 )
 def test_a_window_is_checked_beyond_or_ends_the_sequence(
-    config: dict[str, Any], window: int | None, positions: int, tmp_path: Path
+    config: dict[str, Any], windows: tuple[int, ...], positions: int, tmp_path: Path
 ) -> None:
-    """Up to 1024 tokens the first, above the second; a window that no layer uses is none."""
+    """Up to 1024 tokens the first, whether a layer uses it or not; above the second, by transformers' rule."""
     shape = read_shape(tmp_path, SIZES | config)
-    assert (shape.checked_window, shape.max_positions) == (window, positions)
+    assert (shape.checked_windows, shape.max_positions) == (windows, positions)
 
 
 def test_what_a_config_leaves_out_is_transformers_default(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
@@ -244,7 +245,12 @@ def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path:
     [
         ({"is_encoder_decoder": True}, "expected a decoder"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "longrope rotary scaling"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rotary scaling"),
+        (
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}},
+            r"is a 'own' model .*the code that comes with it \(auto_map in config\.json\) is never run; choose",
+        ),
+        ({"model_type": "distilbert"}, "is a 'distilbert' model, an encoder: it generates no text"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is beyond 10,000"),
     ],
 )
 def test_what_no_runtime_does_rightly_is_refused(
@@ -315,7 +321,7 @@ def test_feed_forward_sizes_of_each_layer_are_read(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert read_shape(tmp_path, written).intermediate_size == 128
     with pytest.raises(ExportError, match=r"intermediate_size is 'x'; expected a positive whole number"):
-        read_shape(tmp_path, {**SIZES, "intermediate_size": [64, "x"]})
+        config_reader._feed_forward(tmp_path, {"intermediate_size": [64, "x"]}, 64)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])

@@ -23,6 +23,8 @@ _LOGGERS: Final = ("transformers", "optimum", "nncf", "huggingface_hub", "openvi
 _KEPT_LINES: Final = 12
 _KEPT_CHARACTERS: Final = 1500
 _ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# What optimum advises: its documentation for programmers, an issue there.
+_UPSTREAM_ADVICE: Final = re.compile(r" Please (refer to|open an issue)\b.*", re.DOTALL)
 # torch.onnx writes pages of advice about its own flags, then its causes, the first one first.
 _TORCH_SUMMARY: Final = re.compile(r"## Exception summary\s+(?:<class '(?P<kind>[\w.]+)'>: )?(?P<cause>[^\n]+)")
 
@@ -68,7 +70,7 @@ def _plain(text: str) -> str:
 
 def _cause(error: Exception) -> str:
     """An upstream error's kind and message: the first cause where torch.onnx lists several; not more than a page."""
-    kind, message = type(error).__name__, _plain(str(error))
+    kind, message = type(error).__name__, _UPSTREAM_ADVICE.sub("", _plain(str(error)))
     if found := _TORCH_SUMMARY.search(message):
         return f"{(found['kind'] or kind).rpartition('.')[2]}: {found['cause'].strip()}"
     lines = "\n".join(message.splitlines()[:_KEPT_LINES])

@@ -42,7 +42,7 @@ class ExportOptions:
     precision, runtime: None takes the default of RECIPES. widen_mb: widen the target to this many MB in FP32 first.
     name: of the bundle; None takes the source's. num_threads: for the check; 0 leaves it to the runtime.
     static_shapes: of a draft for an NPU; None takes their defaults. compiles_ahead: also make the NPU's blob, for
-    npu_platform ("NPU4000"; None is this machine's own).
+    npu_platform ("NPU4000"; None is this machine's own). max_positions: the longest sequence; None is the model's.
     Raises ConfigError for combinations that are not supported.
     """
 
@@ -57,6 +57,7 @@ class ExportOptions:
     static_shapes: StaticShapes | None = None
     compiles_ahead: bool = False
     npu_platform: str | None = None
+    max_positions: int | None = None
 
     def __post_init__(self) -> None:
         runtimes = runtimes_for(self.role, self.device)
@@ -80,6 +81,8 @@ class ExportOptions:
             raise ConfigError(
                 f"only a model for an NPU is compiled ahead of time; leave --ahead-of-time out for {self.device}"
             )
+        if self.max_positions is not None and self.max_positions < 1:
+            raise ConfigError(f"--max-positions is {self.max_positions}; expected a positive number of tokens")
         if self.npu_platform is not None and not self.compiles_ahead:
             raise ConfigError("--npu-platform is for compiling ahead of time; add --ahead-of-time")
 

@@ -50,10 +50,12 @@ class Bundle:
         """Reads the manifest and, unless `verify` is off, checks every file's size and SHA-256.
 
         A file that this process has verified is hashed again only when its size or time changes.
-        Raises BundleError naming the file that is missing, truncated, altered or not in the manifest.
+        Raises BundleError naming the file that is missing, truncated, altered or not in the manifest, and for a bundle
+        that an earlier exporter is known to have made wrong.
         """
         root = Path(path)
         bundle = cls(root, _read_manifest(root))
+        _refuse_misread(root, bundle.manifest)
         if verify:
             _refuse_strangers(root, {entry.path for entry in bundle.manifest.files})
             for entry in bundle.manifest.files:
@@ -132,6 +134,38 @@ def _read_manifest(root: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the manifest"
         raise BundleError(f"{path}: {where}: {first['msg']}; export the model again") from None
+
+
+def _refuse_misread(root: Path, manifest: Manifest) -> None:
+    """Raises BundleError for a bundle whose exporter misread its source's configuration, and whose check missed it.
+
+    Until 0.1.0, keys that the family does not know switched off its window for ONNX Runtime, and Gemma 2's cap of 50
+    was left out on OpenVINO where config.json leaves it to the default. A check that got beyond the window is in the
+    manifest.
+    """
+    family, runtime = manifest.architecture.name, manifest.runtime
+    windows = {"mistral": 4096, "phi3": None}  # transformers' defaults
+    if not (runtime == "onnxruntime" and family in windows) and (runtime, family) != ("openvino", "gemma2"):
+        return
+    try:
+        config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+        window = config.get("sliding_window", windows.get(family))
+    except (OSError, ValueError, AttributeError):
+        return  # the bundle's files are checked elsewhere
+    if family == "gemma2":
+        is_wrong = manifest.device != "npu" and config.get("attn_logit_softcapping", 50.0) is not None
+        why = "leaves out the cap of its attention's logits"
+    else:
+        checked = any(f"beyond the window of {window}" in stage.name for stage in manifest.report.parity.stages)
+        is_wrong = isinstance(window, int) and 0 < window < manifest.architecture.max_positions and not checked
+        why = f"may ignore its sliding window of {window} tokens"
+    if is_wrong:
+        device = f" --device {manifest.device}" if manifest.device != "cpu" else ""
+        other = " --runtime onnxruntime" if manifest.role == "draft" else " --runtime torch"
+        raise BundleError(
+            f"{root} was made by an earlier exporter that misread {family}: it {why}; export it again: outrider-export "
+            f"{manifest.role} {manifest.source.name}{device}{other} --out {root} --overwrite"
+        )
 
 
 def _refuse_strangers(root: Path, listed: set[str]) -> None:

@@ -2,23 +2,24 @@
 
 It runs in the runtime that will run the bundle, over the four kinds of step that speculation makes: prefill, one token
 on the cache, several tokens on the cache, and tokens over rejected ones. A converter can be silently wrong in any of
-them; with a sliding window it can be wrong only beyond the window, so there all four run once more, and so they do
-across the original length of a model whose rotary embedding was scaled. A target also runs all of them in batches, with
-a longer sequence at the last positions: what depends on the longest position of a batch shows in the shorter one. Knows
-neither torch nor OpenVINO: the source's logits come in as arrays, the export as `Steps`.
+them; with a sliding window it can be wrong only beyond the window, so all four run once more beyond every window that
+the configuration names, and across every original length of a scaled rotary embedding. A target also runs all of them
+in batches, with a longer sequence at the last positions: what depends on the longest position of a batch shows in the
+shorter one. Knows neither torch nor OpenVINO: the source's logits come in as arrays, the export as `Steps`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.check.advice import GENERAL, Advice
+from outrider.export.source.config_reader import LONGEST_CHECKED
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.manifest import Parity, ParityStage
 from outrider.models.tokenizer import Tokenizer
@@ -29,8 +30,8 @@ PARITY_TEXT: Final = (
     "The median of an even number of values is the mean of the two in the middle; it moves little when one "
     "value is far off, which is why the figures of a benchmark are given as medians of several runs.\n"
 )
-LONGEST_CROSSED: Final = 1024
-"""Original lengths up to this are crossed by real sequences; longer ones by positions alone, in a target's batches."""
+LEAST_POSITIONS: Final = 24
+"""The longest sequence of an export must have room for the shortest check."""
 _PREFILL: Final = 48
 _SINGLE: Final = 8
 _MULTI: Final = 8
@@ -143,6 +144,9 @@ MIXTURES: Final = {
 }
 
 
+MAX_UNUSUAL: Final = 5.0
+"""An error of more than so many times the usual one of a recipe is no rounding."""
+
 QUANTIZED: Final = ("int8", "int4", "w8a8")
 """Precisions whose noise can hide an error of the graph: the same graph is checked unquantized first."""
 
@@ -166,37 +170,39 @@ class SequencePair:
 class ParityReference:
     """The source's logits.
 
-    far: beyond a sliding window of `window` tokens; None where there is no window. crossing: across the `original`
-    positions before rotary scaling; None where there are none, or more than are run. Batches cross the others.
+    far: by sliding window, beyond it. crossing: by the positions before rotary scaling, across them, as far as real
+    sequences get; batches cross each of `originals`.
     """
 
     near: SequencePair
-    far: SequencePair | None = None
-    window: int = 0
-    crossing: SequencePair | None = None
-    original: int = 0
+    far: Mapping[int, SequencePair] = field(default_factory=dict)
+    crossing: Mapping[int, SequencePair] = field(default_factory=dict)
+    originals: tuple[int, ...] = ()
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Its content, for a file of arrays."""
-        arrays: dict[str, NDArray[Any]] = {"window": np.array(self.window), "original": np.array(self.original)}
-        for name, pair in (("near", self.near), ("far", self.far), ("crossing", self.crossing)):
-            if pair is not None:
-                arrays |= {
-                    f"{name}_prefill": np.array(pair.prefill),
-                    f"{name}_main": np.array(pair.main),
-                    f"{name}_other": np.array(pair.other),
-                    f"{name}_main_logits": pair.main_logits,
-                    f"{name}_other_logits": pair.other_logits,
-                }
+        arrays: dict[str, NDArray[Any]] = {
+            "windows": np.array(list(self.far), np.int64),
+            "crossed": np.array(list(self.crossing), np.int64),
+            "originals": np.array(self.originals, np.int64),
+        }
+        far = {f"far_{window}": pair for window, pair in self.far.items()}
+        crossing = {f"crossing_{original}": pair for original, pair in self.crossing.items()}
+        for name, pair in ({"near": self.near} | far | crossing).items():
+            arrays |= {
+                f"{name}_prefill": np.array(pair.prefill),
+                f"{name}_main": np.array(pair.main),
+                f"{name}_other": np.array(pair.other),
+                f"{name}_main_logits": pair.main_logits,
+                f"{name}_other_logits": pair.other_logits,
+            }
         return arrays
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> ParityReference:
         """Reads what `to_arrays` gave."""
 
-        def pair(name: str) -> SequencePair | None:
-            if f"{name}_prefill" not in arrays:
-                return None
+        def pair(name: str) -> SequencePair:
             return SequencePair(
                 int(arrays[f"{name}_prefill"]),
                 tuple(arrays[f"{name}_main"].tolist()),
@@ -205,28 +211,41 @@ class ParityReference:
                 arrays[f"{name}_other_logits"],
             )
 
-        near = pair("near")
-        assert near is not None
-        return cls(near, pair("far"), int(arrays["window"]), pair("crossing"), int(arrays["original"]))
+        return cls(
+            pair("near"),
+            {window: pair(f"far_{window}") for window in arrays["windows"].tolist()},
+            {original: pair(f"crossing_{original}") for original in arrays["crossed"].tolist()},
+            tuple(arrays["originals"].tolist()),
+        )
 
 
 def make_reference(
-    tokenizer: Tokenizer, logits_of: Logits, window: int | None = None, original: int | None = None
+    tokenizer: Tokenizer,
+    logits_of: Logits,
+    longest: int,
+    windows: Sequence[int] = (),
+    originals: Sequence[int] = (),
 ) -> ParityReference:
-    """Runs the source once per sequence: two of at most 64 tokens, and for a window two of at most window + 32.
+    """Runs the source once per sequence: two of at most 64 tokens, and for each window two of at most window + 32.
 
-    original: positions before rotary scaling; up to LONGEST_CROSSED, two sequences of at most original + 12.
+    longest: the export's longest sequence, at least LEAST_POSITIONS: none is longer. originals: positions before rotary
+    scaling; up to LONGEST_CHECKED, two sequences of at most original + 12 for each.
     """
-    near = _sequence_pair(tokenizer, logits_of, _PREFILL, _PREFILL)
+    near = _sequence_pair(tokenizer, logits_of, _PREFILL, _PREFILL, longest)
     # Of such a long step only the last row is compared: all rows would be gigabytes with a large vocabulary, and an
     # error in an earlier row is in the keys and values that later steps attend.
-    far = None if window is None else _sequence_pair(tokenizer, logits_of, window + _BEYOND, 1)
-    is_crossed = original is not None and _BEFORE < original <= LONGEST_CROSSED
-    crossing = _sequence_pair(tokenizer, logits_of, original - _BEFORE, 1) if original and is_crossed else None
-    return ParityReference(near, far, window or 0, crossing, original or 0)
+    far = {w: _sequence_pair(tokenizer, logits_of, w + _BEYOND, 1, longest) for w in windows if w < longest}
+    crossing = {
+        original: _sequence_pair(tokenizer, logits_of, original - _BEFORE, 1, longest)
+        for original in originals
+        if _BEFORE < original <= min(LONGEST_CHECKED, longest - 1)
+    }
+    return ParityReference(near, far, crossing, tuple(original for original in originals if original < longest))
 
 
-def _sequence_pair(tokenizer: Tokenizer, logits_of: Logits, prefill: int, compared: int) -> SequencePair:
+def _sequence_pair(tokenizer: Tokenizer, logits_of: Logits, prefill: int, compared: int, longest: int) -> SequencePair:
+    prefill = min(prefill, longest - _SINGLE - _MULTI)
+    compared = min(compared, prefill)
     length = prefill + _SINGLE + _MULTI
     text = _text(tokenizer, length + _ROLLED)
     # What replaces the rolled-back tokens must differ from them, or stale slots would go unnoticed.
@@ -254,26 +273,28 @@ def check_parity(
     advice: Advice = GENERAL,
     *,
     is_mixture: bool = False,
+    usual_delta: float | None = None,
 ) -> Parity:
-    """Measures all stages. is_mixture: of experts, whose largest difference is not bounded but in FP32.
+    """Measures all stages. is_mixture: of experts, whose largest difference is not bounded but in FP32. usual_delta:
+    of this recipe and a model of this size; the bound is MAX_UNUSUAL times that where it is lower than the precision's.
 
-    Raises ParityFailure with the first stage that is out of bounds and its numbers; ExportError if the export's longest
-    sequence is too short for the check, or ends a little beyond the window.
+    Raises ParityFailure with the first stage that is out of bounds and its numbers; ExportError if the export cannot
+    hold a sequence of the check.
     """
     stages, own_delta = _run(steps, reference.near, "")
-    # A sequence that never gets beyond the window has nothing to go wrong there.
-    if reference.far is not None and steps.max_positions > reference.window:
+    places = [(f", beyond the window of {window}", pair) for window, pair in reference.far.items()]
+    places += [(f", across the original length of {original}", pair) for original, pair in reference.crossing.items()]
+    for where, pair in places:
         steps.truncate(0)
-        more, own_far = _run(steps, reference.far, f", beyond the window of {reference.window}")
-        stages, own_delta = stages + more, max(own_delta, own_far)
-    if reference.crossing is not None and steps.max_positions >= len(reference.crossing.main):
-        steps.truncate(0)
-        more, own_far = _run(steps, reference.crossing, f", across the original length of {reference.original}")
+        more, own_far = _run(steps, pair, where)
         stages, own_delta = stages + more, max(own_delta, own_far)
     if isinstance(steps, BatchedSteps):
-        stage, own_batched = _run_batched(steps, reference)
-        stages, own_delta = [*stages, stage], max(own_delta, own_batched)
+        for original in reference.originals or (0,):
+            stage, own_batched = _run_batched(steps, reference, original)
+            stages, own_delta = [*stages, stage], max(own_delta, own_batched)
     bounds = MIXTURES[precision] if is_mixture and precision in MIXTURES else THRESHOLDS[precision]
+    if bounds.max_relative_delta is not None and usual_delta is not None:
+        bounds = replace(bounds, max_relative_delta=rounded(min(bounds.max_relative_delta, MAX_UNUSUAL * usual_delta)))
     parity = Parity(
         runtime=runtime,
         max_relative_delta=bounds.max_relative_delta,
@@ -292,8 +313,8 @@ def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage
     main, prefill, kept = pair.main, pair.prefill, pair.prefill + _KEPT
     if len(main) > steps.max_positions:
         raise ExportError(
-            f"the numerical check{where} needs {len(main)} positions, the export has {steps.max_positions}; choose "
-            "greater lengths (or, for a window, lengths that end before it)"
+            f"the numerical check{where} needs {len(main)} positions, the export holds {steps.max_positions}; choose a "
+            "lower --max-positions"
         )
     compared = len(pair.main_logits) - (len(main) - prefill)
     single_end = prefill + _SINGLE
@@ -315,25 +336,25 @@ def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage
     return stages, own / max(stage.scale for stage in stages)
 
 
-def _run_batched(steps: BatchedSteps, reference: ParityReference) -> tuple[ParityStage, float]:
+def _run_batched(steps: BatchedSteps, reference: ParityReference, original: int) -> tuple[ParityStage, float]:
     """Prefill, cached and multi-token steps of the near sequence, each in one step with a longer neighbour's.
 
     Compares the near sequence with the source, and both with their own prefill: the neighbour is at positions where
-    the source was not run. It crosses the original length in cached steps where there is one, and otherwise ends at
-    the last position. With a window it starts anew in every step, as runtimes take a cached token's slot for its
-    position there.
+    the source was not run. It crosses the original length in cached steps where there is one (not 0), and otherwise
+    ends at the last position. With a window it starts anew in every step, as runtimes take a cached token's slot for
+    its position there.
     """
     main, prefill = reference.near.main, reference.near.prefill
     single_end = prefill + _SINGLE
     rest = len(main) - prefill
     # Other tokens than the first sequence's, which reads wrong slots unnoticed otherwise.
-    is_fresh = reference.far is not None
+    is_fresh = bool(reference.far)
     length = min(_FRESH_NEIGHBOUR if is_fresh else _NEIGHBOUR, steps.max_neighbour, steps.num_positions)
     text = (main[::-1] * (length // len(main) + 1))[:length]
     begin = length - rest
     end_position = steps.num_positions
-    if reference.original and reference.original + rest <= end_position:
-        end_position = max(length, reference.original + rest - _BEFORE)
+    if original and original + rest <= end_position:
+        end_position = max(length, original + rest - _BEFORE)
     first_position = end_position - length
     steps.truncate(0)
     steps.begin_neighbour(first_position)

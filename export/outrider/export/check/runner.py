@@ -6,6 +6,7 @@ parity check drives.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 
 from outrider.export.check.advice import Advice, advise
 from outrider.export.check.agreement import measure_agreement
+from outrider.export.check.measured import load_measured
 from outrider.export.check.parity import Steps, check_parity, rounded
 from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.family_facts import is_mixture
+from outrider.export.source.tiny import TINY_HIDDEN, TINY_LAYERS
 from outrider.models.errors import (
     BundleError,
     ExportError,
@@ -32,7 +35,7 @@ from outrider.models.errors import (
     RuntimeUnavailable,
 )
 from outrider.models.machine_load import MachineLoad
-from outrider.models.manifest import Agreement, Parity, Timing
+from outrider.models.manifest import Agreement, Parity, Precision, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
@@ -126,11 +129,22 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The model under check. name: for messages. num_ids: ids that its tokenizer knows. config: its config.json."""
+    """The model under check. name: for messages. num_ids: ids that its tokenizer knows. facts: of its configuration."""
 
     name: str
     num_ids: int
-    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    layers: int
+    hidden_size: int
+
+    def usual_delta(self, options: ExportOptions, precision: Precision) -> float | None:
+        """The usual error of this recipe, measured on tiny models, for a model of this size; None if unknown.
+
+        Rounding errors of layers, and of the terms of a dot product, are independent: they grow with the roots.
+        """
+        usual = load_measured().usual_error(options.role, options.device, options.resolved_runtime, precision)
+        growth = math.sqrt(max(1.0, self.layers / TINY_LAYERS) * max(1.0, self.hidden_size / TINY_HIDDEN))
+        return None if usual is None else usual * growth
 
 
 def check_export(directory: Path, options: ExportOptions, truth: Truth, model: Checked) -> Examined:
@@ -151,13 +165,20 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, model: Che
     # An NPU computes in FP16 and a GPU may; the NPU's path has its cache in FP16 where it is emulated too, and ONNX
     # Runtime's graph for CUDA is in FP16 wherever it runs.
     computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
-    elsewhere = advise(options, model.config).elsewhere
+    elsewhere = advise(options, model.facts).elsewhere
     advice = Advice(elsewhere, elsewhere)  # the graph is wrong in any precision
     with _opened(directory, options, model) as (steps, runtime):
         try:
-            precision = "fp32" if computes_fp32 else "fp16"
-            mixture = is_mixture(model.config)
-            check_parity(steps, truth.reference, precision, type(runtime).__name__, advice, is_mixture=mixture)
+            precision: Precision = "fp32" if computes_fp32 else "fp16"
+            check_parity(
+                steps,
+                truth.reference,
+                precision,
+                type(runtime).__name__,
+                advice,
+                is_mixture=is_mixture(model.facts),
+                usual_delta=model.usual_delta(options, precision),
+            )
         except ParityFailure as error:
             raise ParityFailure(f"already before quantization: {error}", error.relative_delta) from None
 
@@ -191,21 +212,22 @@ def _opened(
 def _cannot_run(options: ExportOptions, model: Checked, why: str) -> ExportError:
     return ExportError(
         f"{options.resolved_runtime} cannot run the exported model: {why}; nothing was written: "
-        f"{advise(options, model.config).elsewhere}"
+        f"{advise(options, model.facts).elsewhere}"
     )
 
 
 def _examine(
     steps: Steps, runtime: RowsRuntime | BatchRuntime, options: ExportOptions, truth: Truth, model: Checked
 ) -> Examined:
-    place, advice = where_to_check(options), advise(options, model.config)
+    place, advice = where_to_check(options), advise(options, model.facts)
     parity = check_parity(
         steps,
         truth.reference,
         options.resolved_precision,
         type(runtime).__name__,
         advice,
-        is_mixture=is_mixture(model.config),
+        is_mixture=is_mixture(model.facts),
+        usual_delta=model.usual_delta(options, options.resolved_precision),
     )
     agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=model.num_ids)
     prompt = timing_prompt(truth.reference.near.main, steps.max_positions)

@@ -16,14 +16,17 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.export.check.parity import ParityReference, make_reference
+from outrider.export.check.parity import Logits, ParityReference, SequencePair, make_reference
 from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS, read_prompts
 from outrider.export.source.torch_source import load_source_model, source_logits
+from outrider.models.errors import ExportError
 
 # 144 rows of 152,000 columns are 88 MB.
 _MAX_TEXTS: Final = 6
 _MAX_TOKENS: Final = 24
+_SAME: Final = 1e-3
+"""Of the largest logit: rounding is far below it, a token that sees those after it far above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,14 @@ class Truth:
 
 
 class LoadedSource:
-    """The source model, loaded on first use and freed by `let_go`: no stage holds it beside its own result."""
+    """The source model, loaded on first use and freed by `let_go`: no stage holds it beside its own result.
 
-    def __init__(self, source: SourceModel, on_load: Callable[[], None]) -> None:
+    longest: the export's longest sequence.
+    """
+
+    def __init__(self, source: SourceModel, longest: int, on_load: Callable[[], None]) -> None:
         self._source = source
+        self._longest = longest
         self._on_load = on_load
         self._model: Any = None
 
@@ -68,18 +75,52 @@ class LoadedSource:
             self._model = load_source_model(self._source.path)
         return self._model
 
+    def to_convert(self) -> Any:
+        """The model with its rotary frequencies as they are within the export's positions: nothing changes them there.
+
+        Converters cannot express frequencies that depend on a step's longest position. The source's logits are
+        computed before, so that the check compares with the model as it was.
+        """
+        model = self.model()
+        for module in model.modules():
+            kind = getattr(module, "rope_type", None)
+            if kind is not None:
+                module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+                for name, values in list(module.named_buffers(recurse=False)):
+                    module.register_buffer(name, values.clone(), persistent=False)  # a tracer takes none twice
+        return model
+
     def let_go(self) -> None:
         """Frees it."""
         self._model = None
         gc.collect()
 
     def tell_truth(self) -> Truth:
-        """Runs the source over the texts of the check and over held-out ones."""
+        """Runs the source over the texts of the check and over held-out ones.
+
+        Raises ExportError for a model that attends both ways.
+        """
         logits_of = partial(source_logits, self.model())
-        texts = held_out_texts(self._source)
         source = self._source
-        reference = make_reference(source.tokenizer, logits_of, source.window, source.original_positions)
+        texts = tuple(text[: self._longest] for text in held_out_texts(source))
+        reference = make_reference(
+            source.tokenizer, logits_of, self._longest, source.windows, source.original_positions
+        )
+        _require_causal(source, reference.near, logits_of)
         return Truth(reference, texts, tuple(logits_of(text) for text in texts))
+
+
+def _require_causal(source: SourceModel, pair: SequencePair, logits_of: Logits) -> None:
+    """Raises ExportError if a token's logits change with those after it."""
+    num_rows = len(pair.main) // 2
+    expected = pair.main_logits[:num_rows]
+    if np.abs(logits_of(pair.main[:num_rows]) - expected).max() <= _SAME * np.abs(expected).max():
+        return
+    kind = "is an encoder (is_decoder is false)" if source.facts.get("is_decoder") is False else "attends both ways"
+    raise ExportError(
+        f"{source.name} {kind}: its logits for a token change with the tokens after it, so it cannot write a text "
+        "token by token; expected a decoder"
+    )
 
 
 def prompts_for(source: SourceModel) -> Sequence[str]:

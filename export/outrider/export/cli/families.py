@@ -12,13 +12,10 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
+from outrider.export.check.measured import MEASURED, Cell, SupportTable, load_measured
 from outrider.export.make.support_table import (
-    MEASURED,
-    Cell,
-    SupportTable,
     as_markdown,
     in_one_line,
-    load_measured,
     measure,
     wide_ways,
     works_somewhere,

@@ -50,6 +50,14 @@ AheadOfTime = Annotated[
     ),
 ]
 Platform = Annotated[str | None, typer.Option(help="With --ahead-of-time: the NPU to compile for, such as NPU4000.")]
+MaxPositions = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Longest sequence in tokens; default: the model's. A model with longrope scaling is exported up to its "
+        "original length.",
+    ),
+]
 Name = Annotated[str | None, typer.Option(help="Name of the bundle; default: the source's name.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, without progress.")]
@@ -95,6 +103,7 @@ def pair(
     step_len: StepLen = None,
     ahead_of_time: AheadOfTime = False,
     npu_platform: Platform = None,
+    max_positions: MaxPositions = None,
     target_device: Annotated[TargetDevice, typer.Option(help="Device that runs the target.")] = "cpu",
     target_runtime: Annotated[TargetRuntime | None, typer.Option(help="Runtime of the target.")] = None,
     target_precision: Chosen = None,
@@ -165,6 +174,7 @@ def pair(
         static_shapes=_shapes(prompt_len, response_len, step_len),
         compiles_ahead=ahead_of_time,
         npu_platform=npu_platform,
+        max_positions=max_positions,
     )
     target_options = ExportOptions(
         "target",
@@ -174,6 +184,7 @@ def pair(
         num_threads=threads,
         overwrite=overwrite,
         device=target_device,
+        max_positions=max_positions,
     )
     texts = read_prompts(prompts) if prompts is not None else None
     page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
@@ -229,6 +240,7 @@ def draft(
     step_len: StepLen = None,
     ahead_of_time: AheadOfTime = False,
     npu_platform: Platform = None,
+    max_positions: MaxPositions = None,
     name: Name = None,
     threads: Threads = 0,
     overwrite: Overwrite = False,
@@ -247,6 +259,7 @@ def draft(
         static_shapes=_shapes(prompt_len, response_len, step_len),
         compiles_ahead=ahead_of_time,
         npu_platform=npu_platform,
+        max_positions=max_positions,
     )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
@@ -263,6 +276,7 @@ def target(
     ),
     precision: Chosen = None,
     widen: Widen = None,
+    max_positions: MaxPositions = None,
     name: Name = None,
     threads: Threads = 0,
     overwrite: Overwrite = False,
@@ -271,7 +285,15 @@ def target(
     """Export one model as a target."""
     directory = reference_directories().target if model == REFERENCE else model
     options = ExportOptions(
-        "target", precision, runtime, widen or None, name=name, num_threads=threads, overwrite=overwrite, device=device
+        "target",
+        precision,
+        runtime,
+        widen or None,
+        name=name,
+        num_threads=threads,
+        overwrite=overwrite,
+        device=device,
+        max_positions=max_positions,
     )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)

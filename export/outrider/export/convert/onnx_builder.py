@@ -1,10 +1,9 @@
 """Exports ONNX with onnxruntime-genai's model builder, for the families that it converts correctly.
 
 Its graphs have rotary embedding inside `GroupQueryAttention`, packed projections and fused norms, and run under
-onnxruntime-genai too (genai_config.json stays). Its errors are repaired here and tested: sliding windows of families
-that do not list their layers, the scale of Gemma's embedding, and the commit of the present work tree in the file.
-Nothing is downloaded and no code of a model directory runs: the builder sees a copy with configuration, safetensors and
-tokenizer only.
+onnxruntime-genai too (genai_config.json stays). Its errors are repaired here and tested: sliding windows, the scale of
+Gemma's embedding, and the commit of the present work tree in the file. Nothing is downloaded and no code of a model
+directory runs: the builder sees a copy with configuration, safetensors and tokenizer only.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,6 +33,8 @@ from outrider.export.convert.onnx_graph import (
     strip_origins,
 )
 from outrider.export.quiet import missing_extra, quiet_upstream
+from outrider.export.source.config_reader import read_shape
+from outrider.export.source.model_source import read_config
 from outrider.models.tokenizer import TOKENIZER_FILES
 
 BuilderPrecision = Literal["fp32", "fp16"]
@@ -59,12 +60,12 @@ _ROPES: Final = {"default", "llama3"}
 _GEMMAS: Final = ("gemma", "gemma2")
 
 
-def builder_obstacle(config: dict[str, Any]) -> str | None:
-    """Why the builder is not used for a model of this config.json; None if it is used."""
+def builder_obstacle(config: Mapping[str, Any]) -> str | None:
+    """Why the builder is not used for a model with these facts; None if it is used."""
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture in _REFUSED:
         return f"onnxruntime-genai's builder {_REFUSED[architecture]}"
-    if architecture not in _known_architectures() or "text_config" in config:
+    if architecture not in _known_architectures():
         return f"onnxruntime-genai's builder does not know {architecture}"
     if architecture not in _EXACT:
         return f"{architecture} is not checked in onnxruntime-genai's builder"
@@ -81,8 +82,8 @@ def builder_obstacle(config: dict[str, Any]) -> str | None:
     return None
 
 
-def supports(config: dict[str, Any]) -> bool:
-    """Whether `build_with_genai` converts a model of this config.json correctly."""
+def supports(config: Mapping[str, Any]) -> bool:
+    """Whether `build_with_genai` converts a model with these facts correctly."""
     return builder_obstacle(config) is None
 
 
@@ -113,19 +114,20 @@ def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrec
     view, built = scratch / "source", scratch / "built"
     try:
         view.mkdir(parents=True)
-        config = _view(source_dir, view)
+        config = read_config(source_dir)
+        _view(source_dir, config, view)
+        facts = read_shape(source_dir, config).facts
         with quiet_upstream(f"building {name} with onnxruntime-genai"), quiet_onnx():
             _run_builder(view, built, precision)
-            _finish(built, destination, config)
+            _finish(built, destination, facts)
         shutil.copyfile(built / CONFIG_FILE, destination / CONFIG_FILE)
     finally:
         gc.collect()  # the builder's objects refer to each other and hold the source
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _view(source_dir: Path, view: Path) -> dict[str, Any]:
-    """Copies the parts of the source that the builder may see; returns the source's configuration."""
-    config: dict[str, Any] = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+def _view(source_dir: Path, config: Mapping[str, Any], view: Path) -> None:
+    """Copies the parts of the source that the builder may see."""
     seen = {key: value for key, value in config.items() if key != "auto_map"}
     if config["model_type"] in _GEMMAS:
         seen["dtype"] = "float32"  # it adds 1 to norms in their own type
@@ -142,7 +144,6 @@ def _view(source_dir: Path, view: Path) -> dict[str, Any]:
                 os.link(path.resolve(), view / path.name)
             except OSError:  # another disk, or a file system without links
                 shutil.copyfile(path, view / path.name)
-    return config
 
 
 def _run_builder(view: Path, built: Path, precision: BuilderPrecision) -> None:
@@ -172,7 +173,7 @@ def _importable_builder() -> Iterator[Any]:
         sys.path[:] = before
 
 
-def _finish(built: Path, destination: Path, config: dict[str, Any]) -> None:
+def _finish(built: Path, destination: Path, facts: Mapping[str, Any]) -> None:
     import onnx_ir as ir
 
     model: Any = ir.load(built / MODEL_FILE)
@@ -182,31 +183,31 @@ def _finish(built: Path, destination: Path, config: dict[str, Any]) -> None:
     for value in (*graph.inputs, *graph.outputs):
         if value.name.startswith(("past_key_values.", "present.")):
             value.shape = ir.Shape([*value.shape[:3], head_size])
-    _set_windows(graph, config)
-    _set_embedding_scale(graph, config)
+    _set_windows(graph, facts)
+    _set_embedding_scale(graph, facts)
     select_rows(model)
     save_model(model, destination)
 
 
-def _set_windows(graph: Any, config: dict[str, Any]) -> None:
-    """Sets the window in every layer of a family with a window and no list of layers; the builder omits it."""
+def _set_windows(graph: Any, facts: Mapping[str, Any]) -> None:
+    """Sets each layer's window: the builder omits it in families that do not list their layers."""
     import onnx_ir as ir
 
-    window = config.get("sliding_window")
-    if not window or config.get("layer_types") or config.get("use_sliding_window") is False:
-        return
-    for node in graph:
-        if node.op_type == "GroupQueryAttention":
-            node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
+    window, kinds = facts.get("sliding_window"), facts.get("layer_types")
+    layers = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    for index, node in enumerate(layers):
+        slides = kinds is None or kinds[index] == "sliding_attention"
+        size = int(window) if window is not None and slides else -1
+        node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", size)
 
 
-def _set_embedding_scale(graph: Any, config: dict[str, Any]) -> None:
+def _set_embedding_scale(graph: Any, facts: Mapping[str, Any]) -> None:
     """Sets the scale of Gemma's embedding, the root of its width; the builder rounds it to two decimals."""
     import numpy as np
 
-    if config["model_type"] not in _GEMMAS:
+    if facts["model_type"] not in _GEMMAS:
         return
     scaling = next(node for node in graph if node.name == "/model/embed_tokens/Mul")
     dtype = scaling.inputs[0].dtype.numpy()
-    exact = np.array(math.sqrt(config["hidden_size"]), dtype)
+    exact = np.array(math.sqrt(facts["hidden_size"]), dtype)
     scaling.replace_input_with(1, add_initializer(graph, "embedding_scale", exact))

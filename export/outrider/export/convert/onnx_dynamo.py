@@ -89,7 +89,7 @@ def _export(model: Any) -> Any:
             dynamic_shapes=({1: dynamic}, {1: dynamic}, None, None, [({2: dynamic}, {2: dynamic})] * len(shapes)),
         )
     if program is None:
-        raise ExportError("torch.onnx.export returned no program; try --runtime openvino")
+        raise ExportError("torch.onnx.export returned no program")
     _name_dimensions(program.model.graph)
     return program.model
 
@@ -114,7 +114,7 @@ def _find_shapes(model: Any) -> list[tuple[int, int]]:
         first = f" (first failure: {type(failure).__name__}: {failure})" if failure is not None else ""
         raise ExportError(
             f"{len(recording.shapes)} of the {expected} layers of {type(model).__name__} call attention through "
-            f"transformers' attention interface; the others cannot be exported{first}: try --runtime openvino"
+            f"transformers' attention interface; the others cannot be exported{first}"
         ) from failure
     return recording.shapes
 

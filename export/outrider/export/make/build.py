@@ -6,14 +6,17 @@ result is quantized.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from outrider.export.check.advice import ADVICE, advise
 from outrider.export.check.parity import PARITY_TEXT, QUANTIZED
 from outrider.export.check.source_logits import LoadedSource, Truth, held_out_texts
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
@@ -24,8 +27,10 @@ from outrider.export.make.sizes import converted_bytes, finished_bytes, truth_by
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
+from outrider.export.source.config_reader import LONGEST_CHECKED
 from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import SourceModel
+from outrider.models.errors import ExportError
 from outrider.models.manifest import Quantization, Source
 
 PACKAGES: Final = (
@@ -58,7 +63,8 @@ class Job:
     loaded: LoadedSource = field(init=False)
 
     def __post_init__(self) -> None:
-        loaded = LoadedSource(self.source, lambda: self.tell("load"))
+        longest = longest_sequence(self.source, self.options)
+        loaded = LoadedSource(self.source, longest, lambda: self.tell("load"))
         object.__setattr__(self, "loaded", loaded)  # frozen, and computed from the other fields
 
     def tell(self, stage: str) -> None:
@@ -84,6 +90,23 @@ class Job:
         }
 
 
+def longest_sequence(source: SourceModel, options: ExportOptions) -> int:
+    """Tokens that a sequence of the export can have."""
+    shapes = options.resolved_shapes
+    return source.architecture.max_positions if shapes is None else shapes.max_positions
+
+
+@contextlib.contextmanager
+def _advising(job: Job) -> Iterator[None]:
+    """Adds to a converter's failure what to try instead."""
+    try:
+        yield
+    except ExportError as error:
+        if type(error) is not ExportError:
+            raise  # a full disk, say: another way would fail as well
+        raise ExportError(f"{error}\n{ADVICE}: {advise(job.options, job.source.facts).elsewhere}") from error
+
+
 def build(job: Job) -> tuple[Truth, Quantization | None]:
     """Writes the model's files to `job.directory`; returns the source's logits, for the check, and the quantization."""
 
@@ -93,13 +116,17 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
         job.loaded.tell_truth().save(directory)
 
     texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]
-    place = job.store.get(job.key("truth", texts=texts), tell_truth)
+    # Sequences of the check are not longer than the longest window that it goes beyond, and some tokens.
+    longest = min(longest_sequence(job.source, job.options), 2 * LONGEST_CHECKED)
+    place = job.store.get(job.key("truth", texts=texts, longest=longest), tell_truth)
     match job.options.resolved_runtime:
         case "openvino":
-            quantization = _build_openvino(job)
+            with _advising(job):
+                quantization = _build_openvino(job)
             _compile_ahead(job)
         case "onnxruntime":
-            quantization = _build_onnx(job)
+            with _advising(job):
+                quantization = _build_onnx(job)
         case "torch":
             job.loaded.let_go()
             job.tell("convert")
@@ -127,7 +154,7 @@ def _ir(job: Job) -> Path:
 
     def convert(directory: Path) -> None:
         job.require_room(directory)
-        model = job.loaded.model()
+        model = job.loaded.to_convert()
         job.tell("convert")
         convert_to_ir(model, directory, job.source.name)
 
@@ -150,7 +177,7 @@ def _build_openvino(job: Job) -> Quantization | None:
     if options.resolved_precision not in ("fp32", "fp16"):
         job.tell("quantize")
     quantization = finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
-    if quantization is not None and is_mixture(job.source.config):
+    if quantization is not None and is_mixture(job.source.facts):
         xml = f"{IR_NAME}.xml"
         require_close_weights(ir / xml, job.directory / xml, options.resolved_precision)
     return quantization
@@ -208,11 +235,11 @@ def _onnx_graph(job: Job) -> Path:
         from outrider.export.convert.onnx_dynamo import export_with_dynamo
 
         job.require_room(directory)
-        model = job.loaded.model()
+        model = job.loaded.to_convert()
         job.tell("convert")
         export_with_dynamo(model, directory, job.source.name, precision)
 
-    if supports(job.source.config):
+    if "text_config" not in job.source.config and supports(job.source.facts):
         job.loaded.let_go()
         return job.store.get(job.key("genai", precision=precision), build_it)
     graph = job.store.get(job.key("onnx", precision=precision), export_it)

@@ -66,7 +66,7 @@ def export_pair(
     TargetTimes.require_sense(step_ms, extra_ms)
     root = Path(out)
     require_places(root, draft_options, target_options, page)
-    draft_source, target_source = read_pair(draft, target)
+    draft_source, target_source = read_pair(draft, target, draft_options, target_options)
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
     store = stage_store()
     with (
@@ -107,7 +107,7 @@ def export_draft_for(
     """
     draft_options, target_options = pair_options(draft_options, target_options)
     require_ready(destination, draft_options)
-    draft_model, target_model = read_pair(draft, target_source)
+    draft_model, target_model = read_pair(draft, target_source, draft_options, target_options)
     ids = encode_judging(target_model, None, is_chat=False)
     store = stage_store()
     with stage_export(draft_model, destination, draft_options, progress, store) as staged:
@@ -139,9 +139,12 @@ def require_places(
         page.check()
 
 
-def read_pair(draft: str | Path, target: str | Path) -> tuple[SourceModel, SourceModel]:
+def read_pair(
+    draft: str | Path, target: str | Path, draft_options: ExportOptions, target_options: ExportOptions
+) -> tuple[SourceModel, SourceModel]:
     """Both sources. Raises TokenizerMismatch if they do not share one tokenizer, and what `read_source` raises."""
-    draft_source, target_source = read_source(draft), read_source(target)
+    draft_source = read_source(draft, max_positions=draft_options.max_positions)
+    target_source = read_source(target, max_positions=target_options.max_positions)
     require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     return draft_source, target_source
 

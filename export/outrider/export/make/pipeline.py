@@ -13,17 +13,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from outrider.export.check.advice import require_runtime
+from outrider.export.check.parity import LEAST_POSITIONS
 from outrider.export.check.runner import Checked, check_export, check_twin, model_file, where_to_check
 from outrider.export.check.source_logits import Truth
 from outrider.export.convert.safetensors_cast import config_for
 from outrider.export.disk import require_room, telling_of_full_disks
-from outrider.export.make.build import Job, build, build_twin, package_versions
+from outrider.export.make.build import Job, build, build_twin, longest_sequence, package_versions
 from outrider.export.make.sizes import finished_bytes, widened_bytes
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for
-from outrider.export.source.family_facts import require_runtime
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.weight_range import require_range
 from outrider.export.source.widen import describe_widening, widen
@@ -95,7 +96,8 @@ def export_model(
     """
     require_ready(destination, options)
     store = stage_store()
-    with stage_export(read_source(model), destination, options, progress, store) as staged:
+    source = read_source(model, max_positions=options.max_positions)
+    with stage_export(source, destination, options, progress, store) as staged:
         progress(StageEvent(options.role, "write"))
         bundle = staged.commit()
     store.release()
@@ -125,7 +127,12 @@ def stage_export(
     """
     place = Path(destination)
     options = options.fitting(source.architecture.max_positions)
-    require_runtime(source.config, source.name, options.resolved_runtime, options.device)
+    require_runtime(options, source.facts, source.name)
+    if longest_sequence(source, options) < LEAST_POSITIONS:
+        raise ExportError(
+            f"sequences of {source.name} would end at {longest_sequence(source, options)} tokens; the check needs at "
+            f"least {LEAST_POSITIONS}"
+        )
     with telling_of_full_disks(place, default_cache_dir()), BundleWriter(place, overwrite=options.overwrite) as writer:
         progress(StageEvent(options.role, "read"))
         origin = source.describe()
@@ -136,7 +143,7 @@ def stage_export(
         built = source
         if options.widen_mb is not None:
             progress(StageEvent(options.role, "widen"))
-            widened = widen(source.path, scratch / "widened", options.widen_mb)
+            widened = widen(source, scratch / "widened", options.widen_mb)
             # The widened files are removed before the manifest is written; names and tokenizer are the original's.
             built = replace(widened, name=source.name, revision=source.revision, tokenizer=source.tokenizer)
         of_built = origin if built is source else built.describe()
@@ -145,7 +152,8 @@ def stage_export(
         twin = build_twin(job)
         _copy_texts(built, writer.directory, options)
         progress(StageEvent(options.role, "check"))
-        model = Checked(source.name, source.tokenizer.size, source.config)
+        shape = source.architecture
+        model = Checked(source.name, source.tokenizer.size, source.facts, shape.layers, shape.hidden_size)
         try:
             if twin is not None:
                 _copy_texts(built, twin, options)

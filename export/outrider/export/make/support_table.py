@@ -1,9 +1,8 @@
 """Measures which families of models can be exported in which way.
 
 A tiny random model of each family is exported, and the pipeline's numerical check gives the result: every family that
-transformers can build in the ways of `wide_ways`, the well-known ones (FAMILIES) in all ways. `support_table.json`
-beside this module holds the last measurement, docs/families.md shows it, and `outrider-export families --measure`
-repeats it.
+transformers can build in the ways of `wide_ways`, the well-known ones (FAMILIES) in all ways. `check.measured` reads
+the last measurement, docs/families.md shows it, and `outrider-export families --measure` repeats it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
-from pydantic import BaseModel, ConfigDict
-
+from outrider.export.check.advice import ADVICE
+from outrider.export.check.measured import Cell, Outcome, SupportTable
 from outrider.export.make.pipeline import stage_export
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
@@ -26,9 +25,8 @@ from outrider.export.source.family_facts import FAMILIES, NO_PATH
 from outrider.export.source.model_source import read_source
 from outrider.export.source.tiny import list_tiny_families, make_tiny_source
 from outrider.models.errors import OutriderError, ParityFailure
-from outrider.models.manifest import Precision, Role, StaticShapes
+from outrider.models.manifest import StaticShapes
 
-MEASURED: Final = Path(__file__).with_name("support_table.json")
 # A quantized export's graph is checked unquantized first: a draft that works in INT8 works in FP32.
 _WIDE: Final = (
     ("draft", "npu", "openvino", "int8"),
@@ -40,66 +38,6 @@ _WIDE: Final = (
 )
 _LONGEST_NOTE: Final = 300
 _MAX_TRIES: Final = 2
-
-Outcome = Literal["works", "wrong", "refused"]
-
-
-class Cell(BaseModel):
-    """One way of exporting a tiny model of one family.
-
-    outcome: "works"; "wrong" where the result computes other logits, so that the check refuses it; "refused" where it
-    cannot be made. error: largest |delta logit| over the largest |logit|, of the four kinds of step; 0 where
-    refused. words: the message where it does not work, else where it was checked.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    family: str
-    role: Role
-    device: str
-    runtime: str
-    precision: Precision
-    outcome: Outcome
-    error: float
-    words: str
-
-    @property
-    def way(self) -> str:
-        """The column that the cell is in."""
-        return f"{self.role} {self.device} {self.runtime} {self.precision}"
-
-
-class SupportTable(BaseModel):
-    """A measurement. left_out: why there is no tiny model of a family that transformers lists."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    cells: tuple[Cell, ...]
-    left_out: dict[str, str] = {}
-
-    def rows(self) -> dict[str, dict[str, Cell]]:
-        """By family, in the order of names, the cell of each way."""
-        rows: dict[str, dict[str, Cell]] = {}
-        for cell in sorted(self.cells, key=lambda cell: cell.family):  # stable: ways keep their order
-            rows.setdefault(cell.family, {})[cell.way] = cell
-        return rows
-
-    def only(self, families: Sequence[str]) -> SupportTable:
-        """The part of these families."""
-        cells = tuple(cell for cell in self.cells if cell.family in families)
-        return SupportTable(cells=cells, left_out={k: v for k, v in self.left_out.items() if k in families})
-
-    def updated(self, newer: SupportTable) -> SupportTable:
-        """This table with the families of `newer` in place of its own."""
-        again = {cell.family for cell in newer.cells} | set(newer.left_out)
-        kept = self.only([family for family in (*self.rows(), *self.left_out) if family not in again])
-        return SupportTable(
-            cells=(*kept.cells, *newer.cells), left_out=dict(sorted((kept.left_out | newer.left_out).items()))
-        )
-
-    def to_json(self) -> str:
-        """The text of `support_table.json`."""
-        return json.dumps(self.model_dump(), indent=1) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +60,11 @@ def in_one_line(words: str) -> str:
 
 
 def _in_general(cell: Cell) -> str:
-    """A cell's message without what is particular to the family: names, numbers of a failed check, advice."""
+    """A cell's message without what is particular to the family: names, numbers of a failed check."""
     words = in_one_line(cell.words)
     if cell.outcome == "wrong":
         return words.split(":")[0] if "before" not in words else ":".join(words.split(":")[:2])
-    words = re.sub(r" (Please refer to|This is step \d/\d|Next steps:).*", "", words)
+    words = re.sub(r" (This is step \d/\d|Next steps:).*", "", words)
     words = re.sub(r"( in)? ?\.?[\w.-]*\.partial-\w+/?", "", words)
     words = re.sub(rf"(?<![\w-]){re.escape(cell.family)}(?![\w-])", "*family*", words)
     words = re.sub(r"\b\w+(ForCausalLM|LMHeadModel|Decoder|LMHead)\b", "*Family*", words)
@@ -237,6 +175,7 @@ def _measure_one(family: str, source: Path, options: ExportOptions, work: Path, 
         outcome, error, words = "refused", 0.0, str(refusal)
     except Exception as crash:  # a mistake of ours, which must not end the measurement of the others
         outcome, error, words = "refused", 0.0, f"the exporter crashes: {type(crash).__name__}: {crash}"
+    words = words.partition(ADVICE)[0].rstrip("; \n")  # it names what this table says
     return _cell(family, options, outcome, error, words.replace(str(source), family).replace(f"{source.parent}/", ""))
 
 
@@ -251,13 +190,6 @@ def _cell(family: str, options: ExportOptions, outcome: Outcome, error: float, w
         error=float(f"{error:.2g}"),
         words=words,
     )
-
-
-def load_measured() -> SupportTable:
-    """The measurement stored with this version of Outrider."""
-    table = SupportTable.model_validate_json(MEASURED.read_bytes())
-    assert table.cells, f"{MEASURED} holds no measurement"
-    return table
 
 
 def in_short(cell: Cell, legend: Legend) -> str:

@@ -82,7 +82,7 @@ def sweep_pair(
         Setting(0.0, 0.0, 1.0, 0.0, rtt_ms)
     root, store = Path(out), stage_store()
     require_places(root, draft_options, target_options, page)
-    draft_source, target_source = read_pair(draft, target)
+    draft_source, target_source = read_pair(draft, target, draft_options, target_options)
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
     recipes = {options.label: options for options in recipes_for(draft_options)}
     with contextlib.ExitStack() as stack:

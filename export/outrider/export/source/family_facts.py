@@ -1,67 +1,27 @@
 """Lists what is known of model families. This is no allow-list: an unknown family is exported, and its check decides.
 
-For a known family the configuration is read without transformers, the tensors' shapes are compared with it, and
-runtimes that cannot run it are refused before any work. Knows configurations, not files.
+Runtimes that are known not to run a model are refused before any work. Configurations are a decoder's facts, as
+`config_reader` reads them from transformers. Knows no files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-from outrider.models.errors import ExportError
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One family.
-
-    title: for people. needs: keys of config.json; without them transformers is asked for defaults. Other missing sizes
-    follow from other keys. defaults: values of keys that config.json may leave out.
-    """
-
-    title: str
-    needs: tuple[str, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-_ROTARY: Final = (
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "vocab_size",
+FAMILIES: Final[tuple[str, ...]] = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "bloom",
+    "gpt_neo",
+    "mistral",
+    "phi3",
 )
-_GROUPED: Final = (*_ROTARY, "num_key_value_heads")
-_GEMMA: Final = (*_GROUPED, "head_dim", "sliding_window")
-
-FAMILIES: Final[dict[str, Family]] = {
-    "llama": Family("Llama", _GROUPED),
-    "qwen2": Family("Qwen2", _GROUPED, {"use_sliding_window": False}),
-    "qwen3": Family("Qwen3", (*_GROUPED, "head_dim"), {"use_sliding_window": False}),
-    "gemma2": Family("Gemma 2", (*_GEMMA, "attn_logit_softcapping"), {"tie_word_embeddings": True}),
-    "gemma3_text": Family("Gemma 3 (text)", _GEMMA, {"tie_word_embeddings": True}),
-    "gpt_neox": Family("GPT-NeoX", _ROTARY),
-    "bloom": Family("Bloom", ("hidden_size", "n_head", "n_layer", "vocab_size"), {"tie_word_embeddings": True}),
-    "gpt_neo": Family(
-        "GPT-Neo",
-        (
-            "attention_types",
-            "hidden_size",
-            "max_position_embeddings",
-            "num_heads",
-            "num_layers",
-            "vocab_size",
-            "window_size",
-        ),
-        {"tie_word_embeddings": True},
-    ),
-    "mistral": Family("Mistral", (*_GROUPED, "sliding_window")),
-    "phi3": Family("Phi-3", (*_GROUPED, "sliding_window")),
-}
-"""By model_type: the families that the tests export."""
+"""The model_type of families that the tests export: the tensors' shapes are compared with the configuration."""
 
 _SHIFTED: Final = "its positions begin behind the padding's id, not at 0 as the positions of a step do"
 _FLAT_MASK: Final = "its attention is its own, and takes a mask of two axes only"
@@ -114,34 +74,18 @@ SHAPES: Final[dict[str, tuple[str, ...]]] = {
 """Only for the families above; others may use the same names for something else."""
 
 
-def require_runtime(config: Mapping[str, Any], name: str, runtime: str, device: str) -> None:
-    """Raises ExportError if `runtime` is known not to run a model of this configuration correctly.
-
-    name: of the model, for the message. device: "cpu", "gpu" or "npu".
-    """
-    reason = runtime_obstacle(config, runtime, device)
-    if reason is not None:
-        raise ExportError(f"{name} cannot run on {runtime} ({device}): {reason}")
-
-
 def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
     """Why `runtime` cannot run a model of this configuration; None if nothing is known: then its check decides."""
-    text = config.get("text_config") or config
-    family = text.get("model_type")
-    if runtime == "openvino" and device != "npu" and text.get("attn_logit_softcapping"):
-        return (
-            "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out; use "
-            "onnxruntime for a draft, torch for a target"
-        )
+    family = config.get("model_type")
+    if runtime == "openvino" and device != "npu" and config.get("attn_logit_softcapping"):
+        return "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out"
     if runtime == "openvino" and device == "npu" and family == "bloom":
-        return (
-            "it has no positions (ALiBi), by which an NPU's path tells a prompt from a cached step; export it for cpu"
-        )
+        return "it has no positions (ALiBi), by which an NPU's path tells a prompt from a cached step"
     if runtime == "torch" and family == "bloom":
-        return "its attention adds ALiBi by itself, outside transformers' attention interface; use openvino"
+        return "its attention adds ALiBi by itself, outside transformers' attention interface"
     if runtime == "torch" and family == "gpt_neo":
-        return "its attention is its own, outside transformers' attention interface; use openvino"
-    if runtime == "torch" and text.get("index_topk"):
+        return "its attention is its own, outside transformers' attention interface"
+    if runtime == "torch" and config.get("index_topk"):
         return "its sparse attention keeps keys of its own (index_topk), which cannot be cut back"
     return None
 
@@ -150,7 +94,6 @@ _NUM_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "
 
 
 def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Whether a model's layers choose experts for each token, by its config.json."""
-    text = config.get("text_config") or config
-    counts = [text.get(name) for name in _NUM_EXPERTS]
+    """Whether a model's layers choose experts for each token."""
+    counts = [config.get(name) for name in _NUM_EXPERTS]
     return any(isinstance(count, int) and count > 1 for count in counts)

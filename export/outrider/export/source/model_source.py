@@ -36,11 +36,13 @@ _TOKEN_IDS: Final = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_st
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """A directory that can be exported. weight_files are its safetensors, sorted; config is config.json.
+    """A directory that can be exported. weight_files are its safetensors, sorted.
 
-    window: the sliding window that the check must go beyond, None for none. original_positions: those before rotary
-    scaling, which the check must cross, None for none. notes: what the user should know about this export, a sentence
-    each.
+    config: config.json, in a form that transformers reads. facts: the decoder's configuration as transformers
+    understands it (`ModelShape.facts`), which everything is decided by. windows: those that the check must go beyond.
+    original_positions: those before rotary scaling that the check must cross. max_positions: as `read_source` was asked
+    for. notes: what the user should know about
+    this export, a sentence each.
     """
 
     path: Path
@@ -50,9 +52,11 @@ class SourceModel:
     weight_files: tuple[Path, ...]
     tokenizer: Tokenizer
     architecture: Architecture
-    window: int | None = None
+    facts: Mapping[str, Any]
+    windows: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    original_positions: int | None = None
+    original_positions: tuple[int, ...] = ()
+    max_positions: int | None = None
 
     def describe(self) -> Source:
         """Name, revision and the hash of configuration and weights; reads every byte of the weights."""
@@ -70,17 +74,18 @@ class SourceModel:
         return self.config | longest
 
 
-def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
+def read_source(model: str | Path, revision: str | None = None, max_positions: int | None = None) -> SourceModel:
     """Reads a model directory, or a hub id, which is downloaded into the hub's cache.
 
-    revision: of a hub id. Raises ExportError or TokenizerError.
+    revision: of a hub id. max_positions: the longest sequence that its export shall have; None for the model's. Raises
+    ExportError or TokenizerError.
     """
     path = resolve_model(model, revision)
-    config = _read_config(path)
+    config = read_config(path)
     _check_config(path, config)
     token_ids = _read_token_ids(path, config)
     weight_files = find_weight_files(path)
-    shape = read_shape(path, config)
+    shape = read_shape(path, config, max_positions)
     name, commit = _name(path)
     tokenizer = Tokenizer.from_dir(path, name=name)
     if tokenizer.size > shape.vocab_size:
@@ -98,13 +103,16 @@ def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
         weight_files,
         tokenizer,
         _architecture(shape, tokenizer.size, parameters),
-        shape.checked_window,
+        shape.facts,
+        shape.checked_windows,
         _notes(shape),
-        shape.original_positions,
+        shape.crossed_originals,
+        max_positions,
     )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a model directory, in a form that transformers reads. Raises ExportError."""
     try:
         config = _read_json_object(path / "config.json")
     except FileNotFoundError:
@@ -112,6 +120,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.get("text_config") is None:  # null is the same as none
         config.pop("text_config", None)
     _require_object(path, config, "text_config")
+    # transformers reads Phi-3's "su" as longrope, but its check misses the original length where it is not inside.
+    original, rope = config.get("original_max_position_embeddings"), config.get("rope_scaling")
+    if original is not None and isinstance(rope, dict) and "su" in (rope.get("type"), rope.get("rope_type")):
+        config["rope_scaling"] = {"original_max_position_embeddings": original} | rope
     return config
 
 
@@ -206,7 +218,6 @@ def _architecture(shape: ModelShape, tokenizer_size: int, parameters: int) -> Ar
 def _notes(shape: ModelShape) -> tuple[str, ...]:
     if shape.max_positions == shape.positions:
         return ()
-    return (
-        f"sequences end at {shape.max_positions:,} tokens of the model's {shape.positions:,}: its sliding window is "
-        "longer than the check can test",
-    )
+    is_asked = shape.max_positions == shape.longest
+    why = "as asked for" if is_asked else "its sliding window is longer than the check can test"
+    return (f"sequences end at {shape.max_positions:,} tokens of the model's {shape.positions:,}: {why}",)

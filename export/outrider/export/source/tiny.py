@@ -17,6 +17,10 @@ from outrider.models.errors import ExportError
 WINDOW: Final = 32
 """The sliding window of the families that have one: short, so that little text is beyond it."""
 
+TINY_LAYERS: Final = 2
+TINY_HIDDEN: Final = 64
+"""Sizes of the tiny models: errors that were measured on them grow with a model's own."""
+
 _LARGEST: Final = 2_000_000
 
 # Text for tiny tokenizers: prose, code, digits, accents, an emoji; merges cross byte boundaries.
@@ -29,8 +33,8 @@ SAMPLE_TEXT: Final = (
 
 # The weights are scaled up so that logits spread over several units and a wrong address shows.
 _COMMON: Final[dict[str, Any]] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "hidden_size": TINY_HIDDEN,
+    "num_hidden_layers": TINY_LAYERS,
     "num_attention_heads": 4,
     "tie_word_embeddings": False,
     "initializer_range": 0.15,

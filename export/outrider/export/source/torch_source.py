@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.quiet import quiet_upstream
+from outrider.export.source.config_reader import instantiate
+from outrider.export.source.model_source import read_config
 from outrider.models.errors import ExportError
 
 _NUMBERED: Final = re.compile(r"\.\d+\.")
@@ -27,12 +29,14 @@ def load_source_model(path: Path, dtype: str = "float32", attention: str = "eage
     Raises ExportError if the weights are not exactly those of config.json: transformers would invent missing ones and
     drop others.
     """
+    config = instantiate(path, read_config(path))
     with quiet_upstream(f"loading {path.name}"):
         import torch
         import transformers
 
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
             local_files_only=True,

@@ -49,14 +49,16 @@ def plan_widening(source: SourceModel, target_megabytes: float) -> int:
     return shape.intermediate_size + added
 
 
-def widen(model_dir: str | Path, out_dir: str | Path, target_megabytes: float, *, seed: int = 0) -> SourceModel:
-    """Writes a widened copy of a model directory, FP32, to `out_dir`; returns the copy.
+def widen(
+    model: str | Path | SourceModel, out_dir: str | Path, target_megabytes: float, *, seed: int = 0
+) -> SourceModel:
+    """Writes a widened copy of a model, or of a model directory, in FP32, to `out_dir`; returns the copy.
 
     The same arguments give the same bytes. Raises ExportError if `out_dir` holds something, if the model is
     widened already, has no gated feed-forward of three matrices a layer (as Llama, Qwen, Mistral and Gemma have), or is
     not smaller than `target_megabytes`.
     """
-    source = read_source(model_dir)
+    source = model if isinstance(model, SourceModel) else read_source(model)
     out = Path(out_dir)
     if out.is_dir() and any(out.iterdir()):
         raise ExportError(f"{out} is not empty; choose another directory for the widened model")
@@ -77,7 +79,7 @@ def widen(model_dir: str | Path, out_dir: str | Path, target_megabytes: float, *
     for name in TOKENIZER_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, out / name)
-    return read_source(out)
+    return read_source(out, max_positions=source.max_positions)
 
 
 def _require_gated(source: SourceModel) -> None:
