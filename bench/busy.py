@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.edge.lab.cores import CorePlan, running_on
-from outrider.edge.lab.laboratory import ALIKE, CLOUD_ONLY, Lab, Results, cloud_process, connected, interleave, open_lab
+from outrider.edge.lab.laboratory import ALIKE, CLOUD_ONLY, Lab, cloud_process, connected, interleave, open_lab
 from outrider.edge.link.client import CloudClient
 from outrider.edge.modes.assemble import Agent, make_agent
-from outrider.edge.results import GenerationRequest, Mode
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 
 LEAST: Final = 0.9
 WORK: Final = "import numpy as np\na = np.ones((600, 600), np.float32)\nwhile True: a = (a @ a) * 1e-3"
@@ -67,7 +67,7 @@ class Side:
     client: CloudClient
     modes: Mapping[str, Agent]
 
-    async def phase(self, name: str, found: Results) -> Phase:
+    async def phase(self, name: str, found: dict[str, list[GenerationResult]]) -> Phase:
         """What the texts show."""
         rates = {mode: rate_of([text.arrival_s for text in texts]) for mode, texts in found.items()}
         pairs = list(zip(found[TREE], found[CLOUD_ONLY], strict=True))
@@ -108,7 +108,9 @@ def other_work(cores: CorePlan, count: int) -> Iterator[None]:
             process.wait()
 
 
-async def texts_for(seconds: float, side: Side, requests: Sequence[GenerationRequest]) -> Results:
+async def texts_for(
+    seconds: float, side: Side, requests: Sequence[GenerationRequest]
+) -> dict[str, list[GenerationResult]]:
     """Texts in turn for about so long, at least one of each mode."""
     until = time.monotonic() + seconds
     return await interleave(side.modes, [*requests] * 10_000, has_time=lambda: time.monotonic() < until)
