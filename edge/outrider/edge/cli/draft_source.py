@@ -79,7 +79,9 @@ def find_drafts(
 def _pulled(
     choice: DraftChoice, clouds: Clouds, about: Console, said: SaidOnce, *, needs_server: bool
 ) -> list[str | Path]:
-    retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
+    retry = None
+    if not needs_server:
+        retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
     try:
         # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
         note = said.note if needs_server else lambda words: None

@@ -17,8 +17,9 @@ import httpx
 from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.protocol import ErrorBody
 
-# Answers that another endpoint, or the same one a little later, may not give.
-_PASSING_STATUS: Final = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
+# Answers that another endpoint, or the same one a little later, may not give; so are all from 500 on, whoever made up
+# their numbers: proxies and content networks use 520 to 530 where the server behind them is away.
+_PASSING_STATUS: Final = frozenset({404, 408, 410, 425, 429})
 MAX_RETRY_AFTER_S: Final = 60.0
 """A server that asks for a longer wait is asked again after this."""
 MAX_WORDS: Final = 600
@@ -85,7 +86,7 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     code, message = short(error.code), short(error.message)
     if code == "tokenizer_mismatch":
         return TokenizerMismatch(message)
-    if status in _PASSING_STATUS:
+    if status >= 500 or status in _PASSING_STATUS:
         return EndpointLost(f"{url}: {code}: {message}", status=status)
     return RequestError(code, f"{message} (from {url})", status=status)
 

@@ -33,6 +33,8 @@ PATIENT_S: Final = 1.0
 old ones: it is refused where another target answers."""
 READY_S: Final = 1.0
 """The same for readiness: probes may come often."""
+ASKED_S: Final = 3.0
+"""How long a text waits for verifiers that ask for time; then its client gets 503, and can do so itself."""
 
 
 class Upstream:
@@ -47,7 +49,7 @@ class Upstream:
     ) -> None:
         self._clients = list(clients)
         self._fingerprint = fingerprint
-        self._retry = retry or RetryPolicy(max_loading_s=2.0)
+        self._retry = retry or RetryPolicy(max_loading_s=2.0, max_asked_s=ASKED_S)
         self._clock = clock
         self._facts: tuple[float, ModelFacts] | None = None
         self._facts_url = ""
@@ -164,9 +166,12 @@ class Upstream:
 
     async def _ask(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
         clients = [client.for_one_text() for client in self.fleet.ranked()]
-        # A client waits for this before its text begins: each verifier is asked once, an only one twice.
-        quick = RetryPolicy(max_failures=max(2, len(clients)), max_outage_s=0.0, max_loading_s=0.0)
-        return await Endpoints(clients, quick, fleet=self.fleet).call(ask)
+        return await Endpoints(clients, quick(len(clients)), fleet=self.fleet).call(ask)
+
+
+def quick(num_clouds: int) -> RetryPolicy:
+    """For what a client waits for before its text begins: each verifier is asked once, an only one twice."""
+    return RetryPolicy(max_failures=max(2, num_clouds), max_outage_s=0.0, max_loading_s=0.0, max_asked_s=0.0)
 
 
 async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
