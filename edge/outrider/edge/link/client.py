@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.cookiejar import DefaultCookiePolicy
 from importlib.metadata import version
 from typing import Any, Final, Self, TypeVar
@@ -21,10 +22,20 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from outrider.edge import tracing
+from outrider.edge.link.address import split_login
 from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
 from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
-from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, retry_after_s, short, silent
+from outrider.edge.link.errors import (
+    EndpointLost,
+    ProtocolBroken,
+    lost,
+    naming_a_wrong_proxy,
+    refusal_error,
+    retry_after_s,
+    short,
+    silent,
+)
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
 from outrider.edge.link.tls import system_tls
@@ -88,9 +99,10 @@ class ClientOptions:
     call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream, the rest for
     drafts in flight. certificate: what the device shows to servers that ask for one.
     no_store: asks servers to keep no text of a session, and to draft it from none that they kept.
+    login: user:password of a proxy in front, where there is no key; the address may have it instead.
     """
 
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     connect_timeout_s: float = 5.0
     write_timeout_s: float = 30.0
     keep_alive_s: float = 5.0
@@ -99,6 +111,7 @@ class ClientOptions:
     max_connections: int = 12
     certificate: ClientCertificate | None = None
     no_store: bool = False
+    login: str | None = field(default=None, repr=False)
 
 
 class CloudClient:
@@ -115,7 +128,8 @@ class CloudClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         options = options or ClientOptions()
-        self.url = verifier_url(url)
+        # Whatever shows or keeps the address has it without a password.
+        self.url, login = split_login(verifier_url(url))
         self.is_local = is_loopback(urlsplit(self.url).hostname or "")
         self._options = options
         self._silence_s = longest_silence_s(options.keep_alive_s)
@@ -126,21 +140,25 @@ class CloudClient:
             max_keepalive_connections=options.max_connections,
             keepalive_expiry=60.0,
         )
-        self._http = httpx.AsyncClient(
-            verify=system_tls(options.certificate) if transport is None and self.url.startswith("https:") else True,
-            timeout=self._timeouts(self._silence_s),
-            limits=limits,
-            transport=transport,
-            trust_env=not self.is_local,
-        )
+        is_tls = transport is None and self.url.startswith("https:")
+        with naming_a_wrong_proxy():
+            self._http = httpx.AsyncClient(
+                verify=system_tls(options.certificate) if is_tls else True,
+                timeout=self._timeouts(self._silence_s),
+                limits=limits,
+                transport=transport,
+                trust_env=not self.is_local,
+            )
         # A server could fill memory and every later request with cookies.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; drafts need none of them.
         for name in list(self._http.headers):
             del self._http.headers[name]
-        self._has_key = bool(options.api_key)
+        self._login, self._has_key = login or options.login, bool(options.api_key)
         if self._has_key:
             self._http.headers["Authorization"] = f"Bearer {options.api_key}"
+        elif self._login:
+            self._http.headers["Authorization"] = f"Basic {b64encode(self._login.encode()).decode()}"
         self._owns_connections = True
         self._left = LeftSteps()
         self._is_traced = transport is None or isinstance(transport, httpx.AsyncHTTPTransport)
@@ -410,6 +428,9 @@ class CloudClient:
 
     def _refusal(self, status: int, body: bytes) -> OutriderError:
         error = _reported(status, body)
+        if status == 401 and self._login and not self._has_key:
+            words = f"{self.url} does not accept the user name and password of its address: correct them, or set a key"
+            return RequestError(error.code, f"{words} with OUTRIDER_API_KEY instead.", status=status)
         if status == 401:
             # The server's words name an HTTP header; users of the agent set a variable.
             needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"

@@ -10,11 +10,13 @@ CloudError
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import httpx
 
-from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
+from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.protocol import ErrorBody
 
 # Answers that another endpoint, or the same one a little later, may not give; so are all from 500 on, whoever made up
@@ -89,6 +91,22 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     if status >= 500 or status in _PASSING_STATUS:
         return EndpointLost(f"{url}: {code}: {message}", status=status)
     return RequestError(code, f"{message} (from {url})", status=status)
+
+
+@contextmanager
+def naming_a_wrong_proxy() -> Iterator[None]:
+    """Raises ConfigError where httpx cannot use the proxy that the environment names."""
+    try:
+        yield
+    except ImportError:
+        raise ConfigError(
+            "the environment names a SOCKS proxy (ALL_PROXY, HTTPS_PROXY or HTTP_PROXY), which needs another package; "
+            'run: pip install "httpx[socks]"'
+        ) from None
+    except (ValueError, httpx.InvalidURL):  # their words may repeat a password
+        raise ConfigError(
+            "the environment's proxy (ALL_PROXY, HTTPS_PROXY or HTTP_PROXY) is no address; expected http://host:port"
+        ) from None
 
 
 def short(text: str) -> str:
