@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from pydantic import ValidationError
+from tests.serving import serve_fake
 from tests.test_edge_config import KEY
 
 from outrider.edge.cli.draft_source import clouds_of
@@ -18,10 +21,14 @@ from outrider.edge.doctor.cloud import Cloud, CloudReport
 from outrider.edge.link.address import verifier_url
 from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.errors import EndpointWrong
+from outrider.edge.serve.routes import PATHS_ARE
 from outrider.edge.setup.config_file import ConfigFile
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
 from outrider.edge.store.shelf import PulledFor
 from outrider.models.errors import ConfigError, RequestError
+from outrider.models.ingress.sockets import TlsFiles
 
 
 def test_an_address_in_capitals_is_the_same_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +125,74 @@ def test_a_proxy_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch
     (finding,) = [each for each in report.findings() if each.status == "fault"]
     assert finding.name == "proxy" and "secret" not in f"{finding}"
     CloudClient("http://127.0.0.1:1")
+
+
+def answered(status: int, body: object) -> httpx.MockTransport:
+    return httpx.MockTransport(lambda _: httpx.Response(status, json=body))
+
+
+def broken_by(cause: OSError) -> httpx.MockTransport:
+    """Fails as httpx does where a connection fails with `cause`."""
+
+    def fail(_: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError(str(cause)) from cause
+
+    return httpx.MockTransport(fail)
+
+
+def tls_error(kind: type[ssl.SSLError], reason: str, words: str = "") -> ssl.SSLError:
+    error = kind(1, words)
+    error.reason = reason
+    if isinstance(error, ssl.SSLCertVerificationError):
+        error.verify_message = words
+    return error
+
+
+AGENT = {"error": {"code": "not_found", "message": f"there is no /v1/sessions; {PATHS_ARE}"}}
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"),
+    [
+        (
+            broken_by(tls_error(ssl.SSLCertVerificationError, "CERTIFICATE_VERIFY_FAILED", "self-signed certificate")),
+            r"its certificate was refused: self-signed certificate; .* SSL_CERT_FILE$",
+        ),
+        (broken_by(tls_error(ssl.SSLError, "WRONG_VERSION_NUMBER")), r"speaks no TLS; use http://a if that is the ver"),
+        (broken_by(socket.gaierror(socket.EAI_NONAME, "Name not known")), r"no host has this name .*correct the addr"),
+        (answered(404, AGENT), r"this is `outrider serve`, not a verifier: .*; give --cloud the address of `outrider-"),
+        (answered(404, "a page"), r"there is no verifier at https://a: HTTP 404 .*; give --cloud the address of"),
+    ],
+)
+def test_what_only_its_user_can_mend_ends_at_once(transport: httpx.MockTransport, words: str) -> None:
+    """With one piece of advice and without another attempt; the next cloud is asked."""
+    client = CloudClient("https://a", transport=transport)
+    works = CloudClient("https://b", transport=answered(200, {"status": "ready", "model": "m"}))
+
+    async def no_pause(_: float) -> None:
+        pytest.fail("it waits for another attempt")
+
+    said: list[str] = []
+    with pytest.raises(EndpointWrong, match=words):
+        asyncio.run(Endpoints([client], None, no_pause, on_trouble=said.append).call(lambda each: each.ready()))
+    assert not said
+    both = Endpoints([client, works], on_trouble=said.append)
+    assert asyncio.run(both.call(lambda each: each.ready())).model == "m"
+    assert len(said) == 1 and said[0].endswith("Trying https://b.")
+
+
+def test_http_to_a_port_that_speaks_tls_is_named(tmp_path: Path) -> None:
+    """Its server closes the connection without a word."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    files = ["-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+
+    async def ask(url: str) -> None:
+        async with CloudClient(url) as client:
+            await Endpoints([client]).call(lambda each: each.ready())
+
+    with serve_fake(tls=TlsFiles(certificate, key)) as server:
+        url = server.url.replace("https:", "http:")
+        with pytest.raises(EndpointWrong, match=f"{url}: what answers there speaks TLS; use {server.url}$"):
+            asyncio.run(ask(url))

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
 from outrider.edge.link.address import without_password
 from outrider.edge.link.certificate import ClientCertificate
-from outrider.edge.link.errors import naming_a_wrong_proxy
+from outrider.edge.link.errors import naming_a_wrong_proxy, untrusted
 from outrider.edge.link.tls import system_tls
 from outrider.edge.setup.endpoints import is_plain_http
 from outrider.models.errors import ConfigError
@@ -149,10 +149,8 @@ class CloudReport:
                 until = certificate.get("notAfter", "an unknown time")
                 return ok(name, f"{secured.version()}, certificate valid until {until}")
         except ssl.SSLCertVerificationError as error:
-            if "not yet valid" in error.verify_message or "expired" in error.verify_message:
-                return fault(name, f"the certificate was refused: {error.verify_message}", "set this machine's clock")
-            advice = "name the certificate's issuer in SSL_CERT_FILE, or correct the address"
-            return fault(name, f"the certificate was refused: {error.verify_message}", advice)
+            found, advice = untrusted(error)
+            return fault(name, f"the certificate was refused: {found}", advice)
         except (OSError, ValueError) as error:
             return fault(name, f"no TLS there ({_words(error)})", "use http:// if the server has no certificate")
 

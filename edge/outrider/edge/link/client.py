@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+import ssl
 from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from http.cookiejar import DefaultCookiePolicy
 from importlib.metadata import version
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -28,6 +30,7 @@ from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
 from outrider.edge.link.errors import (
     EndpointLost,
+    EndpointWrong,
     ProtocolBroken,
     lost,
     naming_a_wrong_proxy,
@@ -103,7 +106,7 @@ class ClientOptions:
     """
 
     api_key: str | None = field(default=None, repr=False)
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: float = 2.5
     write_timeout_s: float = 30.0
     keep_alive_s: float = 5.0
     stream_timeout_s: float = 120.0
@@ -363,12 +366,33 @@ class CloudClient:
         except httpx.ReadTimeout as e:
             raise silent(self.url, self._silence_s) from e
         except httpx.TransportError as e:
+            if await self._is_tls(e):
+                found = f"{self.url}: what answers there speaks TLS"
+                raise EndpointWrong(f"{found}; use https{self.url.removeprefix('http')}") from e
             raise lost(self.url, e) from e
         except AttributeError as e:
             # anyio asks a connection for its peer that was reset while it was being opened.
             if "getpeername" not in str(e):
                 raise
             raise EndpointLost(f"{self.url}: the connection was reset") from e
+
+    async def _is_tls(self, error: httpx.TransportError) -> bool:
+        """Whether TLS answers at an http address that has never answered HTTP: asks, since a TLS server closes the
+        connection of a plain client without a word, or with bytes that are none of HTTP.
+        """
+        parts = urlsplit(self.url)
+        is_cut = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
+        if parts.scheme != "http" or self._headers_down or not is_cut or getproxies().keys() & {"http", "all"}:
+            return False
+        try:
+            async with asyncio.timeout(self._options.connect_timeout_s):
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=system_tls())
+        except ssl.SSLCertVerificationError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
 
     async def _require_success(self, response: httpx.Response) -> None:
         """Raises the error that the answer reports, and ProtocolBroken for a redirect or a compressed body."""

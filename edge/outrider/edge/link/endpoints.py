@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.edge.link.client import CloudClient
-from outrider.edge.link.errors import EndpointLost, EndpointUnfit, refusal_error
+from outrider.edge.link.errors import EndpointLost, EndpointUnfit, EndpointWrong, refusal_error
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.results import ByteCounts
@@ -176,7 +176,10 @@ class Endpoints:
         failed = self._clients[self._current].url
         if self._fleet is not None:
             self._fleet.failed(failed, error)
-        if isinstance(error, EndpointUnfit):
+        # One that has worked may do so again: a name that is gone while this device changes networks, a portal's
+        # certificate.
+        is_final = isinstance(error, EndpointUnfit) or (isinstance(error, EndpointWrong) and not self._has_answered)
+        if is_final:
             text.unfit[failed] = error
         if error.retry_after_s:
             latest = self._outage_began_at + max(retry.max_asked_s, self._max_outage_s(error))
@@ -198,7 +201,7 @@ class Endpoints:
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
             pause_s = max(pause_s, min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
-        if isinstance(error, EndpointUnfit):
+        if is_final:
             self._on_trouble(f"{error}. Trying {following}.")
         elif num_failures == 1 and num_fit > 1:
             what = f"No verifier answers at {failed}." if error.is_absent else f"{error}."
@@ -261,7 +264,7 @@ async def _look(client: CloudClient) -> Served:
     return Served(client.url, ready.model, ready.target)
 
 
-def _none_fit(errors: list[EndpointUnfit]) -> OutriderError:
+def _none_fit(errors: list[EndpointLost]) -> OutriderError:
     if len(errors) == 1:
         return errors[0]
     return CloudError(f"no cloud endpoint can go on with this text: {'; '.join(map(str, errors))}")

@@ -59,11 +59,6 @@ class Upstream:
         self._asked: dict[Callable[[], Awaitable[Any]], asyncio.Task[Any]] = {}
         self.fleet = Fleet(self._clients, on_change=_note)
 
-    @property
-    def has_choice(self) -> bool:
-        """Whether there are several verifiers."""
-        return len(self._clients) > 1
-
     async def aclose(self) -> None:
         """Closes every connection."""
         await self.fleet.aclose()
@@ -147,7 +142,14 @@ class Upstream:
 
     async def _ask_ready(self) -> ReadyAnswer:
         now = self._clock()
-        ready = await self._ask(lambda client: client.ready())
+
+        async def ask(client: CloudClient) -> ReadyAnswer:
+            asked_at = self._clock()
+            ready = await client.ready()
+            self.fleet.answered(client.url, ready, 1e3 * (self._clock() - asked_at))
+            return ready
+
+        ready = await self._ask(ask)
         self._ready = (now, ready)
         return ready
 
