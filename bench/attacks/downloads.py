@@ -129,14 +129,14 @@ def large_offers(subject: Subject) -> Iterator[Row]:
     manifest = json.loads(files["manifest.json"])
     raw: dict[str, Any] = {}
     for what, pad, size_bytes in (("announced as 1 byte", announced, 1), ("a file without end", PAD_BYTES, None)):
-        entry = {"path": "pad.txt", "size": pad, "sha256": hashlib.sha256(bytes(pad)).hexdigest()}
+        entry: dict[str, Any] = {"path": "pad.txt", "size": pad, "sha256": hashlib.sha256(bytes(pad)).hexdigest()}
         files["manifest.json"] = json.dumps({**manifest, "files": [*manifest["files"], entry]}).encode()
-        found = [
+        found: list[dict[str, Any]] = [
             {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for path, data in sorted(files.items())
         ]
         listed_files = [*found, entry]
-        total = sum(int(file["size"]) for file in listed_files)
+        total = sum(file["size"] for file in listed_files)
         draft = {
             "name": "draft", "model": "m", "device": "cpu", "runtime": "openvino", "precision": "int8",
             "size_bytes": size_bytes or total, "files": listed_files,
