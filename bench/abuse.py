@@ -35,7 +35,7 @@ from bench.attacks.connections import (
     trickled_requests,
     unread_answers,
 )
-from bench.attacks.downloads import greedy_downloads, other_paths, unread_downloads
+from bench.attacks.downloads import greedy_downloads, large_offers, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.fronts import replicas_front
 from bench.attacks.heavy_rules import heavy_rules
@@ -88,6 +88,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (14, booleans),
     (15, escapes),
     (15, huge_answers),
+    (15, large_offers),
     (16, sure_wrong_trees),
     (17, orphan_flood),
     (18, large_trees),

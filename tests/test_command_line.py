@@ -405,6 +405,22 @@ def test_what_a_command_raises_becomes_an_exit_code(
     assert shown.err.endswith(said) and shown.err.count("\n") == (1 if said else 0)
 
 
+def test_a_command_without_standard_output_ends_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pythonw.exe has none: a service that failed at its end would be started again."""
+    app = make_app("An app.")
+
+    @app.command()
+    def act() -> None:
+        pass
+
+    monkeypatch.setattr(sys, "argv", ["app", "act"])
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, what="acting", extra="edge")
+    assert ended.value.code == 0
+
+
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody can put right from outside keeps its traceback."""
     app = make_app("An app.")

@@ -624,6 +624,17 @@ def test_saved_chats_are_checked(tmp_path: Path) -> None:
         save_chat(tmp_path / "nowhere" / "chat.json", messages, "fake")
 
 
+def test_a_pipe_is_read_as_utf_8_whatever_the_system_s_code_page() -> None:
+    """Windows would read it in its own; what is no UTF-8 is an error and no other text."""
+
+    def read(data: bytes) -> str | None:
+        return asyncio.run(PipeReader(io.TextIOWrapper(io.BytesIO(data), encoding="cp1252")).read())
+
+    assert read("a \u2013 b\n".encode()) == "a \u2013 b"
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read(b"\xff\n")
+
+
 def test_a_pipe_gives_a_message_per_line() -> None:
     """A backslash at a line's end goes on in the next; the end of the file is the end of the chat."""
     reader = PipeReader(io.StringIO("one\ntwo \\\nthree\n/stats"))

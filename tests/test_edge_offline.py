@@ -36,7 +36,7 @@ from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.assemble import make_agent
-from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
+from outrider.edge.modes.offline import OfflineText, OfflineWriter, _without_first, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.edge.serve.state import OfflineSettings
@@ -44,6 +44,7 @@ from outrider.edge.serve.unverified import MAX_KEPT, MAX_KEPT_TOKENS, KeptText, 
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.text import TextStyle
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.chooser import TokenLogprobs
 
 __all__ = ["fake_bundle"]  # a fixture
 
@@ -120,6 +121,46 @@ def test_what_was_written_alone_is_verified_once_a_cloud_is_back(agreement: floa
     assert (text.num_replaced == 0) == (agreement == 1.0) == (not script.replaced_at)
     assert set(whole_result(text).sources) <= {Source.DRAFT, Source.TARGET}
     assert "the target confirmed" in offline_line(text)
+
+
+def test_what_is_said_of_each_token_goes_with_it() -> None:
+    """Where the first tokens of a commit are shown already: ranks, alternatives and logprobs are of the others."""
+    logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in (5, 6, 7))
+    batch = TokenBatch((5, 6, 7), 2, 0.0, ranks=(0, 3, 8), alternatives=frozenset({1}), logprobs=logprobs)
+    rest = _without_first(batch, 1)
+    assert (rest.tokens, rest.num_accepted, rest.ranks) == ((6, 7), 1, (3, 8))
+    assert rest.alternatives == {0} and rest.logprobs == logprobs[1:]
+
+
+def test_other_texts_draft_between_the_pieces_of_a_prompt() -> None:
+    """Of a text that the draft writes alone: what another text asks of the thread comes after the piece in work."""
+    done: list[str] = []
+
+    class Slow(ModelDrafter):
+        left = 3
+        agent: StreamAgent
+
+        @property
+        def is_behind(self) -> bool:
+            return self.left > 0
+
+        def read_on(self) -> None:
+            done.append("piece")
+            self.left -= 1
+            self.agent.scheduler.do(lambda: done.append("another text's"))
+
+    async def check() -> None:
+        async with CloudClient("http://127.0.0.1:9") as client:
+            drafter = Slow(fake_draft())
+            agent = make_agent(Mode.STREAM, Endpoints([client], QUICK), drafter)
+            assert isinstance(agent, StreamAgent)
+            drafter.agent = agent
+            writer = OfflineWriter(agent, drafter, frozenset())
+            request = GenerationRequest(tuple(TOKENS), PARAMS, 1, ignore_eos=True)
+            await asyncio.wait_for(writer.generate(request, lambda batch: None, is_up=False), 30.0)
+
+    asyncio.run(check())
+    assert done[:5] == ["piece", "another text's", "piece", "another text's", "piece"]
 
 
 def test_a_cloud_that_is_lost_in_mid_text_leaves_a_verified_beginning() -> None:

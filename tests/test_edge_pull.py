@@ -368,7 +368,6 @@ def lying(change: Callable[[dict[str, Any], dict[str, bytes]], None], place: Pat
         "tokenizer": fake_tokenizer().fingerprint,
         "drafts": [
             {"name": "cpu", "model": "tiny", "device": "cpu", "runtime": "openvino", "precision": "int8",
-             "size_bytes": sum(map(len, files.values())),
              "files": [{"path": path, "size": len(files[path]), "sha256": SHA} for path in paths]}
         ],
     }  # fmt: skip
@@ -380,6 +379,8 @@ def lying(change: Callable[[dict[str, Any], dict[str, bytes]], None], place: Pat
         if file["path"] in files and file["sha256"] == SHA:
             file["sha256"] = hashlib.sha256(files[file["path"]]).hexdigest()
             file["size"] = len(files[file["path"]])
+    draft = listed["drafts"][0]
+    draft.setdefault("size_bytes", sum(file["size"] for file in draft["files"]))
 
     def answer(request: httpx.Request) -> httpx.Response:
         path = request.url.path.removeprefix("/v1/drafts").removeprefix("/cpu/")
@@ -419,6 +420,10 @@ def add_file(path: str) -> Callable[[dict[str, Any]], None]:
         (lambda listed, files: listed["drafts"][0]["files"].pop(0), r"lists cpu without manifest\.json"),
         (lambda listed, files: listed["drafts"][0].update(name="../x"), r"broke the protocol: its answer is not a Dra"),
         (lambda listed, files: listed["drafts"][0].update(size_bytes=-1), r"broke the protocol"),
+        (
+            lambda listed, files: listed["drafts"][0].update(size_bytes=1),
+            r"the files of its draft cpu have \d{7} bytes in all, and 1 are announced; ask the server's operator",
+        ),
         (
             lambda listed, files: listed["drafts"][0]["files"][0].update(size=5 << 20, sha256="1" * 64),
             r"the manifest of cpu has 5242880 bytes",

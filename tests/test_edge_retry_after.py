@@ -8,9 +8,11 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from outrider.edge.cli.run import OFFLINE_RETRY
 from outrider.edge.link.client import CloudClient
-from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.errors import MAX_RETRY_AFTER_S, EndpointLost, retry_after_s
+from outrider.edge.serve.upstream import Upstream, quick
 from outrider.models.errors import CloudError
 from outrider.models.protocol import ModelFacts
 
@@ -34,8 +36,8 @@ class Time:
         self.now += pause_s
 
 
-def verifier(time: Time, asked: list[float], *retry_after: str) -> Answer:
-    """Answers 429 with each of these headers, then the facts; notes when it was asked."""
+def verifier(time: Time, asked: list[float], *retry_after: str, status: int = 429) -> Answer:
+    """Answers `status` with each of these headers, then the facts; notes when it was asked."""
     left = list(retry_after)
 
     def handle(_: httpx.Request) -> httpx.Response:
@@ -43,19 +45,25 @@ def verifier(time: Time, asked: list[float], *retry_after: str) -> Answer:
         if not left:
             return httpx.Response(200, json=FACTS.model_dump())
         error = {"error": {"code": "tokens_exhausted", "message": "too many tokens", "type": "rate_limit_error"}}
-        return httpx.Response(429, json=error, headers={"retry-after": left.pop(0)})
+        return httpx.Response(status, json=error, headers={"retry-after": left.pop(0)})
 
     return handle
 
 
-async def facts_from(time: Time, *handlers: Answer) -> ModelFacts:
+async def facts_from(
+    time: Time,
+    *handlers: Answer,
+    retry: RetryPolicy | None = None,
+    on_trouble: Callable[[str], None] = lambda words: None,
+) -> ModelFacts:
     """Asks the verifiers, one after the other, until one answers."""
     clients = [
         CloudClient(f"http://verifier{index}", transport=httpx.MockTransport(handler))
         for index, handler in enumerate(handlers)
     ]
     try:
-        return await Endpoints(clients, None, time.sleep, time).call(lambda client: client.model_facts())
+        endpoints = Endpoints(clients, retry, time.sleep, time, on_trouble)
+        return await endpoints.call(lambda client: client.model_facts())
     finally:
         for client in clients:
             await client.aclose()
@@ -94,3 +102,29 @@ def test_a_verifier_that_always_asks_for_time_is_given_up() -> None:
     with pytest.raises(CloudError, match="tokens_exhausted: too many tokens"):
         asyncio.run(facts_from(time, verifier(time, asked, *["60"] * 50)))
     assert len(asked) == 6 and time.now == 300.0
+
+
+def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
+    """A text of `run --offline-ok` and one of `outrider serve` wait for 3 s; a question of the latter does not wait."""
+    client = CloudClient("http://verifier", transport=httpx.MockTransport(lambda _: httpx.Response(503)))
+    for_texts = Upstream([client], "t").endpoints()._retry
+    for policy, first_s, last_s, num in ((OFFLINE_RETRY, 3, 3, 2), (for_texts, 3, 4.5, 6), (quick(1), 0.05, 0.05, 2)):
+        time, asked = Time(), list[float]()
+        with pytest.raises(CloudError, match="tokens_exhausted"):
+            asyncio.run(facts_from(time, verifier(time, asked, *["60"] * 9, status=503), retry=policy))
+        assert asked[1] == first_s and time.now == pytest.approx(last_s) and len(asked) == num
+
+
+def test_the_user_reads_how_long_a_verifier_asks_to_wait() -> None:
+    """Else a minute's silence looks like a hang."""
+    time, said = Time(), list[str]()
+    asyncio.run(facts_from(time, verifier(time, [], "60"), on_trouble=said.append))
+    assert said == ["http://verifier0: tokens_exhausted: too many tokens. Trying again in 60 s."]
+
+
+@pytest.mark.parametrize("status", [425, 500, 501, 507, 520, 521, 522, 523, 524, 525, 526, 527, 529, 530, 599])
+def test_another_verifier_is_asked_where_a_proxy_says_that_one_is_away(status: int) -> None:
+    """Whatever number its proxy gives that; the request is not at fault."""
+    time = Time()
+    away, works = verifier(time, [], "0", status=status), verifier(time, [])
+    assert asyncio.run(facts_from(time, away, works)) == FACTS and not time.pauses

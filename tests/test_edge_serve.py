@@ -276,9 +276,12 @@ def test_probes(client: httpx.Client) -> None:
     # A page may come under a name of its own that resolves to this machine; probes do, too.
     assert client.get("/health/ready", headers={"Host": "evil.example"}).json() == {"status": "ready"}
     assert ready.json()["model"] == "fake" and ready.json()["draft_sequences"] == 4
+    (cloud,) = ready.json()["clouds"]
+    assert (cloud["state"], cloud["model"]) == ("up", "fake") and cloud["round_trip_ms"] >= 0.0
     with serve_local("http://127.0.0.1:9") as alone:
         answer = httpx.get(f"{alone.url}/health/ready")
         assert answer.status_code == 503 and answer.json()["status"] == "no_verifier"
+        assert [each["state"] for each in answer.json()["clouds"]] == ["down"]
 
 
 @pytest.mark.parametrize(

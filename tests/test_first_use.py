@@ -231,6 +231,8 @@ def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPat
         ("https://host/v1/", "https://host"),
         ("https://host/prefix/v1", "https://host/prefix"),
         ("[::1]:8000", "http://[::1]:8000"),
+        ("HTTPS://Cloud.Example:443/v1", "https://cloud.example"),
+        ("Http://[FE80::A]:80/Prefix", "http://[fe80::a]/Prefix"),
     ],
 )
 def test_an_address_is_understood_as_other_clients_write_it(given: str, meant: str) -> None:
@@ -239,7 +241,7 @@ def test_an_address_is_understood_as_other_clients_write_it(given: str, meant: s
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "ftp://host", "http://", "host:port", "http://a b", "http://h:0", "http://h?x=1"]
+    "wrong", ["", "ftp://host", "http://", "host:port", "http://a b", "http://h:0", "http://h?x=1", "http://h/a@b"]
 )
 def test_what_is_no_address_is_refused(wrong: str) -> None:
     """In words that show what was given."""

@@ -1,20 +1,25 @@
-"""Attacks on the drafts that a server offers: paths that lead elsewhere, downloads that are not read, greedy ones."""
+"""Attacks on the drafts that a server offers: paths that lead elsewhere, downloads that are not read, greedy ones.
+
+And on the device that pulls one: a draft that is larger than announced.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch, hold
 from bench.attacks.connections import MAX_GROWTH_MB, MAX_HEALTH_S
 from bench.attacks.exchange import ask, request_bytes
+from bench.attacks.hostile_server import Ways, as_answer, hostile_server
 from bench.attacks.probes import health_of, memory_of
 from bench.attacks.rows import Row, listed, seconds
 from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
@@ -23,6 +28,7 @@ PAD_BYTES: Final = 64 << 20
 PAD: Final = "/v1/drafts/draft/pad.txt"
 NUM_CONNECTIONS: Final = 64
 ATTACK_S: Final = 10.0
+_HEAD: Final = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
 SECRET: Final = b"the file beside the bundle"
 
 
@@ -114,3 +120,49 @@ def _beside(subject: Subject, what: str, *, reads: bool) -> Iterator[Row]:
             "growth_mb": memory.growth_mb,
         },
     )
+
+
+def large_offers(subject: Subject) -> Iterator[Row]:
+    """Has `outrider pull` take a draft of 1 byte whose files have 401 MB, and one whose file has no end."""
+    files = {path.name: path.read_bytes() for path in subject.bundles[1].iterdir() if path.is_file()}
+    announced = 401 * 10**6 - sum(map(len, files.values()))
+    manifest = json.loads(files["manifest.json"])
+    raw: dict[str, Any] = {}
+    for what, pad, size_bytes in (("announced as 1 byte", announced, 1), ("a file without end", PAD_BYTES, None)):
+        entry: dict[str, Any] = {"path": "pad.txt", "size": pad, "sha256": hashlib.sha256(bytes(pad)).hexdigest()}
+        files["manifest.json"] = json.dumps({**manifest, "files": [*manifest["files"], entry]}).encode()
+        found: list[dict[str, Any]] = [
+            {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for path, data in sorted(files.items())
+        ]
+        listed_files = [*found, entry]
+        total = sum(file["size"] for file in listed_files)
+        draft = {
+            "name": "draft", "model": "m", "device": "cpu", "runtime": "openvino", "precision": "int8",
+            "size_bytes": size_bytes or total, "files": listed_files,
+        }  # fmt: skip
+        offered = {"model": "m", "target": "t", "tokenizer": manifest["tokenizer_fingerprint"], "drafts": [draft]}
+        others = {f"/v1/drafts/draft/{path}": (_HEAD + data, b"") for path, data in files.items()}
+        others |= {"/v1/drafts": (as_answer(offered), b""), PAD: (_HEAD, bytes(1 << 20))}
+        with tempfile.TemporaryDirectory() as cache, hostile_server() as server:
+            server.ways = Ways(b"", others=others)
+            done = subprocess.run(
+                [subject.own_python, "-m", "outrider.edge.cli", "pull", "--server", server.url, "--name", "draft"],
+                env={**subject.environment, "OUTRIDER_CACHE": cache},
+                capture_output=True,
+                text=True,
+                timeout=120.0,
+            )
+            on_disk = sum(path.stat().st_size for path in Path(cache).rglob("*") if path.is_file())
+            num_files = sum(path.startswith("/v1/drafts/") for path in server.paths)
+        raw[what] = {"status": done.returncode, "mb": on_disk / 1e6, "asked": num_files, "errors": done.stderr[-300:]}
+        is_met = done.returncode == 2 and "Traceback" not in done.stderr
+        is_met &= on_disk <= (total if size_bytes is None else 0) and (size_bytes is None or not num_files)
+        yield Row(
+            "15",
+            f"`outrider pull` from a server that lies about a draft's size: {what}",
+            f"exit {done.returncode}; {num_files} files asked for, {on_disk / 1e6:.0f} MB on the disk",
+            "exit 2; none, 0 MB" if size_bytes else f"exit 2; {total / 1e6:.0f} MB, as announced",
+            is_met,
+            raw[what],
+        )

@@ -32,11 +32,12 @@ class Ways:
 
 
 class HostileServer:
-    """Answers every request as `ways` says."""
+    """Answers every request as `ways` says. paths: what was asked for."""
 
     def __init__(self) -> None:
         self.ways = Ways(b"")
         self.num_sessions = 0
+        self.paths: list[str] = []
         self._socket = socket.create_server((HOST, 0))
         self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -57,6 +58,7 @@ class HostileServer:
         with suppress(OSError, ValueError), connection:
             head = _head(connection)
             ways, path = self.ways, head.split(b" ")[1].decode("latin-1")
+            self.paths.append(path)
             if path == "/v1/sessions":
                 self.num_sessions += 1
                 first = ways.session if ways.answer is None else ways.answer(_body(connection, head))

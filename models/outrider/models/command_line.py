@@ -156,7 +156,8 @@ def run_app(app: typer.Typer, *, what: str, extra: str) -> NoReturn:
         try:
             code = _run(app, what, extra)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
+            if sys.stdout is not None:  # pythonw.exe has none
+                sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
     except BrokenPipeError:
         code = PIPE_CLOSED
         _drop_output()

@@ -53,7 +53,7 @@ VERIFY_S: Final = 600.0
 POST_S: Final = 10.0
 _NUM_MISSED: Final = 3  # keep-alives in a row without which it counts as stopped
 _SILENCE_S: Final = 120.0  # of a server that does not say how often it writes
-_PASSING: Final = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
+_PASSING: Final = frozenset({404, 408, 410, 425, 429})  # and all from 500 on
 _ASK: Final = [
     ("Content-Type", "application/json"),
     ("Accept-Encoding", "identity"),
@@ -231,7 +231,7 @@ async def _require_success(response: httpx.Response) -> None:
         code, message = error.code, error.message[:600]
     except ValidationError:
         code, message = "http_error", f"HTTP {status}"
-    if status in _PASSING and code != "prefix_not_held":
+    if (status >= 500 or status in _PASSING) and code != "prefix_not_held":
         after = response.headers.get("retry-after", "")
         wait_s = min(60.0, float(after)) if re.fullmatch("[0-9]{1,9}", after) else 0.0
         raise UpstreamLost(f"the upstream verifier answered {status} {code}: {message}", wait_s)

@@ -20,7 +20,8 @@ from outrider.edge.cli.placing import measured_link, placed_words, rank
 from outrider.edge.cli.said import SaidOnce
 from outrider.edge.devices.placement import DraftChoice, Placement
 from outrider.edge.devices.profiles import Link
-from outrider.edge.link.client import ClientOptions, verifier_url
+from outrider.edge.link.address import split_login, verifier_url
+from outrider.edge.link.client import ClientOptions
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.ladder import Candidate, candidates_of
@@ -44,10 +45,16 @@ Clouds = Sequence[tuple[str, ClientOptions]]
 
 
 def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
-    """The addresses with their keys. Raises ConfigError for an address or a key file that cannot be used."""
-    for url in urls:
-        verifier_url(url)
-    return [(url, ClientOptions(api_key=keys.for_url(url, urls), certificate=keys.certificate)) for url in urls]
+    """The addresses with their keys, each without the password that it may have: that goes into its options.
+
+    Raises ConfigError for an address or a key file that cannot be used.
+    """
+    clouds = []
+    for text in urls:
+        url, login = split_login(verifier_url(text))
+        key = keys.for_url(text, urls)
+        clouds.append((url, ClientOptions(api_key=key, certificate=keys.certificate, login=login)))
+    return clouds
 
 
 def find_drafts(
@@ -79,7 +86,9 @@ def find_drafts(
 def _pulled(
     choice: DraftChoice, clouds: Clouds, about: Console, said: SaidOnce, *, needs_server: bool
 ) -> list[str | Path]:
-    retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
+    retry = None
+    if not needs_server:
+        retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
     try:
         # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
         note = said.note if needs_server else lambda words: None

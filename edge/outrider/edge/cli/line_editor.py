@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ class PipeReader:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdin
+        if isinstance(self._stream, io.TextIOWrapper):  # else Windows reads it in the system's code page
+            self._stream.reconfigure(encoding="utf-8", errors="surrogateescape")
 
     async def read(self) -> str | None:
         """The next message. Blocks the event loop: nothing else runs between two answers."""

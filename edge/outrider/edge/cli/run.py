@@ -50,7 +50,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
 from outrider.models.tokenizer import Tokenizer
 
-OFFLINE_RETRY: Final = RetryPolicy(max_failures=2, max_outage_s=3.0, max_loading_s=1.0)
+OFFLINE_RETRY: Final = RetryPolicy(max_failures=2, max_outage_s=3.0, max_loading_s=1.0, max_asked_s=3.0)
 """With --offline-ok a cloud is given up soon: text comes in the meantime, and the cloud is looked for."""
 
 
@@ -82,7 +82,10 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
     is_drafted = options.mode is not Mode.CLOUD_ONLY
     said = SaidOnce(about)
-    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about, said)]
+    paths = find_drafts(
+        options.draft, options.choice, clouds, about, said, needs_server=not (options.offline_ok and is_drafted)
+    )
+    bundles = [open_draft_bundle(path) for path in paths]
     steps: list[str] = []
     draft: OpenDraft | None = None
     bundle = bundles[0]

@@ -162,5 +162,6 @@ def _announce(url: str, core: LocalCore) -> None:
     if num_texts:
         drafting += f", for {num_texts} text{'s' if num_texts > 1 else ''} at a time"
     lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1, a browser at {url}/"]
-    sys.stdout.write(visible("\n".join(lines)) + "\n")
-    sys.stdout.flush()
+    if sys.stdout is not None:  # a service under pythonw.exe has none
+        sys.stdout.write(visible("\n".join(lines)) + "\n")
+        sys.stdout.flush()

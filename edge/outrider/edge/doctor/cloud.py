@@ -24,8 +24,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
 from outrider.edge.link.address import without_password
 from outrider.edge.link.certificate import ClientCertificate
+from outrider.edge.link.errors import naming_a_wrong_proxy, untrusted
 from outrider.edge.link.tls import system_tls
 from outrider.edge.setup.endpoints import is_plain_http
+from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import PROTOCOL_VERSION, TREES_SINCE, ReadyAnswer
 
@@ -54,13 +56,17 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """An address, its key, whether the key may go there without encryption, and what the device shows there."""
+    """An address, its key, whether the key may go there without encryption, and what the device shows there.
+
+    login: user:password of the address, which has neither.
+    """
 
     url: str
     key: str | None = None
     label: str = ""
     is_http_allowed: bool = False
     certificate: ClientCertificate | None = None
+    login: str | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -87,11 +93,19 @@ class CloudReport:
             yield from direct
             if any(each.status == "fault" for each in direct):
                 return
-        with httpx.Client(
-            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
-            trust_env=not is_loopback(host),
-            verify=tls_context(self.cloud.certificate) if parts.scheme == "https" else True,
-        ) as client:
+        try:
+            with naming_a_wrong_proxy():
+                opened = httpx.Client(
+                    timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+                    trust_env=not is_loopback(host),
+                    verify=tls_context(self.cloud.certificate) if parts.scheme == "https" else True,
+                    auth=httpx.BasicAuth(*self.cloud.login.split(":", 1)) if self.cloud.login else None,
+                )
+        except ConfigError as error:
+            found, _, advice = str(error).rpartition("; ")
+            yield fault(self.step_name("proxy"), found, advice)
+            return
+        with opened as client:
             yield from self._check_http(client)
 
     def step_name(self, step: str) -> str:
@@ -135,15 +149,13 @@ class CloudReport:
                 until = certificate.get("notAfter", "an unknown time")
                 return ok(name, f"{secured.version()}, certificate valid until {until}")
         except ssl.SSLCertVerificationError as error:
-            if "not yet valid" in error.verify_message or "expired" in error.verify_message:
-                return fault(name, f"the certificate was refused: {error.verify_message}", "set this machine's clock")
-            advice = "name the certificate's issuer in SSL_CERT_FILE, or correct the address"
-            return fault(name, f"the certificate was refused: {error.verify_message}", advice)
+            found, advice = untrusted(error)
+            return fault(name, f"the certificate was refused: {found}", advice)
         except (OSError, ValueError) as error:
             return fault(name, f"no TLS there ({_words(error)})", "use http:// if the server has no certificate")
 
     def _check_http(self, client: httpx.Client) -> Iterator[Finding]:
-        name, shown = self.step_name("HTTP"), without_password(self.cloud.url)
+        name, shown = self.step_name("HTTP"), self.cloud.url
         try:
             status, headers, body = self._get(client, "/health/live")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:

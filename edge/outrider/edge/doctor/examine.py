@@ -15,7 +15,7 @@ from outrider.edge.doctor.hardware import check_disk, check_memory, check_power,
 from outrider.edge.doctor.installation import check_packages, check_python
 from outrider.edge.doctor.probe import ProbeFailed, Profile, profile_draft
 from outrider.edge.drafting.depth import MAX_DEPTH
-from outrider.edge.link.address import verifier_url, without_password
+from outrider.edge.link.address import split_login, verifier_url, without_password
 from outrider.edge.setup.endpoints import Endpoint, Keys
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
@@ -76,22 +76,23 @@ def _examine_cloud(
     from outrider.edge.doctor.cloud import Cloud, CloudReport, check_tokenizer
 
     try:
-        address = verifier_url(url)
+        address, login = split_login(verifier_url(url))
     except ConfigError:
         found = f"{without_password(url)!r} is no address; expected http://host:port or https://host"
         yield fault("cloud", found, "correct it")
         return
-    endpoint = next((each for each in patient.keys.endpoints if each.url == address), None)
+    endpoint = next((each for each in patient.keys.endpoints if each.url == verifier_url(url)), None)
     try:
-        key = patient.keys.key_of(address, patient.urls)
+        key = patient.keys.key_of(url, patient.urls)
     except ConfigError as error:
         problem, _, advice = str(error).rpartition("; ")
-        yield fault("key file", problem, advice)
+        yield fault("key file" if login is None else "key", problem, advice)
         return
     if key is not None:
         secrets.add(key)
     label = _label(address, endpoint) if len(patient.urls) > 1 else ""
-    report = CloudReport(Cloud(address, key, label, patient.keys.allows_http(address), patient.keys.certificate))
+    is_http_allowed = patient.keys.allows_http(url)
+    report = CloudReport(Cloud(address, key, label, is_http_allowed, patient.keys.certificate, login))
     reports.append(report)
     yield from report.findings()
     if report.facts is not None:

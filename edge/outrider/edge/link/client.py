@@ -9,22 +9,36 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+import ssl
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.cookiejar import DefaultCookiePolicy
 from importlib.metadata import version
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
 from outrider.edge import tracing
+from outrider.edge.link.address import split_login
 from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
 from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.checks import SessionCheck, check_rendered, check_result, check_times
-from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, retry_after_s, short, silent
+from outrider.edge.link.errors import (
+    EndpointLost,
+    EndpointWrong,
+    ProtocolBroken,
+    lost,
+    naming_a_wrong_proxy,
+    refusal_error,
+    retry_after_s,
+    short,
+    silent,
+)
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
 from outrider.edge.link.tls import system_tls
@@ -88,10 +102,11 @@ class ClientOptions:
     call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream, the rest for
     drafts in flight. certificate: what the device shows to servers that ask for one.
     no_store: asks servers to keep no text of a session, and to draft it from none that they kept.
+    login: user:password of a proxy in front, where there is no key; the address may have it instead.
     """
 
-    api_key: str | None = None
-    connect_timeout_s: float = 5.0
+    api_key: str | None = field(default=None, repr=False)
+    connect_timeout_s: float = 2.5
     write_timeout_s: float = 30.0
     keep_alive_s: float = 5.0
     stream_timeout_s: float = 120.0
@@ -99,6 +114,7 @@ class ClientOptions:
     max_connections: int = 12
     certificate: ClientCertificate | None = None
     no_store: bool = False
+    login: str | None = field(default=None, repr=False)
 
 
 class CloudClient:
@@ -115,7 +131,8 @@ class CloudClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         options = options or ClientOptions()
-        self.url = verifier_url(url)
+        # Whatever shows or keeps the address has it without a password.
+        self.url, login = split_login(verifier_url(url))
         self.is_local = is_loopback(urlsplit(self.url).hostname or "")
         self._options = options
         self._silence_s = longest_silence_s(options.keep_alive_s)
@@ -126,21 +143,25 @@ class CloudClient:
             max_keepalive_connections=options.max_connections,
             keepalive_expiry=60.0,
         )
-        self._http = httpx.AsyncClient(
-            verify=system_tls(options.certificate) if transport is None and self.url.startswith("https:") else True,
-            timeout=self._timeouts(self._silence_s),
-            limits=limits,
-            transport=transport,
-            trust_env=not self.is_local,
-        )
+        is_tls = transport is None and self.url.startswith("https:")
+        with naming_a_wrong_proxy():
+            self._http = httpx.AsyncClient(
+                verify=system_tls(options.certificate) if is_tls else True,
+                timeout=self._timeouts(self._silence_s),
+                limits=limits,
+                transport=transport,
+                trust_env=not self.is_local,
+            )
         # A server could fill memory and every later request with cookies.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; drafts need none of them.
         for name in list(self._http.headers):
             del self._http.headers[name]
-        self._has_key = bool(options.api_key)
+        self._login, self._has_key = login or options.login, bool(options.api_key)
         if self._has_key:
             self._http.headers["Authorization"] = f"Bearer {options.api_key}"
+        elif self._login:
+            self._http.headers["Authorization"] = f"Basic {b64encode(self._login.encode()).decode()}"
         self._owns_connections = True
         self._left = LeftSteps()
         self._is_traced = transport is None or isinstance(transport, httpx.AsyncHTTPTransport)
@@ -346,12 +367,33 @@ class CloudClient:
         except httpx.ReadTimeout as e:
             raise silent(self.url, self._silence_s) from e
         except httpx.TransportError as e:
+            if await self._is_tls(e):
+                found = f"{self.url}: what answers there speaks TLS"
+                raise EndpointWrong(f"{found}; use https{self.url.removeprefix('http')}") from e
             raise lost(self.url, e) from e
         except AttributeError as e:
             # anyio asks a connection for its peer that was reset while it was being opened.
             if "getpeername" not in str(e):
                 raise
             raise EndpointLost(f"{self.url}: the connection was reset") from e
+
+    async def _is_tls(self, error: httpx.TransportError) -> bool:
+        """Whether TLS answers at an http address that has never answered HTTP: asks, since a TLS server closes the
+        connection of a plain client without a word, or with bytes that are none of HTTP.
+        """
+        parts = urlsplit(self.url)
+        is_cut = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
+        if parts.scheme != "http" or self._headers_down or not is_cut or getproxies().keys() & {"http", "all"}:
+            return False
+        try:
+            async with asyncio.timeout(self._options.connect_timeout_s):
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=system_tls())
+        except ssl.SSLCertVerificationError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
 
     async def _require_success(self, response: httpx.Response) -> None:
         """Raises the error that the answer reports, and ProtocolBroken for a redirect or a compressed body."""
@@ -411,6 +453,9 @@ class CloudClient:
 
     def _refusal(self, status: int, body: bytes) -> OutriderError:
         error = _reported(status, body)
+        if status == 401 and self._login and not self._has_key:
+            words = f"{self.url} does not accept the user name and password of its address: correct them, or set a key"
+            return RequestError(error.code, f"{words} with OUTRIDER_API_KEY instead.", status=status)
         if status == 401:
             # The server's words name an HTTP header; users of the agent set a variable.
             needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"

@@ -27,8 +27,19 @@ class DraftClient(CloudClient):
     """A client of one server that also downloads; raises as `CloudClient` does."""
 
     async def draft_list(self) -> DraftList:
-        """GET /v1/drafts."""
-        return self._parse(DraftList, await self._exchange("GET", "/v1/drafts", headers=PLAIN))
+        """GET /v1/drafts. Raises ProtocolBroken where a draft's size is not that of its files: it is what the user sees
+        and what room is made for.
+        """
+        offered = self._parse(DraftList, await self._exchange("GET", "/v1/drafts", headers=PLAIN))
+        for draft in offered.drafts:
+            if (num_bytes := sum(file.size for file in draft.files)) != draft.size_bytes:
+                raise ProtocolBroken(
+                    self.url,
+                    f"the files of its draft {draft.name} have {num_bytes} bytes in all, and {draft.size_bytes} are "
+                    "announced",
+                    "ask the server's operator",
+                )
+        return offered
 
     @asynccontextmanager
     async def download(self, draft: str, file: OfferedFile, start: int = 0) -> AsyncIterator[Arriving]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from outrider.edge.link.client import CloudClient
-from outrider.edge.link.errors import EndpointLost, EndpointUnfit, refusal_error
+from outrider.edge.link.errors import EndpointLost, EndpointUnfit, EndpointWrong, refusal_error
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.results import ByteCounts
@@ -35,7 +35,8 @@ class RetryPolicy:
     many connections in a few seconds. A URL that never answered is wrong more often than late, except at a loopback
     address: a server that was started a moment ago refuses connections while it loads, so failures must have gone on
     for `max_loading_s`. After each whole round of endpoints comes a pause, which doubles. An endpoint that asks for a
-    longer one (Retry-After) is not tried before, and others come first.
+    longer one (Retry-After) is not tried before, and others come first; but nobody waits for that beyond `max_asked_s`
+    after the outage began, or beyond the time above.
     """
 
     max_failures: int = 6
@@ -43,6 +44,7 @@ class RetryPolicy:
     max_loading_s: float = 15.0
     first_pause_s: float = 0.05
     max_pause_s: float = 2.0
+    max_asked_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +176,14 @@ class Endpoints:
         failed = self._clients[self._current].url
         if self._fleet is not None:
             self._fleet.failed(failed, error)
-        if isinstance(error, EndpointUnfit):
+        # One that has worked may do so again: a name that is gone while this device changes networks, a portal's
+        # certificate.
+        is_final = isinstance(error, EndpointUnfit) or (isinstance(error, EndpointWrong) and not self._has_answered)
+        if is_final:
             text.unfit[failed] = error
         if error.retry_after_s:
-            self._not_before[failed] = now + error.retry_after_s
+            latest = self._outage_began_at + max(retry.max_asked_s, self._max_outage_s(error))
+            self._not_before[failed] = min(now + error.retry_after_s, latest)
         num_fit = sum(client.url not in text.unfit for client in self._clients)
         if num_fit == 0:
             raise _none_fit(list(text.unfit.values()))
@@ -190,18 +196,19 @@ class Endpoints:
             ) from error
         self._current = self._next(text)
         following = self._choose(text).url
-        if isinstance(error, EndpointUnfit):
-            self._on_trouble(f"{error}. Trying {following}.")
-        elif num_failures == 1 and num_fit > 1:
-            what = f"No verifier answers at {failed}." if error.is_absent else f"{error}."
-            self._on_trouble(f"{what} Trying {following}.")
-        elif num_failures == num_fit:
-            self._on_trouble(f"{self._question(text) if error.is_absent else f'{error}.'} Trying again.")
         num_rounds, num_tried = divmod(num_failures, num_fit)
         pause_s = self._not_before.get(following, now) - now
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
             pause_s = max(pause_s, min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+        if is_final:
+            self._on_trouble(f"{error}. Trying {following}.")
+        elif num_failures == 1 and num_fit > 1:
+            what = f"No verifier answers at {failed}." if error.is_absent else f"{error}."
+            self._on_trouble(f"{what} Trying {following}.")
+        elif num_failures == num_fit:
+            again = f"Trying again{f' in {pause_s:.0f} s' if pause_s >= 1.0 else ''}."
+            self._on_trouble(f"{self._question(text) if error.is_absent else f'{error}.'} {again}")
         if pause_s > 0.0:
             await self._sleep(pause_s)
 
@@ -257,7 +264,7 @@ async def _look(client: CloudClient) -> Served:
     return Served(client.url, ready.model, ready.target)
 
 
-def _none_fit(errors: list[EndpointUnfit]) -> OutriderError:
+def _none_fit(errors: list[EndpointLost]) -> OutriderError:
     if len(errors) == 1:
         return errors[0]
     return CloudError(f"no cloud endpoint can go on with this text: {'; '.join(map(str, errors))}")

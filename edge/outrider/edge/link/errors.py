@@ -2,6 +2,7 @@
 
 CloudError
 └── EndpointLost          cannot be reached, is silent or overloaded, or lost the session: try again, here or elsewhere
+    ├── EndpointWrong     its address or its certificate is wrong: one that never answered is tried elsewhere only
     └── EndpointUnfit     cannot go on with this text: try elsewhere only
         ├── ProtocolBroken    its answer is none of this protocol, or beyond its bounds
         └── TargetMismatch    it serves another target than the one that began the text
@@ -10,15 +11,28 @@ CloudError
 from __future__ import annotations
 
 import re
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import httpx
 
-from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
+from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.protocol import ErrorBody
 
-# Answers that another endpoint, or the same one a little later, may not give.
-_PASSING_STATUS: Final = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
+# Answers that another endpoint, or the same one a little later, may not give; so are all from 500 on, whoever made up
+# their numbers: proxies and content networks use 520 to 530 where the server behind them is away.
+_PASSING_STATUS: Final = frozenset({404, 408, 410, 425, 429})
+# Of an answer 404, where the path is unknown, and not a session or a draft.
+_NO_PATH: Final = frozenset({"not_found", "unsupported_endpoint", "http_error"})
+# What a TLS client reads where plain HTTP is spoken, by version of OpenSSL.
+_NO_TLS: Final = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "UNKNOWN_PROTOCOL", "HTTP_REQUEST"})
+# EAI_AGAIN is not among them: a name server that is away.
+_NO_NAME: Final = frozenset(
+    number for name in ("EAI_NONAME", "EAI_NODATA") if (number := getattr(socket, name, None)) is not None
+)
 MAX_RETRY_AFTER_S: Final = 60.0
 """A server that asks for a longer wait is asked again after this."""
 MAX_WORDS: Final = 600
@@ -39,6 +53,10 @@ class EndpointLost(CloudError):
         self.retry_after_s = 0.0
 
 
+class EndpointWrong(EndpointLost):
+    """There is no verifier at this address, or none that this device trusts, until somebody corrects that."""
+
+
 class EndpointUnfit(EndpointLost):
     """This endpoint cannot go on with the text, however often it is tried."""
 
@@ -56,6 +74,8 @@ class TargetMismatch(EndpointUnfit):
 
 def lost(url: str, error: httpx.TransportError, *, is_answering: bool = False) -> EndpointLost:
     """The exception for a connection that failed. is_answering: within an answer, not before its head."""
+    if (wrong := _wrong(url, error)) is not None:
+        return wrong
     # httpx has one type for both: what is no HTTP, and a connection that ends in the middle of an answer.
     if isinstance(error, httpx.RemoteProtocolError) and not re.search("(?i)disconnected|closed", str(error)):
         return ProtocolBroken(url, f"its answer is not HTTP ({short(str(error))})")
@@ -66,6 +86,32 @@ def lost(url: str, error: httpx.TransportError, *, is_answering: bool = False) -
         # an end of the stream, or a reset where the server closed before it had read the request.
         words += " If it asks for client certificates, give --tls-client-cert with one that it accepts."
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
+
+
+def _wrong(url: str, error: httpx.TransportError) -> EndpointWrong | None:
+    """The exception for a connection that fails until somebody corrects the address or the certificate."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            found, advice = untrusted(cause)
+            return EndpointWrong(f"{url}: its certificate was refused: {found}; {advice}")
+        if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
+            plain = f"http{url.removeprefix('https')}"
+            return EndpointWrong(f"{url}: what answers there speaks no TLS; use {plain} if that is the verifier")
+        if isinstance(cause, socket.gaierror) and cause.errno in _NO_NAME:
+            return EndpointWrong(f"{url}: no host has this name ({cause.strerror}); correct the address")
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def untrusted(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
+    """Why a server's certificate was refused, and what to do."""
+    found = getattr(error, "verify_message", None) or str(error)
+    if "expired" in found or "not yet valid" in found:  # else its owner has to renew it
+        return found, "set this machine's clock"
+    if "mismatch" in found:
+        return found, "use an address that the certificate names"
+    return found, "have this system trust its issuer, or name the issuer's certificate in SSL_CERT_FILE"
 
 
 def retry_after_s(header: str | None) -> float:
@@ -85,9 +131,28 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     code, message = short(error.code), short(error.message)
     if code == "tokenizer_mismatch":
         return TokenizerMismatch(message)
-    if status in _PASSING_STATUS:
+    if status == 404 and code in _NO_PATH:
+        advice = "give --cloud the address of `outrider-cloud serve`"
+        return EndpointWrong(f"there is no verifier at {url}: {message}; {advice}", status=status)
+    if status >= 500 or status in _PASSING_STATUS:
         return EndpointLost(f"{url}: {code}: {message}", status=status)
     return RequestError(code, f"{message} (from {url})", status=status)
+
+
+@contextmanager
+def naming_a_wrong_proxy() -> Iterator[None]:
+    """Raises ConfigError where httpx cannot use the proxy that the environment names."""
+    try:
+        yield
+    except ImportError:
+        raise ConfigError(
+            "the environment names a SOCKS proxy (ALL_PROXY, HTTPS_PROXY or HTTP_PROXY), which needs another package; "
+            'run: pip install "httpx[socks]"'
+        ) from None
+    except (ValueError, httpx.InvalidURL):  # their words may repeat a password
+        raise ConfigError(
+            "the environment's proxy (ALL_PROXY, HTTPS_PROXY or HTTP_PROXY) is no address; expected http://host:port"
+        ) from None
 
 
 def short(text: str) -> str:

@@ -154,6 +154,12 @@ class Fleet:
         member.error, member.has_served = None, True
         member.breaker.succeeded()
 
+    def answered(self, url: str, ready: ReadyAnswer, took_ms: float) -> None:
+        """Records what a cloud said of its readiness to somebody else's question."""
+        member = self._members[url]
+        member.ready, member.looked_at = ready, self._clock()
+        member.round_trips.append(took_ms)
+
     async def look(self, timeout_s: float) -> list[Served]:
         """Looks at all clouds at the same time; what they serve, of those that answer in time."""
         looks = [member.look or self._look(member) for member in self._members.values()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.edge.link.errors import EndpointUnfit, TargetMismatch, short
+from outrider.edge.link.errors import EndpointLost, TargetMismatch, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class TextOrigin:
     """Of one text: the target of its first token, and the endpoints that cannot go on with it, by URL."""
 
     def __init__(self) -> None:
-        self.unfit: dict[str, EndpointUnfit] = {}
+        self.unfit: dict[str, EndpointLost] = {}
         self._began: Served | None = None
         self._last_url = ""
 

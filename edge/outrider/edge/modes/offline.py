@@ -120,7 +120,7 @@ class OfflineWriter:
                 return  # shown already
             self._replace(text)
             text.verified += tokens[same:]
-            on_tokens(replace(batch, tokens=tokens[same:], num_accepted=max(0, batch.num_accepted - same)))
+            on_tokens(_without_first(batch, same))
 
         rest = replace(
             request,
@@ -154,6 +154,8 @@ class OfflineWriter:
         watch = asyncio.create_task(self._watch()) if self.find_cloud is not None else None
         try:
             await self._in_thread(partial(self._begin, text, request))
+            while await self._in_thread(self._read_on):  # a piece at a time: other texts draft between them
+                pass
             while (reason := self._over(text, request)) is None:
                 if watch is not None and watch.done():
                     return False, True
@@ -204,8 +206,12 @@ class OfflineWriter:
     def _begin(self, text: OfflineText, request: GenerationRequest) -> None:
         known = replace(request, end_ids=self.stop_ids, num_generated=request.num_generated + len(text.tokens))
         self.drafter.begin([*request.prompt, *text.tokens], request.params, known.plan)
-        while self.drafter.is_behind:
+
+    def _read_on(self) -> bool:
+        """Reads a piece of the text; whether there is more."""
+        if self.drafter.is_behind:
             self.drafter.read_on()
+        return self.drafter.is_behind
 
     def _next(self) -> int | None:
         """The draft's own pick; None where no model is left, or its context is full."""
@@ -231,6 +237,18 @@ class OfflineWriter:
         while not await self.find_cloud():
             await self.sleep(pause_s)
             pause_s = min(MOST_LOOK_S, 2.0 * pause_s)
+
+
+def _without_first(batch: TokenBatch, num: int) -> TokenBatch:
+    """The batch without its first tokens, which are shown already, and without what is said of each of these."""
+    return replace(
+        batch,
+        tokens=batch.tokens[num:],
+        num_accepted=max(0, batch.num_accepted - num),
+        ranks=batch.ranks[num:],
+        alternatives=frozenset(index - num for index in batch.alternatives if index >= num),
+        logprobs=batch.logprobs[num:],
+    )
 
 
 def whole_result(text: OfflineText) -> GenerationResult:

@@ -58,8 +58,8 @@ from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import ModelFacts
 
 PATHS_ARE: Final = (
-    "this server has /v1/chat/completions, /v1/completions, /v1/models, /v1/outrider/verify, /health/live, "
-    "/health/ready and a page at /"
+    "this is `outrider serve`, not a verifier: it has /v1/chat/completions, /v1/completions, /v1/models, "
+    "/v1/outrider/verify, /health/live, /health/ready and a page at /"
 )
 """What an answer 404 says."""
 
@@ -214,10 +214,11 @@ def local_routes(core: LocalCore) -> list[Route]:
             readiness.model = upstream.model
         except OutriderError:
             readiness.status = "no_verifier"
-        if core.upstream.has_choice:
-            known = CloudReadiness.model_fields
-            states = [asdict(state) for state in core.upstream.fleet.states()]
-            readiness.clouds = [CloudReadiness(**{name: state[name] for name in known}) for state in states]
+        known = CloudReadiness.model_fields
+        states = [asdict(state) for state in core.upstream.fleet.states()]
+        if readiness.status == "no_verifier":  # a lone one is not left out, so nothing else says that it is down
+            states = [state | {"state": "down"} for state in states]
+        readiness.clouds = [CloudReadiness(**{name: state[name] for name in known}) for state in states]
         status = 200 if readiness.status == "ready" else 503
         # Probes come under any name; so may a page, by a name of its own that resolves to this machine.
         return _json(readiness if _is_known_host(core, request) else HostlessReadiness(status=readiness.status), status)

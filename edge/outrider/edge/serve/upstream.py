@@ -33,6 +33,8 @@ PATIENT_S: Final = 1.0
 old ones: it is refused where another target answers."""
 READY_S: Final = 1.0
 """The same for readiness: probes may come often."""
+ASKED_S: Final = 3.0
+"""How long a text waits for verifiers that ask for time; then its client gets 503, and can do so itself."""
 
 
 class Upstream:
@@ -47,7 +49,7 @@ class Upstream:
     ) -> None:
         self._clients = list(clients)
         self._fingerprint = fingerprint
-        self._retry = retry or RetryPolicy(max_loading_s=2.0)
+        self._retry = retry or RetryPolicy(max_loading_s=2.0, max_asked_s=ASKED_S)
         self._clock = clock
         self._facts: tuple[float, ModelFacts] | None = None
         self._facts_url = ""
@@ -56,11 +58,6 @@ class Upstream:
         # One question of a kind at a time, however many clients wait for its answer.
         self._asked: dict[Callable[[], Awaitable[Any]], asyncio.Task[Any]] = {}
         self.fleet = Fleet(self._clients, on_change=_note)
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether there are several verifiers."""
-        return len(self._clients) > 1
 
     async def aclose(self) -> None:
         """Closes every connection."""
@@ -145,7 +142,14 @@ class Upstream:
 
     async def _ask_ready(self) -> ReadyAnswer:
         now = self._clock()
-        ready = await self._ask(lambda client: client.ready())
+
+        async def ask(client: CloudClient) -> ReadyAnswer:
+            asked_at = self._clock()
+            ready = await client.ready()
+            self.fleet.answered(client.url, ready, 1e3 * (self._clock() - asked_at))
+            return ready
+
+        ready = await self._ask(ask)
         self._ready = (now, ready)
         return ready
 
@@ -164,9 +168,12 @@ class Upstream:
 
     async def _ask(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
         clients = [client.for_one_text() for client in self.fleet.ranked()]
-        # A client waits for this before its text begins: each verifier is asked once, an only one twice.
-        quick = RetryPolicy(max_failures=max(2, len(clients)), max_outage_s=0.0, max_loading_s=0.0)
-        return await Endpoints(clients, quick, fleet=self.fleet).call(ask)
+        return await Endpoints(clients, quick(len(clients)), fleet=self.fleet).call(ask)
+
+
+def quick(num_clouds: int) -> RetryPolicy:
+    """For what a client waits for before its text begins: each verifier is asked once, an only one twice."""
+    return RetryPolicy(max_failures=max(2, num_clouds), max_outage_s=0.0, max_loading_s=0.0, max_asked_s=0.0)
 
 
 async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import platformdirs
 
+from outrider.edge.link.address import without_password
 from outrider.models.errors import ConfigError
 
 VARIABLE: Final = "OUTRIDER_CONFIG"
@@ -122,6 +123,7 @@ def described(value: object) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, str):
+        value = without_password(value) if "://" in value else value
         return repr(value if len(value) <= 60 else value[:60] + "...")
     if isinstance(value, list):
         return "a list" if len(value) != 1 else f"a list of {described(value[0])}"

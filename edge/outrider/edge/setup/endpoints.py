@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from outrider.edge.link.address import verifier_url, without_password
+from outrider.edge.link.address import split_login, verifier_url, without_password
 from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.setup.config_file import ENDPOINT, ConfigFile, described
 from outrider.edge.setup.key_file import read_key_file
@@ -112,9 +112,10 @@ class Keys:
     def for_url(self, url: str, urls: Sequence[str]) -> str | None:
         """The key to send to `url`. Raises as `key_of`, and ConfigError where the key would go without encryption."""
         key = self.key_of(url, urls)
-        if key is not None and is_plain_http(verifier_url(url)) and not self.allows_http(url):
+        address, login = split_login(verifier_url(url))
+        if (key or login) and is_plain_http(address) and not self.allows_http(url):
             raise ConfigError(
-                f"the key would go to {without_password(verifier_url(url))} without encryption, where everyone on the "
+                f"the {'key' if key else 'password'} would go to {address} without encryption, where everyone on the "
                 "way can read it; use https, or allow it with --allow-http"
             )
         return key
@@ -123,8 +124,18 @@ class Keys:
         """The key for `url`, one of `urls` in use; None: none.
 
         An endpoint's own key goes nowhere else, and several configured endpoints never get the general key. Raises
-        ConfigError for a key file that cannot be used.
+        ConfigError for a key file that cannot be used, and for a key beside a password in the address: a request has
+        one of them.
         """
+        key = self._key_of(url, urls)
+        if key is not None and split_login(verifier_url(url))[1] is not None:
+            raise ConfigError(
+                f"the address {without_password(url)} has a user name and password, and there is a key for it; leave "
+                "one of them out"
+            )
+        return key
+
+    def _key_of(self, url: str, urls: Sequence[str]) -> str | None:
         if self.general is not None and self.is_asked and len(urls) == 1:
             return self.general
         own = self._endpoint_of(url)

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, place_draft
-from outrider.edge.link.address import verifier_url
+from outrider.edge.link.address import split_login, verifier_url
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.places import default_cache_dir
@@ -30,7 +30,7 @@ class PulledFor(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     model: str
-    server: str
+    server: Annotated[str, AfterValidator(lambda url: split_login(url)[0])]  # records once held passwords
     name: str
     at_s: float
 
@@ -138,7 +138,7 @@ def find_pulled_from(
     urls: Sequence[str], choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None
 ) -> Pulled | None:
     """The draft that was pulled last from one of these servers, and that `choice` can run here: none is asked."""
-    servers = {verifier_url(url) for url in urls}
+    servers = {split_login(verifier_url(url))[0] for url in urls}
     found = [
         (pulled.at_s, each.bundle.path.name, each)
         for each in (shelf or Shelf()).drafts()
