@@ -386,17 +386,19 @@ assert fake_tokenizer().size > 99
 
 
 def test_a_device_can_ask_for_a_text_from_nothing() -> None:
-    """With its client's option, or for one text: the page and `run --compare` do."""
+    """With its client's option, or for one text: the page and `run --compare` do. Other texts say what they had."""
     request = GenerationRequest(prompt=(5, 17, 99), params=GREEDY, max_tokens=12, ignore_eos=True)
 
-    async def generate(url: str, *, is_client: bool, is_text: bool) -> None:
+    async def generate(url: str, *, is_client: bool, is_text: bool) -> int:
         async with CloudClient(url, ClientOptions(no_store=is_client)) as client:
             one = client.for_one_text(no_store=is_text)
-            await make_agent(Mode.CLOUD_ONLY, Endpoints([one]), None).generate(request)
+            return (await make_agent(Mode.CLOUD_ONLY, Endpoints([one]), None).generate(request)).num_recent
 
     with serving(MemoryStore()) as (server, client):
         asyncio.run(generate(server.url, is_client=True, is_text=False))
         asyncio.run(generate(server.url, is_client=False, is_text=True))
-        asyncio.run(generate(server.url, is_client=False, is_text=False))
+        assert asyncio.run(generate(server.url, is_client=False, is_text=False)) == 0
         kept(server, 1)
         assert "outrider_recent_misses_total 1.0" in client.get("/metrics").text
+        assert asyncio.run(generate(server.url, is_client=True, is_text=False)) == 0
+        assert asyncio.run(generate(server.url, is_client=False, is_text=False)) == 12

@@ -21,7 +21,7 @@ from tests.serving import fake_tokenizer, serve_fake, target_tokens
 from outrider.edge.cli import main as cli
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison
 from outrider.edge.cli.demo_options import DemoOptions
-from outrider.edge.cli.run import Ran, make_request
+from outrider.edge.cli.run import Ran, _lines, make_request
 from outrider.edge.cli.run import _document as as_document
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_lines
@@ -347,6 +347,16 @@ def test_the_summary_has_three_figures() -> None:
     assert summary_lines(alone) == [
         "cloud-only: 17 tokens (ended by --max-tokens), 18.8 tokens/s, 1.89 tokens per target pass"
     ]
+
+
+def test_a_text_that_the_server_drafted_from_an_earlier_answer_says_so() -> None:
+    """Or the second run of a measured prompt would look like the speed of the first."""
+    repeated = replace(LONG, num_recent=17)
+    found = _lines(3, Ran(repeated, repeated, None, None), None, False)
+    assert found[1:] == [
+        "the server drafted from the answer that this prompt got before (17 tokens); switch it off with --no-recent"
+    ]
+    assert len(_lines(3, Ran(LONG, LONG, None, None), None, False)) == 1
 
 
 def test_all_other_figures_are_shown_to_who_asks() -> None:

@@ -196,7 +196,8 @@ class GenerationResult:
     1 plus the number of resumptions. depths: (index of the token, depth) at each change. finish_reason: "stop",
     "length" or "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for
     drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
-    num_prompt_sent: of the prompt, those that were sent to open it. held: what the server holds now, where the request
+    num_prompt_sent: of the prompt, those that were sent to open it. num_recent: tokens of the text that this prompt got
+    before, which the server drafted from. held: what the server holds now, where the request
     asked for it. cut: where a stop string ends the text, as the last session counts; None where none does. rule: by
     which the target accepted. num_tolerated: accepted tokens that it would not have picked, as a session reports them:
     only by tolerance.
@@ -220,6 +221,7 @@ class GenerationResult:
     waited_ms: float = 0.0
     cached_prompt_tokens: int = 0
     num_prompt_sent: int = 0
+    num_recent: int = 0
     held: HeldPrefix | None = None
     draft_error: str | None = None
     wire: ByteCounts = field(default_factory=ByteCounts)

@@ -200,6 +200,9 @@ class SessionOpen(_Answer):
     target: str | None = Field(default=None, description=_TARGET)
     keep_alive_s: float | None = Field(default=None, description="the stream is never silent for longer")
     mid: str | None = Field(default=None, description=_MID)
+    recent_tokens: int | None = Field(
+        default=None, ge=1, description="of the text that this prompt got before, which the server drafts from"
+    )
     rule: str | None = Field(default=None, description="rejection or tolerance, where it is one of these")
     lossy: bool | None = Field(default=None, description=LOSSY)
 

@@ -83,7 +83,9 @@ def session_routes(core: Core) -> APIRouter:
         if terms.rule.needs_evidence:  # what is recalled or predicted is no sample
             recalled = await core.recall(generate, is_allowed=False)
         else:
-            recalled = (await core.recall(generate, is_allowed=not is_no_store(request))).predicted(body.prediction)
+            recalled = await core.recall(generate, is_allowed=not is_no_store(request))
+        num_recent = len(recalled.request.earlier)
+        recalled = recalled if terms.rule.needs_evidence else recalled.predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
@@ -117,6 +119,7 @@ def session_routes(core: Core) -> APIRouter:
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
                 mid=core.model.mid,
+                recent_tokens=num_recent or None,
                 rule=name_of(terms),
                 lossy=lossy_of(terms),
             )

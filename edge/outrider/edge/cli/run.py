@@ -45,6 +45,7 @@ from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.tracing import start_tracing
 from outrider.models.command_line import print_line
+from outrider.models.counted import counted
 from outrider.models.detokenizer import StreamingDetokenizer
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
@@ -194,7 +195,7 @@ async def _generate(
             printer.break_line()
         print_line(about, words, "yellow")
 
-    if options.compare:  # each mode from nothing: the second of two equal texts would be drafted from the first
+    if options.no_recent or options.compare:  # or the second of two equal texts would be drafted from the first
         clouds = [(url, replace(each, no_store=True)) for url, each in clouds]
     async with open_fleet(clouds) as fleet:
         if (mixed := await fleet.mixed_targets()) is not None:
@@ -291,6 +292,11 @@ async def _compare(
 
 def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool) -> list[str]:
     lines = summary_lines(ran.result, is_verbose)
+    if ran.result.num_recent:
+        found = counted(ran.result.num_recent, "token")
+        lines.append(
+            f"the server drafted from the answer that this prompt got before ({found}); switch it off with --no-recent"
+        )
     if draft is not None:
         lines += draft_lines(draft.placement, num_prompt, len(ran.result.tokens))
     if ran.comparison is not None:

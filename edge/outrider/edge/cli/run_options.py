@@ -50,6 +50,10 @@ class RunOptions(
     threads: Threads = 0
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
     offline_ok: OfflineOk = False
+    no_recent: Annotated[
+        bool,
+        typer.Option("--no-recent", help="Have the server draft from no earlier answer to this prompt, and keep none."),
+    ] = False
     compare: Annotated[
         bool, typer.Option("--compare", help="Then measure this mode and cloud-only in turn; print the speed-up.")
     ] = False

@@ -54,6 +54,7 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "num_drafted": result.num_drafted,
         "num_sent": result.num_sent,
         "num_proposed": result.num_proposed,
+        "num_recent": result.num_recent,
         "hits": {_SOURCES.get(rank, str(rank)): num for rank, num in sorted(result.hits.items())},
         "waited_ms": _number(result.waited_ms),
         "draft_error": result.draft_error,

@@ -49,6 +49,7 @@ class Recorder:
         self.waited_ms = 0.0
         self.cached_prompt_tokens = 0
         self.num_prompt_sent = 0
+        self.num_recent = 0
         self.held: HeldPrefix | None = None
         self.cut: TextCut | None = None
         self.rule = Rule.COUPLED
@@ -113,6 +114,7 @@ class Recorder:
             waited_ms=self.waited_ms,
             cached_prompt_tokens=self.cached_prompt_tokens,
             num_prompt_sent=self.num_prompt_sent,
+            num_recent=self.num_recent,
             held=self.held,
             wire=wire,
             draft_error=self.draft_error,

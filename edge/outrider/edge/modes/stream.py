@@ -266,6 +266,7 @@ class _Generation:
         (self._agent.with_mid.add if event.mid is not None else self._agent.with_mid.discard)(client.url)
         if self._recorder.num_sessions == 1 and self._asked is not None:
             self._recorder.num_prompt_sent = len(self._asked.prompt)
+            self._recorder.num_recent = event.recent_tokens or 0
         self._held = None  # the server has taken it
         if not self._ahead.known:  # later sessions go on with the same target
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
