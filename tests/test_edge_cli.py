@@ -119,6 +119,8 @@ def test_exporting_without_its_packages_is_answered_with_the_command_that_instal
     def load(*_: object) -> None:
         load_source_model(tmp_path / "draft")
 
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(export_cli, "export_model", load)
     monkeypatch.setattr(sys, "argv", ["outrider-export", "draft", str(tmp_path), "--out", str(tmp_path / "out")])
