@@ -165,7 +165,17 @@ def _bounded_grammar(value: Any) -> Any:
 
 
 # Any JSON, which `structured` reads once it has a bound: a request with more waits for nothing.
-GrammarValue = Annotated[Any, AfterValidator(_bounded_grammar)]
+GrammarValue = Annotated[
+    Any,
+    AfterValidator(_bounded_grammar),
+    Field(
+        json_schema_extra={
+            "maxLength": structured.MAX_SPACED_CHARS,
+            "maxItems": structured.MAX_VALUES,
+            "maxProperties": structured.MAX_VALUES,
+        }
+    ),
+]
 
 
 class StreamOptions(BaseModel):
@@ -417,7 +427,7 @@ Messages = Annotated[
         examples=[[{"role": "user", "content": "Write a function that adds two numbers."}]],
     ),
 ]
-TemplateValues = Annotated[dict[str, Any], AfterValidator(_bounded_values)]
+TemplateValues = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VALUES), AfterValidator(_bounded_values)]
 
 
 def _bounded_tools(tools: list[Tool]) -> list[Tool]:
