@@ -25,7 +25,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.errors import RequestError
-from outrider.models.http import openai_answers
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.choices import best_choices, choice_seed
 from outrider.models.http.errors import FieldError
 from outrider.models.http.fill_in import fill_in_prompt
@@ -38,6 +38,12 @@ from outrider.models.transforms.chooser import logprobs_of
 
 PROMPT = "def verify("
 PARAMS = SamplingParams(1.0, seed=7)
+
+
+def test_a_message_of_parts_is_passed_on_without_a_warning() -> None:
+    """A warning, which is an error here, would show the text in the log."""
+    message = {"role": "user", "content": [{"type": "text", "text": "a secret"}], "name": "b"}
+    assert openai.ChatMessage.model_validate(message).model_dump(exclude_unset=True) == message
 
 
 @pytest.fixture(scope="module")

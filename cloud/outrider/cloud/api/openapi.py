@@ -66,9 +66,10 @@ def _complete(document: dict[str, Any], needs_key: bool, open_paths: Collection[
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
-    tree = {"type": "string", "format": "binary", "description": "a tree of drafts; docs/protocol.md has its bytes"}
+    tree = {"type": "string", "format": "binary", "maxLength": MAX_TREE_BYTES}
+    tree["description"] = "a tree of drafts; docs/protocol.md has its bytes"
     document["paths"][DRAFTS_PATH]["post"]["requestBody"]["content"][TREE_MEDIA_TYPE] = {"schema": tree}
-    ruled = {"type": "string", "format": "binary", "description": "a path with probabilities; docs/protocol.md"}
+    ruled = tree | {"description": "a path with probabilities; docs/protocol.md"}
     document["paths"][DRAFTS_PATH]["post"]["requestBody"]["content"][RULE_MEDIA_TYPE] = {"schema": ruled}
     for path, models in _STREAMS.items():
         refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
