@@ -15,6 +15,7 @@ _ANY: Final[Codes] = {
     413: ("body_too_large",),
     431: ("headers_too_large",),
     500: ("internal_error",),
+    501: ("unsupported_transfer_encoding",),
     503: ("too_many_connections", "too_many_bytes", "no_replica"),
 }
 _GATE: Final[Codes] = {401: ("unauthorized",), 403: ("scope_missing", "host_not_allowed", "origin_not_allowed")}

@@ -7,10 +7,10 @@ loopback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -41,6 +41,8 @@ _LOOKED_AT: Final = frozenset({b"authorization", b"content-type", b"host", b"ori
 _MAX_QUOTED_CHARS: Final = 100
 _MAX_AUTHORITY_BYTES: Final = 300
 """No name of DNS with its port is longer."""
+_AUTHORITY: Final = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:@/?#\\\s]+))(?::[0-9]*)?")
+"""A name or an address, and a port: anything beside them, as in `[::1]evil.com`, makes it none."""
 
 
 class PagePolicy:
@@ -114,10 +116,8 @@ def _is_loopback_name(authority: bytes) -> bool:
 # Every request asks, nearly always with the same host.
 @lru_cache(maxsize=1024)
 def _parsed_name(authority: bytes) -> str:
-    try:
-        return urlsplit("//" + authority.decode("latin-1")).hostname or ""
-    except ValueError:
-        return ""
+    found = _AUTHORITY.fullmatch(authority)
+    return (found[1] or found[2]).decode("latin-1").lower() if found else ""
 
 
 @lru_cache(maxsize=1024)
