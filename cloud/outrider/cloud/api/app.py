@@ -8,7 +8,6 @@ then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands in 
 from __future__ import annotations
 
 from functools import partial
-from importlib.metadata import version
 from typing import Final
 
 from fastapi import FastAPI
@@ -36,6 +35,7 @@ from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
 from outrider.models.http.request_context import RequestIds
 from outrider.models.http.security import METRICS_PATH, Gate, PagePolicy
+from outrider.models.version import outrider_version
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz")
 """Answered without a key, under any host name: load balancers probe by address."""
@@ -97,7 +97,7 @@ def create_app(
     core = Core(engine, model, settings, Slots(settings.max_sessions, settings.keys.sessions_of), drafts, recent)
     app = VerifierApp(
         title="Outrider verifier",
-        version=version("outrider"),
+        version=outrider_version(),
         summary="Speculative decoding across a network: verifies drafts, streams the target's tokens.",
         redoc_url=None,
         redirect_slashes=False,  # a replica would name its own address

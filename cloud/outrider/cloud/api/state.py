@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.audit import AuditLog
@@ -30,6 +29,7 @@ from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.manifest import Manifest
 from outrider.models.protocol import MAX_STOP_IDS, ModelFacts
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.version import outrider_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Core:
     _recall: Recall | None = field(init=False)
 
     def __post_init__(self) -> None:
-        facts = {"version": version("outrider"), "model_name": self.model.name, "target": self.model.target}
+        facts = {"version": outrider_version(), "model_name": self.model.name, "target": self.model.target}
         self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts)
         self.step_times = NewestTimes(self.engine.stats)
         settings = self.settings
