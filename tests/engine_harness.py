@@ -108,6 +108,7 @@ class Harness:
         priority: int = 0,
         deadline_ms: float | None = None,
         stored: object = None,
+        salt: bytes = b"",
     ) -> tuple[int, Collector]:
         """Submits a request with a fresh collector."""
         collector = Collector()
@@ -126,6 +127,7 @@ class Harness:
             priority,
             deadline_ms,
             stored=stored,
+            salt=salt,
         )
         return self.engine.submit(request, collector), collector
 

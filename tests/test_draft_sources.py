@@ -229,7 +229,7 @@ def generate(
     drafting = Drafting(16, policy)
     for tokens in (1, 2, 4, 8, 16):
         drafting.curve.observe(StepSize(tokens), 0.0098 + 0.0002 * tokens)
-    drafts = PendingDrafts(text, num_tokens, AcceptanceEstimator(16, drafting.acceptance))
+    drafts = PendingDrafts(text, num_tokens, AcceptanceEstimator(16, drafting.learned(b"").acceptance))
     drafts.selection = Selection(3, clock)
     sources = [Scripted(text, truth, share, kinds, clock, cost_s) for share, kinds, cost_s in make]
     for source in sources:
@@ -319,7 +319,7 @@ def test_drafts_of_the_device_give_way_to_a_better_source() -> None:
     for share, expected in ((1.0, True), (0.0, False)):
         text.clear()
         drafting = Drafting(16, Policy.VERIFY)
-        drafts = PendingDrafts(text, 900, AcceptanceEstimator(16, drafting.acceptance))
+        drafts = PendingDrafts(text, 900, AcceptanceEstimator(16, drafting.learned(b"").acceptance))
         drafts.selection = Selection(0, clock)
         drafts.selection.add(Scripted(text, truth, share, EARLIER_KINDS, clock))
         accepted: list[int] = []

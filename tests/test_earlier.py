@@ -295,6 +295,29 @@ def test_a_repeated_session_is_drafted_from_its_earlier_text() -> None:
         assert "outrider_recent_up 1.0" in shown and "outrider_recent_texts 2.0" in shown
 
 
+def test_a_salt_divides_what_is_kept_of_texts() -> None:
+    """Another salt of the same key sees no earlier text, cannot go on with a prefix, and pushes nothing out."""
+    salted = {"cache_salt": "one", "keep_prefix": True}
+    with serving(MemoryStore()) as (server, client):
+        done = run_session(client, {"prompt": [5, 17, 99], "max_tokens": 40, "ignore_eos": True, **salted})
+        kept(server, 1)
+        name = done.end.prefix_hash
+        for other in ({}, {"cache_salt": "two"}):
+            assert session(client, **other).looked_up == 0
+            turn = {"prompt": [7], "max_tokens": 4, "prefix_hash": name, **other}
+            assert client.post("/v1/sessions", json=turn).json()["error"]["code"] == "prefix_not_held"
+            item = {"prefix": [7], "prefix_hash": name}
+            refused = client.post("/v1/verify", json={"items": [item], **other}).json()["results"][0]
+            assert refused["error"]["code"] == "prefix_not_held"
+        kept(server, 3)
+        assert session(client, **salted).looked_up > 30
+        one = [{"prefix": [7], "prefix_hash": name, "draft": []}]
+        taken = client.post("/v1/verify", json={"items": one, "cache_salt": "one"}).json()["results"][0]
+        assert taken["tokens"] == target_tokens([5, 17, 99, *done.tokens, 7], 1)
+        turn = {"prompt": [*taken["tokens"], 9], "prefix_hash": taken["prefix_hash"], "cache_salt": "one"}
+        assert session(client, **turn, max_tokens=4).tokens
+
+
 def test_another_prompt_and_other_sampling_find_their_own() -> None:
     """Another seed uses the earlier text as a hint; another prompt none. All texts are the target's own."""
     hot: dict[str, Any] = {"temperature": 0.8, "seed": 3}
@@ -332,14 +355,25 @@ def test_a_turn_that_continues_a_kept_prefix_is_found_by_its_whole_prompt() -> N
         assert again.tokens == turn.tokens and turn.passes == 40 and again.passes <= 5
 
 
+def asked(owner: bytes, salt: bytes = b"") -> GenerateRequest:
+    return GenerateRequest(PROMPT, GREEDY, 1, owner=owner, salt=salt)
+
+
+def test_no_hash_that_may_be_sent_names_a_prefix_of_another_salt() -> None:
+    """Not even one computed from the name under which it is kept: that is longer than a field may be."""
+    found = {asked(b"a", salt).kept_as("f" * 64) for salt in (b"one", b"two", b"")}
+    assert len(found) == 3 and {len(name) for name in found} == {64, 65}
+    assert len({asked(b"a", salt).client for salt in (b"one", b"two", b"")}) == 3
+
+
 def test_an_owner_has_a_bounded_number_of_known_prefixes() -> None:
     """However many it leaves, another owner's are still known."""
     recall = Recall(MemoryStore(), "t")
     digest = PromptDigest("t", b"alice")
-    recall.note_prefix(b"bob", "his", digest)
+    recall.note_prefix(asked(b"bob"), "his", digest)
     for owner in range(40):
         for index in range(300):
-            recall.note_prefix(bytes([owner]), str(index), digest)
+            recall.note_prefix(asked(bytes([owner])), str(index), digest)
     known = recall._prefixes
     assert recall._num_prefixes == sum(map(len, known.values())) == 4096
     assert max(map(len, known.values())) <= 256 and list(known[b"bob"]) == ["his"]

@@ -517,8 +517,8 @@ def test_a_device_whose_answers_are_late_is_learned_from(num_wrong: int) -> None
     """Other sessions' wrong drafts make a new one expect nothing. Its own late answers, all correct, tell better."""
     drafting = Drafting(8, Policy.VERIFY)
     for _ in range(num_wrong):
-        drafting.acceptance.observe([1], [2])
-    drafts = PendingDrafts([], 100, AcceptanceEstimator(8, drafting.acceptance))
+        drafting.learned(b"").acceptance.observe([1], [2])
+    drafts = PendingDrafts([], 100, AcceptanceEstimator(8, drafting.learned(b"").acceptance))
     drafting.curve.observe(StepSize.of(1, 10), 0.020)
     for base in range(1, 40):
         drafts.committed.append(base)

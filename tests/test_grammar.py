@@ -492,7 +492,7 @@ def test_a_grammar_is_compiled_once_per_owner(compiler: GrammarCompiler) -> None
     spec = GrammarSpec("regex", "once+")
     first = compiler.compile(spec, "ann")
     assert compiler.compile(spec, "ann").matchers is first.matchers
-    assert compiler.find(spec, "bob") is None
+    assert compiler.find(spec, "bob") is None and compiler.find(spec, "ann", b"salt") is None
     for i in range(MAX_CACHED_PER_OWNER + 3):
         compiler.compile(GrammarSpec("regex", f"b{i}"), "bob")
     assert compiler.compile(spec, "ann").matchers is first.matchers

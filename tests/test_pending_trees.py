@@ -29,7 +29,12 @@ PROMPT = [3, 1, 4, 1, 5]
 
 def pending(drafting: Drafting, num_committed: int = 0, *, max_new: int = 1000) -> PendingDrafts:
     """A session of `drafting`."""
-    drafts = PendingDrafts([], max_new, AcceptanceEstimator(32, drafting.acceptance), NodeChances(drafting.chances))
+    drafts = PendingDrafts(
+        [],
+        max_new,
+        AcceptanceEstimator(32, drafting.learned(b"").acceptance),
+        NodeChances(drafting.learned(b"").chances),
+    )
     for _ in range(num_committed):
         drafts.committed.append(0)
         drafts.advance([0])
@@ -194,7 +199,9 @@ def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
         num_tested += width
         commit(drafts, 60)
     assert num_tested <= 12
-    assert NodeChances(drafting.chances).rates()[LEVELS + 15] > 0.4  # a new session's hints are still believed
+    assert (
+        NodeChances(drafting.learned(b"").chances).rates()[LEVELS + 15] > 0.4
+    )  # a new session's hints are still believed
 
 
 def test_earlier_sessions_spoil_no_estimate_of_later_ones() -> None:
@@ -205,11 +212,11 @@ def test_earlier_sessions_spoil_no_estimate_of_later_ones() -> None:
             drafts = pending(drafting)
             drafting.merge_tree(drafts, line_message(0, 0, [1, 2], 15), 0.0)
             likeliest = drafts.trie.likeliest_of_device(8)
-            drafting.acceptance.observe(likeliest, [guess, 2])
+            drafting.learned(b"").acceptance.observe(likeliest, [guess, 2])
             commit(drafts, guess)
         fresh = pending(drafting)
         fresh.chances.has_hints = True
-        assert 0.3 <= AcceptanceEstimator(8, drafting.acceptance).rate <= 0.9
+        assert 0.3 <= AcceptanceEstimator(8, drafting.learned(b"").acceptance).rate <= 0.9
         assert 0.1 <= fresh.chances.beta <= 0.9
         assert fresh.chances.rates()[LEVELS + 15] > 0.4
 
@@ -236,6 +243,20 @@ def closed_sets(parents: Sequence[int]) -> list[tuple[int, ...]]:
         itertools.combinations(range(len(parents)), n) for n in range(len(parents) + 1)
     )
     return [nodes for nodes in every if all(parents[i] < 0 or parents[i] in nodes for i in nodes)]
+
+
+def test_what_one_client_shows_no_other_can_tell() -> None:
+    """A client's sessions begin with what its own showed; of many clients the latest are remembered."""
+    drafting = Drafting(8, Policy.AUTO)
+    first = drafting.learned(b"one")
+    for _ in range(50):
+        AcceptanceEstimator(8, first.acceptance).observe([1], [2])
+    fresh = AcceptanceEstimator(8).rate
+    assert AcceptanceEstimator(8, drafting.learned(b"one").acceptance).rate < fresh
+    assert AcceptanceEstimator(8, drafting.learned(b"two").acceptance).rate == fresh
+    for number in range(256):
+        drafting.learned(b"%d" % number)
+    assert drafting.learned(b"one") is not first
 
 
 @given(st.data())
@@ -416,7 +437,7 @@ def test_misses_that_alternatives_cover_are_measured() -> None:
         drafting.merge_tree(drafts, TreeDraft(base, 2 * base, [1, 2], [ROOT, ROOT], [12, 6]), 0.0)
         commit(drafts, 3 if base % 4 == 0 else 2)
     assert drafts.chances.beta == pytest.approx(0.75, abs=0.1)
-    assert NodeChances(drafting.chances).beta == 0.0
+    assert NodeChances(drafting.learned(b"").chances).beta == 0.0
     paths = pending(drafting)
     for base in range(50):
         drafting.merge(paths, base, [[1]], 0.0)
@@ -460,7 +481,7 @@ def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None
 def test_a_tree_that_is_always_late_is_learned_from() -> None:
     """Each answer comes when the commits have passed it by; all it guessed was right, so it is worth a wait."""
     drafting = Drafting(8, Policy.VERIFY)
-    drafting.acceptance.observe([1], [2])
+    drafting.learned(b"").acceptance.observe([1], [2])
     drafting.curve.observe(StepSize(1), 0.020)
     drafts = pending(drafting)
     for base in range(1, 40):

@@ -74,6 +74,9 @@ def test_another_owner_target_or_prompt_has_another_place() -> None:
     assert len(set(places)) == len({each.prompt for each in places}) == len(places)
     assert len({each.owner for each in places}) == 3
     assert place().owner == place(prompt=(9,)).owner
+    salted = [PromptDigest("t", b"alice", salt).with_tokens((1, 2, 3)).place for salt in (b"", b"one", b"two")]
+    assert salted[0] == place() and len({each.prompt for each in salted}) == 3
+    assert {each.owner for each in salted} == {place().owner}  # an owner's bounds hold whatever salts it sends
 
 
 def test_a_greedy_request_has_no_seed() -> None:

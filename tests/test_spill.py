@@ -80,7 +80,7 @@ class SpillHarness(Harness):
 
     def submit(self, prompt: Sequence[int], *given: Any, **options: Any) -> tuple[int, Collector]:
         """As the routes do: looks on disk first."""
-        name, owner = options.get("prefix_hash"), options.get("owner", b"")
+        name, owner, salt = options.get("prefix_hash"), options.get("owner", b""), options.get("salt", b"")
         found: list[object] = []
         looked = threading.Event()
 
@@ -88,20 +88,20 @@ class SpillHarness(Harness):
             found.append(stored)
             looked.set()
 
-        if name is not None and self.engine.seek(owner, name, done):
+        if name is not None and self.engine.seek(owner, GenerateRequest((), SAMPLED, 1, salt=salt).kept_as(name), done):
             assert looked.wait(30.0)
         return super().submit(prompt, *given, stored=found[0] if found else None, **options)
 
-    def keep(self, prompt: tuple[int, ...] = PROMPT, owner: bytes = b"") -> tuple[str, list[int]]:
+    def keep(self, prompt: tuple[int, ...] = PROMPT, owner: bytes = b"", salt: bytes = b"") -> tuple[str, list[int]]:
         """A finished session that is parked: its name and all its tokens."""
-        _, collector = self.submit(prompt, 8, keep=True, owner=owner)
+        _, collector = self.submit(prompt, 8, keep=True, owner=owner, salt=salt)
         tokens = self.text(collector)
         assert collector.end is not None and collector.end.prefix_hash is not None
         return collector.end.prefix_hash, [*prompt, *tokens]
 
-    def go_on(self, name: str, *, owner: bytes = b"") -> tuple[list[int], int]:
+    def go_on(self, name: str, *, owner: bytes = b"", salt: bytes = b"") -> tuple[list[int], int]:
         """The text that continues a kept prefix, and how many of its prompt's tokens were in the cache."""
-        _, collector = self.submit((3, 4), 10, prefix_hash=name, owner=owner)
+        _, collector = self.submit((3, 4), 10, prefix_hash=name, owner=owner, salt=salt)
         tokens = self.text(collector)
         assert collector.end is not None
         return tokens, collector.end.usage.cached_prompt_tokens
@@ -150,16 +150,24 @@ def test_another_engine_goes_on_with_it(place: Path) -> None:
             assert max(max(batch) for batch in second.batches) < 8
 
 
-def test_only_its_owner_and_target_find_a_prefix(place: Path) -> None:
-    """Others get 409, and the file stays for its owner."""
+@pytest.mark.parametrize("salt", [b"", b"one"])
+def test_only_its_owner_salt_and_target_find_a_prefix(place: Path, salt: bytes) -> None:
+    """Others get 409, in this engine and in another one, and the file stays for its owner."""
     with engine(place, always=True) as first:
-        name, _ = first.keep(owner=b"alice")
+        name, _ = first.keep(owner=b"alice", salt=salt)
         first.spill.flush()
-    for target, owner in (("t", b"bob"), ("t", b""), ("another", b"alice")):
+        with pytest.raises(RequestError, match="not held"):
+            first.go_on(name, owner=b"alice", salt=b"two")
+    for target, owner, sent in (
+        ("t", b"bob", salt),
+        ("t", b"", salt),
+        ("another", b"alice", salt),
+        ("t", b"alice", b"two"),
+    ):
         with engine(place, target=target) as other, pytest.raises(RequestError, match="not held"):
-            other.go_on(name, owner=owner)
+            other.go_on(name, owner=owner, salt=sent)
     with engine(place) as second:
-        assert second.go_on(name, owner=b"alice")[1] > 0
+        assert second.go_on(name, owner=b"alice", salt=salt)[1] > 0
         assert second.engine.stats().totals.spill_faults == 0
 
 

@@ -240,6 +240,18 @@ def test_kept_ids_are_an_owners_own() -> None:
     assert kept.find(b"b", name) is None
 
 
+def test_kept_ids_are_a_salts_own() -> None:
+    """The hash that one salt was given is nothing under another one, and under none."""
+    kept = KeptPrefixes(2, Clock())
+    plain, one, two = (GenerateRequest((1,), SamplingParams(), 1, owner=b"a", salt=s) for s in (b"", b"one", b"two"))
+    name = kept.keep(b"a", [1, 2, 3], one.kept_as)
+    assert list(kept.find(b"a", one.kept_as(name)) or ()) == [1, 2, 3]
+    assert kept.find(b"a", plain.kept_as(name)) is None and kept.find(b"a", two.kept_as(name)) is None
+    kept.keep(b"a", [4], two.kept_as)
+    kept.keep(b"a", [5])  # an owner's bound, whatever its salts
+    assert len(kept) == 2 and kept.find(b"a", one.kept_as(name)) is None
+
+
 def test_kept_ids_are_bounded_in_all() -> None:
     """By owners, and by tokens; the newest always stays."""
     kept = KeptPrefixes(1, Clock())

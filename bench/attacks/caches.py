@@ -81,12 +81,12 @@ def session_hash(subject: Subject) -> Iterator[Row]:
     """Uses the hash of one key's session with another key, in a session and in a verify call."""
     with subject.serve(keys=KEYS) as server:
         text = {"max_tokens": 4, "ignore_eos": True}
-        name = _session(server, FIRST, text | {"prompt": prompt_of(7, 64), "keep_prefix": True}).get("prefix_hash")
+        name = session(server, FIRST, text | {"prompt": prompt_of(7, 64), "keep_prefix": True}).get("prefix_hash")
         if not name:
             raise NotMeasured("the first key's session got no prefix hash: this version keeps none for sessions")
-        in_session = _session(server, SECOND, text | {"prompt": [5], "prefix_hash": name})
+        in_session = session(server, SECOND, text | {"prompt": [5], "prefix_hash": name})
         in_verify = _verify(server, SECOND, prefix=[5], prefix_hash=name)
-        own = _session(server, FIRST, text | {"prompt": [5], "prefix_hash": name})
+        own = session(server, FIRST, text | {"prompt": [5], "prefix_hash": name})
     is_refused = "error" in in_session and "error" in in_verify
     is_kept = own.get("reason") == "length"
     yield Row(
@@ -105,7 +105,7 @@ def kept_sessions(subject: Subject) -> Iterator[Row]:
     with subject.emulated(1.0) as server:
         for index in range(300):
             body = {"prompt": prompt_of(index), "max_tokens": 1, "keep_prefix": True, "ignore_eos": True}
-            if not _session(server, "", body).get("prefix_hash"):
+            if not session(server, "", body).get("prefix_hash"):
                 raise NotMeasured("a session got no prefix hash: this version keeps none for sessions")
         lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
     found = [
@@ -121,7 +121,7 @@ def kept_sessions(subject: Subject) -> Iterator[Row]:
     )
 
 
-def _session(server: Server, key: str, body: dict[str, Any]) -> dict[str, Any]:
+def session(server: Server, key: str, body: dict[str, Any]) -> dict[str, Any]:
     """The last event of a session, or the error that refused it."""
     answer = ask(server.port, "POST", "/v1/sessions", body, key=key or None)
     if answer.status != 200:

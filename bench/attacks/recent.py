@@ -1,10 +1,11 @@
-"""Attacks on the store of recent texts: another key's texts, and a flood of long ones."""
+"""Attacks on the store of recent texts: another key's texts, another salt's, and a flood of long ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from bench.attacks.caches import session
 from bench.attacks.crowd import prompt_of
 from bench.attacks.exchange import ask, values_of
 from bench.attacks.rows import Row
@@ -17,7 +18,7 @@ MAX_MB = 9.0
 
 
 def recent_texts(subject: Subject) -> Iterator[Row]:
-    """Repeats one key's prompt with another key, then floods the store with one key."""
+    """Repeats one key's prompt with another key, and with another salt; then floods the store with one key."""
     with subject.serve("--no-lookup", "--policy", "verify", keys=KEYS) as server:
         prompt = prompt_of(1, 40)
         _complete(server, SECOND, [prompt], 64)
@@ -33,6 +34,7 @@ def recent_texts(subject: Subject) -> Iterator[Row]:
             other == 0 and own > 40,
             {"own": own, "other": other},
         )
+        yield from _other_salts(server)
         for first in range(0, NUM_PROMPTS, 20):
             _complete(server, FIRST, [prompt_of(1000 + first + i, 40) for i in range(20)], 32)
         held, held_mb = sum(_gauge(server, "texts")), sum(_gauge(server, "bytes")) / 1e6
@@ -44,6 +46,38 @@ def recent_texts(subject: Subject) -> Iterator[Row]:
         f"over 40 tokens; {num_stores * MAX_TEXTS} texts of a key, {num_stores * MAX_MB:g} MB",
         own > 40 and held <= num_stores * MAX_TEXTS + 1 and held_mb <= num_stores * MAX_MB,
         {"own": own, "held": held, "held_mb": held_mb},
+    )
+
+
+def _other_salts(server: Server) -> Iterator[Row]:
+    """Repeats a prompt of one `cache_salt` with another of the same key, and continues its kept prefix."""
+    body = {"prompt": prompt_of(2, 40), "max_tokens": 40, "ignore_eos": True, "keep_prefix": True}
+    first = session(server, FIRST, body | {"cache_salt": "one"})
+    name = first.get("prefix_hash")
+    if not name:
+        raise NotMeasured(f"a session with a cache_salt got no prefix hash: {first}")
+    other, own = (
+        int(session(server, FIRST, body | {"cache_salt": salt})["usage"].get("looked_up_tokens", 0))
+        for salt in ("two", "one")
+    )
+    yield Row(
+        "36",
+        "another cache_salt's prompt, repeated: tokens looked up in its text",
+        f"{other} of 40 (the salt's own: {own})",
+        "0, and the salt's own are",
+        other == 0 and own > 30,
+        {"own": own, "other": other},
+    )
+    turn = {"prompt": [5], "max_tokens": 4, "ignore_eos": True, "prefix_hash": name}
+    taken, kept = ("error" not in session(server, FIRST, turn | {"cache_salt": salt}) for salt in ("two", "one"))
+    yield Row(
+        "36",
+        "the prefix hash of one cache_salt, used with another",
+        f"the other salt {'takes the prefix' if taken else 'gets an error'}, the first "
+        f"{'still has it' if kept else 'gets 409'}",
+        "error, and the first salt still has it",
+        kept and not taken,
+        {"taken": taken, "kept": kept},
     )
 
 

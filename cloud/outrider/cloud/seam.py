@@ -5,6 +5,7 @@ The API imports this module and no engine. `engine.thread.EngineThread` is the f
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
@@ -38,8 +39,8 @@ class GenerateRequest:
     deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
     error `deadline_exceeded`. None: no such bound.
     stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
-    provisional: of a cascade, asks for events of unconfirmed tokens, too. salt: of the prompt cache; requests of one
-    owner with different salts share none.
+    provisional: of a cascade, asks for events of unconfirmed tokens, too. salt: part of the key of everything that is
+    kept of a text: requests of one owner with different salts share nothing, not even the prefixes that they name.
     earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
     these `params`.
     rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
@@ -73,6 +74,18 @@ class GenerateRequest:
     salt: bytes = b""
     terms: RuleTerms = PLAIN_TERMS
     evidence: tuple[Evidence, ...] = ()
+
+    @property
+    def client(self) -> bytes:
+        """Who shares what was learned from earlier texts: the owner, or those of its requests with this salt."""
+        return hashlib.sha256(self.owner).digest() + self.salt if self.salt else self.owner
+
+    def kept_as(self, prefix_hash: str) -> str:
+        """The name under which a prefix is kept: its hash, which is of use with this request's salt only."""
+        if not self.salt:
+            return prefix_hash
+        digest = hashlib.blake2b(prefix_hash.encode(), digest_size=32, key=hashlib.sha256(self.salt).digest())
+        return f".{digest.hexdigest()}"  # longer than any hash that a client may send
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""

@@ -69,7 +69,7 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 """An integer is a number; true, "1", NaN and Infinity are not."""
 # Inline: one field needs no component of its own in the OpenAPI document.
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
-_SALT: Final = "requests with another salt share no cached prompt with this one"
+_SALT: Final = "requests with another salt share nothing that is kept of this one: no prompt, text or prefix"
 _STEP: Final = "measured decode step of the target, nothing drafted"
 _DRAFT_TOKEN: Final = "measured extra time of a drafted token in a step"
 _MID: Final = "in a cascade: the model that verifies first; the text is the target's"

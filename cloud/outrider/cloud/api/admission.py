@@ -107,7 +107,7 @@ class Admission:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(tell, stored)
 
-        if not self._engine.seek(request.owner, request.prefix_hash, done):
+        if not self._engine.seek(request.owner, request.kept_as(request.prefix_hash), done):
             return request
         try:
             return replace(request, stored=await asyncio.wait_for(found, SEEK_S))

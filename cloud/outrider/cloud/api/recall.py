@@ -1,4 +1,4 @@
-"""Gives requests the earlier text after their prompt, and keeps the text that they get: within one owner."""
+"""Gives requests the earlier text after their prompt, and keeps the text that they get: within one owner and salt."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Recalled:
             return
         tokens, request = tuple(self._tokens), self.request
         if event.prefix_hash is not None:
-            self._memory.note_prefix(request.owner, event.prefix_hash, self._digest.with_tokens(tokens))
+            self._memory.note_prefix(request, event.prefix_hash, self._digest.with_tokens(tokens))
         if request.is_repeat and request.earlier[: len(tokens)] == tokens:
             tokens = request.earlier  # all that is known of it
         if len(tokens) >= _LEAST_TOKENS:
@@ -94,13 +94,14 @@ class Recall:
     def _digest_of(self, request: GenerateRequest) -> PromptDigest | None:
         """The digest of what comes before the prompt."""
         if request.prefix_hash is None:
-            return PromptDigest(self._target, request.owner)
+            return PromptDigest(self._target, request.owner, request.salt)
         with self._lock:
             own = self._prefixes.get(request.owner)
-            return None if own is None else own.get(request.prefix_hash)
+            return None if own is None else own.get(request.kept_as(request.prefix_hash))
 
-    def note_prefix(self, owner: bytes, name: str, digest: PromptDigest) -> None:
-        """Remembers the digest of a text that is kept under `name`. Any thread."""
+    def note_prefix(self, request: GenerateRequest, prefix_hash: str, digest: PromptDigest) -> None:
+        """Remembers the digest of a text whose blocks are kept. Any thread."""
+        owner, name = request.owner, request.kept_as(prefix_hash)
         with self._lock:
             own = self._prefixes.setdefault(owner, OrderedDict())
             self._num_prefixes += name not in own

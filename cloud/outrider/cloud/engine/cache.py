@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import secrets
 import time
@@ -137,9 +136,8 @@ class SequenceCache:
 
         The owner may divide its own by salts.
         """
-        owner, salt = sequence.request.owner, sequence.request.salt
-        digest = hashlib.sha256(owner).digest() + salt if salt else owner
-        return chain_hash(self._salt + (salt if self._share_between_owners else digest), ())
+        request = sequence.request
+        return chain_hash(self._salt + (request.salt if self._share_between_owners else request.client), ())
 
     def cut(self, sequence: SequenceState, length: int) -> None:
         """Forgets keys and values from token `length` on: other tokens stand there now.
@@ -166,7 +164,7 @@ class SequenceCache:
 
     def park(self, sequence: SequenceState) -> str:
         """Keeps a finished sequence's blocks for the request that continues it; returns the name for that request."""
-        owner, size = sequence.request.owner, self.pool.block_size
+        request, size = sequence.request, self.pool.block_size
         full = len(sequence.tokens) // size
         chain = self._chain(sequence, full)
         # The rest is hashed behind a token that no model has, so that no name is the hash of a block.
@@ -174,7 +172,9 @@ class SequenceCache:
         name = chain_hash(chain[-1] if chain else self._root(sequence), rest).hex()
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
         since, is_lossy = self._clock(), sequence.is_lossy
-        prefix = ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, since, is_lossy)
+        prefix = ParkedPrefix(
+            request.owner, request.kept_as(name), tokens, blocks, sequence.computed, hashes, since, is_lossy
+        )
         self._on_park(prefix)
         self._parked.park(prefix)
         return name

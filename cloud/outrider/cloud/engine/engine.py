@@ -134,7 +134,9 @@ class Engine:
         self._require_room(request)
         # A `reset` in between would let the old pool's blocks into the new one, or forget the sequence.
         with self._gate:
-            held = self._cache.take_parked(request.owner, request.prefix_hash) if request.prefix_hash else None
+            held = None
+            if request.prefix_hash:
+                held = self._cache.take_parked(request.owner, request.kept_as(request.prefix_hash))
             spilled = request.stored if request.prefix_hash and held is None else None
             if request.prefix_hash and held is None and spilled is None:
                 raise RequestError(
@@ -174,12 +176,12 @@ class Engine:
         before = held.tokens if held else spilled
         check_request(request, len(before), self._limits)
         tokens = [*before, *request.prompt]
-        is_sampled = request.terms.rule.needs_evidence
+        is_sampled, learned = request.terms.rule.needs_evidence, self._drafting.learned(request.client)
         drafts = PendingDrafts(
             committed=[],
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
-            acceptance=AcceptanceEstimator(self._config.max_draft, parent=self._drafting.acceptance),
-            chances=NodeChances(self._drafting.chances),
+            acceptance=AcceptanceEstimator(self._config.max_draft, parent=learned.acceptance),
+            chances=NodeChances(learned.chances),
             selection=Selection(request.params.seed ^ len(tokens)),
             lag=DraftLag(request.draft_lag_ms),
             patience_ms=request.patience_ms,

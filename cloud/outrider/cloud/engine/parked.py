@@ -25,7 +25,8 @@ _OWNERS_AT_MOST: Final = 8
 class ParkedPrefix:
     """Tokens, the blocks that hold their keys and values, how many of them are computed, and their block hashes.
 
-    name: what the request that continues it sends. since: when it was parked. is_lossy: as `SequenceState.is_lossy`.
+    name: as `GenerateRequest.kept_as` gives it for the request that continues it. since: when it was parked.
+    is_lossy: as `SequenceState.is_lossy`.
     """
 
     owner: bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -43,6 +44,7 @@ _BETTER: Final = (
     1.1  # of the tokens that the device's drafts are expected to gain, from which another guess replaces them
 )
 _TREE_MEMORY: Final = 0.9
+_MAX_CLIENTS: Final = 256  # whose earlier sessions are remembered
 _MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a new shape
 _FIRST_TRIAL: Final = 64  # tree steps declined before another is tried; each trial that shows no change doubles it
 _SOON: Final = 8  # the same after a trial that was faster than expected
@@ -50,6 +52,14 @@ _FASTER: Final = 0.9  # of the expected time
 _MOST_DECLINED: Final = 8 * _FIRST_TRIAL  # so trees are timed again within as many steps
 _PLAIN_AFTER: Final = 32  # steps at least between two that are run without drafts, to time them
 _TRIAL_SHARE: Final = 0.01  # of the time, for steps of sizes that were not run of late
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a client's sessions have shown: a new one begins with it."""
+
+    acceptance: AcceptanceEstimator
+    chances: NodeChances
 
 
 @dataclass(slots=True)
@@ -106,8 +116,7 @@ class Drafting:
         self._policy = policy
         self._with_trees = with_trees
         self.curve = StepTimeCurve()
-        self.acceptance = AcceptanceEstimator(max_draft)
-        self.chances = NodeChances()
+        self._learned: OrderedDict[bytes, Learned] = OrderedDict()  # by client, the latest last
         self.distributions = Distributions()
         self.num_nodes = 0  # of devices, that became pending
         self._tree_s = self._line_s = 0.0  # of tree steps; as the curve says of lines of the same size
@@ -115,6 +124,17 @@ class Drafting:
         self._trial_after = _FIRST_TRIAL
         self._untried_s = 0.0  # time of all steps since a size was tried
         self._num_drafted = 0  # steps since one was run without drafts, to time it
+
+    def learned(self, client: bytes) -> Learned:
+        """What this client's earlier sessions have shown, and nobody else's: others' texts cannot be told from it.
+
+        client: as `GenerateRequest.client`.
+        """
+        found = self._learned.pop(client, None) or Learned(AcceptanceEstimator(self._max_draft), NodeChances())
+        self._learned[client] = found
+        if len(self._learned) > _MAX_CLIENTS:
+            self._learned.popitem(last=False)
+        return found
 
     # -- what arrives ------------------------------------------------------------------------------------------------
 

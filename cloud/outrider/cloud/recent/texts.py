@@ -37,7 +37,7 @@ class RecentText:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a text is kept. owner: digest of target and owner; prompt: digest of the prompt, keyed by both."""
+    """Where a text is kept. owner: digest of target and owner; prompt: of the prompt, keyed by both and the salt."""
 
     owner: str
     prompt: bytes
@@ -48,13 +48,16 @@ class PromptDigest:
 
     __slots__ = ("_hash", "_owner")
 
-    def __init__(self, target: str, owner: bytes) -> None:
-        """target: the identity of what picks the tokens; another target's texts are never found."""
+    def __init__(self, target: str, owner: bytes, salt: bytes = b"") -> None:
+        """target: the identity of what picks the tokens; another target's texts are never found. salt: divides the
+        owner's texts, which still count as one owner's.
+        """
         secret = hashlib.blake2b(
             owner, key=hashlib.sha256(target.encode()).digest(), person=b"outrider recent"
         ).digest()
         self._owner = hashlib.blake2b(b"owner", key=secret, digest_size=16).hexdigest()
-        self._hash = hashlib.blake2b(key=secret, digest_size=32)
+        own = hashlib.sha256(salt).digest()[: hashlib.blake2b.SALT_SIZE] if salt else b""
+        self._hash = hashlib.blake2b(key=secret, digest_size=32, salt=own)
 
     def with_tokens(self, tokens: Sequence[int]) -> PromptDigest:
         """The digest of these ids after those so far."""

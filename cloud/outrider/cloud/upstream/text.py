@@ -85,9 +85,9 @@ class Upstream:
     retry: UpstreamRetry
     counts: CascadeCounts
 
-    def cache_salt(self, owner: bytes) -> str:
-        """Divides upstream's prompt cache between the owners here, who share one key there; says nothing of them."""
-        return hmac.digest(self.salt, owner, "sha256")[:16].hex()
+    def cache_salt(self, client: bytes) -> str:
+        """Divides upstream's caches between the clients here, who share one key there; says nothing of them."""
+        return hmac.digest(self.salt, client, "sha256")[:16].hex()
 
 
 class CascadedText:
@@ -189,7 +189,7 @@ class CascadedText:
     async def _run_session(self) -> None:
         """One session upstream, to its end. Raises UpstreamLost where it is cut, UpstreamRefused."""
         client, facts = self._upstream.client, self._upstream.facts
-        asked = wire_request(self.request, self.confirmed, self._upstream.cache_salt(self.request.owner))
+        asked = wire_request(self.request, self.confirmed, self._upstream.cache_salt(self.request.client))
         start = len(self.confirmed)
         async with client.open_session(asked, facts.target, facts.vocab_size) as stream, aclosing(stream):
             async for event in stream:
@@ -251,7 +251,7 @@ class CascadedText:
     async def _verify(self) -> None:
         """A /v1/verify item: one pass of the target's, which the mid has no part in."""
         item = wire_item(self.request)
-        salt = self._upstream.cache_salt(self.request.owner)
+        salt = self._upstream.cache_salt(self.request.client)
         facts = self._upstream.facts
         try:
             request = VerifyRequest(items=[item], cache_salt=salt)

@@ -130,11 +130,12 @@ class Book:
 
     def _pending(self, terms: Terms, committed: list[int]) -> PendingDrafts:
         """No drafts yet."""
+        learned = self.drafting.learned(terms.client)
         drafts = PendingDrafts(
             committed=committed,
             max_new=terms.max_tokens,
-            acceptance=AcceptanceEstimator(self._max_draft, parent=self.drafting.acceptance),
-            chances=NodeChances(self.drafting.chances),
+            acceptance=AcceptanceEstimator(self._max_draft, parent=learned.acceptance),
+            chances=NodeChances(learned.chances),
             selection=Selection(terms.params.seed),
             lag=DraftLag(terms.draft_lag_ms),
             patience_ms=terms.patience_ms,

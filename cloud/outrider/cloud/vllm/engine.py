@@ -347,7 +347,7 @@ class VllmEngine(ServingEngine):
         self._require_room(request)
         held: Sequence[int] = ()
         if request.prefix_hash:
-            found = self._kept.find(request.owner, request.prefix_hash)
+            found = self._kept.find(request.owner, request.kept_as(request.prefix_hash))
             if found is None:
                 raise RequestError(
                     "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
@@ -367,6 +367,7 @@ class VllmEngine(ServingEngine):
             once=request.once,
             probe=probe,
             owner=hashlib.sha256(request.owner).digest(),
+            client=hashlib.sha256(request.client).digest(),
             priority=request.priority,
             earlier=usable_earlier(request, self._limits) if probe is None else (),
             is_repeat=request.is_repeat,
@@ -639,7 +640,8 @@ class VllmEngine(ServingEngine):
             reason, error = "error", deadline_exceeded()
         name = None
         if error is None and sequence.request.is_parked_after(reason):
-            name = self._kept.keep(sequence.request.owner, [*sequence.prompt, *sequence.generated])
+            request = sequence.request
+            name = self._kept.keep(request.owner, [*sequence.prompt, *sequence.generated], request.kept_as)
         if not sequence.is_probe:
             self._distributions.ended(reason)
         sequence.sink(EndEvent(reason, usage, error, name))

@@ -37,10 +37,14 @@ class KeptPrefixes:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, owner: bytes, tokens: Sequence[int]) -> str:
-        """Keeps the tokens of a text; returns the name for what continues it."""
+    def keep(self, owner: bytes, tokens: Sequence[int], kept_as: Callable[[str], str] = str) -> str:
+        """Keeps the tokens of a text; returns the hash for what continues it.
+
+        kept_as: as `GenerateRequest.kept_as`: gives the name for `find`.
+        """
         ids = array("i", tokens)
-        name = hashlib.blake2b(ids.tobytes(), digest_size=32, key=self._salt, salt=_salt(owner)).hexdigest()
+        prefix_hash = hashlib.blake2b(ids.tobytes(), digest_size=32, key=self._salt, salt=_salt(owner)).hexdigest()
+        name = kept_as(prefix_hash)
         with self._lock:
             self._pop((owner, name))
             self._kept[owner, name] = self._clock(), ids
@@ -54,7 +58,7 @@ class KeptPrefixes:
                 self._pop_oldest(max(self._num_of, key=self._num_of.__getitem__))
             while len(self._kept) > 1 and self._num_tokens > self._max_tokens:
                 self._pop_oldest(max(self._tokens_of, key=self._tokens_of.__getitem__))
-        return name
+        return prefix_hash
 
     def release_old(self) -> None:
         """Forgets what is too old. Call it now and then: an idle server keeps no texts."""

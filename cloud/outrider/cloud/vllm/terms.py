@@ -31,8 +31,8 @@ class Terms:
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
     with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest.
     probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
-    owner: a hash of who asks. priority: higher ones go first. rules, num_generated, num_logprobs, stop_ids, grammar:
-    as in GenerateRequest; the workers know the grammar by a number.
+    owner: a hash of who asks; client: of that and the salt. priority: higher ones go first. rules, num_generated,
+    num_logprobs, stop_ids, grammar: as in GenerateRequest; the workers know the grammar by a number.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Terms:
     once: bool = False
     probe: int | None = None
     owner: bytes = b""
+    client: bytes = b""
     priority: int = 0
     earlier: tuple[int, ...] = ()
     is_repeat: bool = False
@@ -72,6 +73,7 @@ class Terms:
                 "once": self.once,
                 "probe": self.probe,
                 "owner": self.owner.hex(),
+                "client": self.client.hex(),
                 "priority": self.priority,
                 "earlier": list(self.earlier),
                 "is_repeat": self.is_repeat,
@@ -111,6 +113,7 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
         once=found["once"],
         probe=found["probe"],
         owner=bytes.fromhex(found["owner"]),
+        client=bytes.fromhex(found["client"]),
         priority=found["priority"],
         earlier=tuple(found["earlier"]),
         is_repeat=found["is_repeat"],

@@ -103,9 +103,9 @@ class GrammarCompiler:
     ) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size, stop_ids)
         self._elsewhere = elsewhere
-        self._known: OrderedDict[tuple[Hashable, str], tuple[Matchers | Elsewhere, Client]] = OrderedDict()
-        self._live: WeakValueDictionary[tuple[Hashable, str], Matchers | Elsewhere] = WeakValueDictionary()
-        self._building: dict[tuple[Hashable, str], Future[CompiledGrammar]] = {}
+        self._known: OrderedDict[tuple[Client, str], Matchers | Elsewhere] = OrderedDict()
+        self._live: WeakValueDictionary[tuple[Client, str], Matchers | Elsewhere] = WeakValueDictionary()
+        self._building: dict[tuple[Client, str], Future[CompiledGrammar]] = {}
         self._lock = threading.Lock()  # of these
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
@@ -119,10 +119,10 @@ class GrammarCompiler:
         """The ids that end a text, ascending."""
         return self._vocabulary.stop_ids
 
-    def find(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar | None:
-        """The grammar, where it is compiled already: kept, or in use by a text."""
+    def find(self, spec: GrammarSpec, owner: Hashable = None, salt: bytes = b"") -> CompiledGrammar | None:
+        """The grammar, where it is compiled already for this client: kept, or in use by a text."""
         with self._lock:
-            key = owner, spec.hash
+            key = (owner, salt), spec.hash
             matchers = self._live.get(key)
             if matchers is None or not matchers.is_usable:
                 return None
@@ -150,7 +150,7 @@ class GrammarCompiler:
                 status=429,
                 retry_after_s=math.ceil(wait_s),
             )
-        if found := self.find(spec, owner):
+        if found := self.find(spec, *client):
             return self._held(found, client)
         keys = limits_of(client, MAX_WAITING)
         if full := next((key for key, limit in keys if self._waiting[key] > limit), None):
@@ -172,7 +172,7 @@ class GrammarCompiler:
                     try:
                         return self._held(found, client)
                     except RequestError:
-                        self._drop(owner, spec)
+                        self._drop(client, spec)
                         raise
                 except asyncio.CancelledError:
                     await asyncio.wait([work])
@@ -216,7 +216,7 @@ class GrammarCompiler:
         with self._lock:
             if self._thread is None:
                 self._thread = deep_pool() if self._elsewhere is None else ThreadPoolExecutor(ELSEWHERE_THREADS)
-            key = client[0], spec.hash
+            key = client, spec.hash
             work = self._building.get(key)
             if work is None:  # elsewhere several of an owner are in work
                 work = self._building[key] = self._thread.submit(partial(self._compile, spec, client))
@@ -224,7 +224,7 @@ class GrammarCompiler:
             return work
 
     def _compile(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
-        if found := self.find(spec, client[0]):
+        if found := self.find(spec, *client):
             return found
         _delimiters(spec, self._vocabulary)  # before the work
         if len(spec.text) > LARGE_TEXT:
@@ -237,10 +237,10 @@ class GrammarCompiler:
         if built.matchers is None:
             raise refusal(built.fault)
         with self._lock:
-            key = client[0], spec.hash
-            self._known[key], self._live[key] = (built.matchers, client), built.matchers
-            own = [key for key in self._known if key[0] == client[0]]
-            costly = [key for key in own if self._known[key][0].is_costly]
+            key = client, spec.hash
+            self._known[key], self._live[key] = built.matchers, built.matchers
+            own = [key for key in self._known if key[0][0] == client[0]]
+            costly = [key for key in own if self._known[key].is_costly]
             for key in {*own[:-MAX_CACHED_PER_OWNER], *costly[:-1]}:
                 del self._known[key]
             while len(self._known) > MAX_CACHED:
@@ -250,12 +250,12 @@ class GrammarCompiler:
     def _drop_costly(self, client: Client) -> None:
         """Makes room for a grammar that is most likely costly, and takes twice what it leaves to compile."""
         with self._lock:
-            for key in [key for key, (kept, whose) in self._known.items() if whose == client and kept.is_costly]:
+            for key in [key for key, kept in self._known.items() if key[0] == client and kept.is_costly]:
                 del self._known[key]
 
-    def _drop(self, owner: Hashable, spec: GrammarSpec) -> None:
+    def _drop(self, client: Client, spec: GrammarSpec) -> None:
         with self._lock:
-            self._known.pop((owner, spec.hash), None)
+            self._known.pop((client, spec.hash), None)
 
     def _build(self, spec: GrammarSpec) -> Built:
         if self._elsewhere is not None:
