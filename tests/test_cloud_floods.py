@@ -1,0 +1,97 @@
+"""Tests what many cheap requests of one client cost the others: they wait for each other, and pages are made once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import serve_fake
+
+from outrider.cloud.api import openapi
+from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.seam import EngineStats, Totals
+from outrider.models.http import security
+from outrider.models.http.errors import Throttled
+from outrider.models.http.limits import Pacer
+from outrider.models.http.security import KeyRing, Paced
+
+KEY = "a-key-of-this-test"
+
+
+def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst at once, then so many a second: of a key, and of an address for all that come without an accepted one."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(round(seconds, 6))
+
+    async def app(*_: Any) -> None:
+        pass
+
+    def asked(num: int, path: str = "/v1/models", key: str = "", address: str = "10.0.0.1") -> list[float]:
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        scope = {"type": "http", "path": path, "headers": headers, "client": (address, 1)}
+        waits.clear()
+        for _ in range(num):
+            asyncio.run(paced(scope, None, None))  # type: ignore[arg-type]
+        return list(waits)
+
+    paced = Paced(app, KeyRing([KEY]), ["/health"])
+    paced._requests = Pacer(10.0, 3, clock=lambda: 0.0)
+    paced._probes = Pacer(10.0, 1, clock=lambda: 0.0)
+    monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
+    assert asked(5) == [0.1, 0.2]
+    assert asked(2, key="a-key-that-nobody-has") == [0.3, 0.4]
+    assert asked(3, key=KEY) == asked(3, address="10.0.0.2") == []
+    asked(16)
+    with pytest.raises(Throttled, match="retry later"):
+        asked(1)
+    assert asked(1, key=KEY) == [0.1]
+    assert asked(6, "/health") == [0.1, 0.2, 0.25, 0.25, 0.25]
+
+
+def test_a_client_is_forgotten_once_it_could_send_a_burst_again() -> None:
+    """And there are never more clients than so many."""
+    now = 0.0
+    pacer = Pacer(10.0, 2, clock=lambda: now)
+    for number in range(1000):
+        pacer.wait_s(b"%d" % number, 1.0)
+        now += 0.01
+    assert len(pacer) <= 11
+
+
+def test_the_openapi_document_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may ask for it."""
+    rendered: list[object] = []
+
+    class Counted(openapi.JSONResponse):
+        def render(self, content: Any) -> bytes:
+            rendered.append(content)
+            return super().render(content)
+
+    monkeypatch.setattr(openapi, "JSONResponse", Counted)
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        first, *others = [client.get("/openapi.json") for _ in range(3)]
+        assert first.json()["paths"] and all(each.content == first.content for each in others)
+        assert first.headers["content-type"] == "application/json" and len(rendered) == 1
+
+
+@pytest.mark.parametrize(("max_age_s", "num"), [(1e9, 2), (0.0, 4)])
+def test_metrics_are_made_once_for_all_who_ask(max_age_s: float, num: int) -> None:
+    """For each of the two formats."""
+    asked = 0
+
+    def stats() -> EngineStats:
+        nonlocal asked
+        asked += 1
+        return EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, None, None)
+
+    async def scrape() -> Sequence[tuple[bytes, str]]:
+        return [await metrics.exposition(accept) for accept in ("", "application/openmetrics-text") * 2]
+
+    metrics = Metrics(stats, lambda: 0, max_age_s=max_age_s)
+    found = asyncio.run(scrape())
+    assert asked == num and found[0][1] != found[1][1] and b"outrider_sessions_open" in found[2][0]
