@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from outrider.cloud.seam import EngineStats, Totals
 from outrider.models.http import security
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
+from outrider.models.http.logprobs import PackedLogprobs
 from outrider.models.http.security import KeyRing, Paced
 
 KEY = "a-key-of-this-test"
@@ -95,3 +97,47 @@ def test_metrics_are_made_once_for_all_who_ask(max_age_s: float, num: int) -> No
     metrics = Metrics(stats, lambda: 0, max_age_s=max_age_s)
     found = asyncio.run(scrape())
     assert asked == num and found[0][1] != found[1][1] and b"outrider_sessions_open" in found[2][0]
+
+
+def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
+    """Bit for bit what the stream's chunks add up to; no piece of it is large, and most of it is held compressed."""
+    body = {
+        "model": "fake",
+        "prompt": "def f",
+        "max_tokens": 200,
+        "n": 8,
+        "logprobs": 20,
+        "ignore_eos": True,
+        "seed": 3,
+    }
+    body["temperature"] = 1.0
+    with serve_fake() as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        whole = client.post("/v1/completions", json=body)
+        assert whole.headers.get("transfer-encoding") == "chunked"
+        streamed: dict[int, dict[str, list[Any]]] = {}
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        found = streamed.setdefault(choice["index"], {})
+                        for name, values in choice["logprobs"].items():
+                            found.setdefault(name, []).extend(values)
+    choices = whole.json()["choices"]
+    assert [choice["logprobs"] for choice in choices] == [streamed[index] for index in range(8)]
+    assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in choices)
+
+
+def test_packed_logprobs_are_a_fraction_of_their_json() -> None:
+    """Of 300 tokens with the 20 likeliest of each."""
+    tops = [{f"token {rank}": -rank - index / 7 for rank in range(20)} for index in range(300)]
+    found = {"tokens": ["x"] * 300, "top_logprobs": tops, "refusal": None}
+    packed = PackedLogprobs({name: [] if values else None for name, values in found.items()})
+    for index in range(300):
+        part = {name: values[index : index + 1] if values else None for name, values in found.items()}
+        assert packed.add(part) > 300
+    pieces = list(packed.pieces())
+    assert json.loads(b"".join(pieces)) == found and max(map(len, pieces)) < 1 << 17
+    assert json.loads(b"".join(PackedLogprobs({"content": [], "refusal": None}).pieces())) == {
+        "content": [],
+        "refusal": None,
+    }
