@@ -6,7 +6,8 @@
   4  load        `bench.load` with stream, verify, auto, JSON, logprobs; `bench.capacity` against the draft beside
 
 The machine needs Python 3.12, torch, transformers, onnxruntime and the server's parts, and no package index: the first
-lines say what is there, what is missing, and the commands that make and unpack a folder of wheels (8 MB).
+lines say what is there, what is missing, and the commands that make and unpack a folder of wheels (8 MB). The draft of
+parts 3 and 4 is carried, too, because onnxruntime-genai, which makes it, is not there.
 
     python -m bench.gpu --out DIR [--part 1 2 3 4] [--draft BUNDLE]     # on the machine; the checkout is not installed
     python -m bench.gpu --make-draft BUNDLE                             # elsewhere, to carry it along
@@ -17,12 +18,12 @@ lines say what is there, what is missing, and the commands that make and unpack 
 from __future__ import annotations
 
 import argparse
-import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.needs import is_enough, look, report, use_checkout
+from bench.gpu.needs import MAKES_DRAFT, is_enough, look, report, use_checkout
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -51,6 +52,8 @@ def main(given: Sequence[str] | None = None) -> int:
         return 0
     if options.out is None:
         cli.error("--out is missing: the directory of the JSON")
+    if {3, 4} & set(options.part) and options.draft is None and importlib.util.find_spec(MAKES_DRAFT) is None:
+        cli.error("parts 3 and 4 need --draft BUNDLE; make it elsewhere: python -m bench.gpu --make-draft BUNDLE")
     import torch
 
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -34,7 +34,6 @@ SAMPLINGS: Final = {
 SAME_LOGITS_SCORE: Final = 1e-9
 SAME_LOGITS_MASS: Final = 1e-5
 """From the same logits, only the last bits of a logarithm and of a sum differ: no more is a near tie."""
-FAMILIES: Final = ("qwen2", "mistral", "gemma2")
 
 
 def measure(run: Run) -> list[str]:
@@ -109,7 +108,9 @@ def _request(prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> 
 
 
 def _open(path: Path, run: Run, dtype: str) -> BatchRuntime:
-    return open_batch_runtime("torch", path, RuntimeOptions(device=run.device, properties={"dtype": dtype}))
+    return open_batch_runtime(
+        "torch", path, RuntimeOptions(device=run.device, num_threads=1, properties={"dtype": dtype})
+    )
 
 
 def _prompts(run: Run) -> list[tuple[int, ...]]:
@@ -126,7 +127,7 @@ def _texts(run: Run, dtype: str) -> list[str]:
     missed: list[str] = []
     prompts = _prompts(run)
     sources = {"reference target": target_dir()}
-    for family in FAMILIES:
+    for family in run.sizes.families:
         place = run.made / f"tiny-{family}"
         sources[family] = place if place.is_dir() else make_tiny_model(family, place, vocab_size=4096)
     for name, path in sources.items():

@@ -126,7 +126,7 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
     block_bytes = _block_bytes(path, options)
     per = -(-tokens // 32)
     needed = max(sizes.sessions) * per * block_bytes
-    runtime = TorchPagedRuntime(path, replace(options, kv_cache_bytes=needed + block_bytes))
+    runtime = TorchPagedRuntime(path, replace(options, num_threads=1, kv_cache_bytes=needed + block_bytes))
     with closing(runtime):
         weights = _read_bytes(runtime)
         told: dict[str, Any] = {"load_s": time.perf_counter() - started_s, "weight_bytes": weights, "sessions": {}}
