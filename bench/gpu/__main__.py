@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.needs import MAKES_DRAFT, is_enough, look, report, use_checkout
+from bench.gpu.needs import MAKES_DRAFT, download, is_enough, look, report, use_checkout
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -37,8 +37,12 @@ def main(given: Sequence[str] | None = None) -> int:
     cli.add_argument("--limit-s", type=float, default=300.0, help="of each part; what does not fit is left out, named")
     cli.add_argument("--small", action="store_true", help="the smallest form")
     cli.add_argument("--needs", action="store_true", help="say what is there and what is missing")
+    cli.add_argument("--wheels", action="store_true", help="print the command that makes the folder of all wheels")
     cli.add_argument("--make-draft", type=Path, metavar="BUNDLE", help="export the draft there, and do nothing else")
     options = cli.parse_args(given)
+    if options.wheels:
+        print(download())
+        return 0
     found = look()
     print(report(found), flush=True)
     if options.needs or not is_enough(found):

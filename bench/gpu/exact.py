@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import transformers
+from bench.gpu.needs import ROOT
 from bench.gpu.place import Run
 from bench.plain_text import Difference, first_difference, plain_texts
 from numpy.typing import NDArray
@@ -39,12 +42,22 @@ SAME_LOGITS_MASS: Final = 1e-5
 def measure(run: Run) -> list[str]:
     """The part. Returns what should not be, in words."""
     missed = [*_hashes(run), *_picks(run)]
+    if run.is_cuda:
+        missed += _exports(run)
     for dtype in ("f32", "bf16"):
         if run.has_time(f"texts in {dtype}"):
             missed += _texts(run, dtype)
         if run.has_time(f"shapes in {dtype}"):
             _shapes(run, dtype)
     return missed
+
+
+def _exports(run: Run) -> list[str]:
+    """tests/test_on_gpu.py: exports for a GPU pass their checks there, and a tree has the logits of its lines."""
+    tests = [sys.executable, "-m", "pytest", "tests/test_on_gpu.py", "-q", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
+    run.note("test_on_gpu", {"status": done.returncode, "output": done.stdout[-4000:] + done.stderr[-2000:]})
+    return [] if done.returncode == 0 else [f"tests/test_on_gpu.py ends with {done.returncode}: {done.stdout[-500:]}"]
 
 
 def _hashes(run: Run) -> list[str]:

@@ -6,7 +6,9 @@ import json
 
 from bench import never_slower
 from bench.gpu.place import Run
-from bench.round_trips import BESIDE, LOOKUP, STOP_AND_WAIT
+from bench.round_trips import BESIDE, LOOKUP
+
+from outrider.edge.lab.laboratory import STOP_AND_WAIT
 
 
 def measure(run: Run) -> list[str]:
