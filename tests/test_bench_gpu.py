@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,12 @@ from bench.gpu import exact, load, needs, round_trips, steps
 from bench.gpu.needs import Found, Need
 from bench.gpu.place import SMALL, Run
 
+from outrider.export.check.runner import where_to_check
 from outrider.export.make.pair import PairPaths
+from outrider.export.recipes import ExportOptions
+from outrider.models.errors import RuntimeUnavailable
 from outrider.models.sampling_torch import noise_bits, pick_rows
+from outrider.models.version import outrider_version
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # its profiler says what it lacks on this machine
 
@@ -114,3 +119,22 @@ def test_needs_name_what_the_parts_declare() -> None:
     project = tomllib.loads((needs.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = {each.split(">")[0].split("=")[0].split("[")[0].strip() for each in project["dependencies"]}
     assert declared <= {need.name for need in needs.NEEDS}
+
+
+def test_a_checkout_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server, the agent and the exporter say "source" there; none of them asks for metadata by itself."""
+    monkeypatch.setattr(importlib.metadata, "version", _no_package)
+    assert outrider_version() == "source"
+    asking = [path for part in needs.PARTS for path in (needs.ROOT / part / "outrider").rglob("*.py")]
+    assert [path.name for path in asking if 'version("outrider")' in path.read_text("utf-8")] == ["version.py"]
+
+
+def _no_package(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+def test_an_openvino_check_without_openvino_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No traceback where only torch and onnxruntime are there."""
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(RuntimeUnavailable, match="openvino.*pip install"):
+        where_to_check(ExportOptions("draft", "int4", "openvino", device="gpu"))

@@ -186,9 +186,9 @@ def _shapes(run: Run, dtype: str) -> None:
     Standard deviations of the logits, and how many picks change, greedy and with noise.
     """
     (prompt, *_), count = _prompts(run), 8
-    path = target_dir()
-    with closing(_open(path, run, dtype)) as runtime:
-        texts = plain_texts(runtime, [_request(prompt, SamplingParams(), count)])
+    num_rows = count * max(1, run.sizes.tokens // 24)
+    with closing(_open(target_dir(), run, dtype)) as runtime:
+        texts = plain_texts(runtime, [_request(prompt, SamplingParams(), num_rows)])
         tokens, start = [*prompt, *texts[0]], len(prompt)
         per = -(-len(tokens) // runtime.block_size)
         alone = np.concatenate(_in_steps(runtime, tokens, start, 1, per, 1))

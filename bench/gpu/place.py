@@ -21,14 +21,14 @@ from outrider.reference import draft_dir, target_dir
 class Sizes:
     """How much is measured. widen_mb: of the target in FP32. layers, hidden, vocab: of the random model."""
 
-    widen_mb: float = 4000.0
+    widen_mb: float = 2000.0
     sessions: tuple[int, ...] = (1, 8, 32, 64)
     load_sessions: tuple[int, ...] = (1, 4, 16, 64)
     layers: int = 32
     hidden: int = 4096
     vocab: int = 152_000
     rows: int = 200  # of logits, per sampling
-    texts: int = 16
+    texts: int = 12
     tokens: int = 96
     steps: int = 24
     copy_mb: int = 2048

@@ -31,19 +31,16 @@ def measure(run: Run) -> list[str]:
     """The part; it has no bounds: no GPU has run this product yet."""
     bandwidth = _bandwidth(run)
     run.note("bandwidth_gb_s", bandwidth)
-    path, dtype = run.target(), None
-    for name in ("widened target", "8B shape"):
-        if name == "8B shape":
-            if not run.has_time(name, 0.4):
-                return []
-            path, dtype = _random_model(run), "bf16" if run.is_cuda else "f32"
-        bundle_options = target_options(Bundle.open(path)) if dtype is None else None
-        options = bundle_options or RuntimeOptions(device=run.device, properties={"dtype": dtype or "f32"})
-        tokens = CONTEXT + 8 * run.sizes.steps + 64
-        _steps(run, name, path, options, bandwidth["read"], tokens)
+    tokens = CONTEXT + 8 * run.sizes.steps + 64
+    path = _random_model(run)
+    options = RuntimeOptions(device=run.device, properties={"dtype": "bf16" if run.is_cuda else "f32"})
+    _steps(run, "8B shape", path, options, bandwidth["read"], tokens)
+    shutil.rmtree(path)
+    _free(run)
+    if run.has_time("widened target", 0.6):
+        path = run.target()
+        _steps(run, "widened target", path, target_options(Bundle.open(path)), bandwidth["read"], tokens)
         _free(run)
-        if dtype is not None:
-            shutil.rmtree(path)
     return []
 
 
