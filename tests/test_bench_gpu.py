@@ -136,5 +136,5 @@ def _no_package(name: str) -> str:
 def test_an_openvino_check_without_openvino_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """No traceback where only torch and onnxruntime are there."""
     monkeypatch.setitem(sys.modules, "openvino", None)
-    with pytest.raises(RuntimeUnavailable, match="openvino.*pip install"):
+    with pytest.raises(RuntimeUnavailable, match=r"openvino.*pip install"):
         where_to_check(ExportOptions("draft", "int4", "openvino", device="gpu"))

@@ -73,7 +73,7 @@ def main(given: Sequence[str] | None = None) -> int:
             f"part {number}: {miss}" for miss in importlib.import_module(f"bench.gpu.{parts[number]}").measure(run)
         ]
         for name in run.left_out:
-            print(f"part {number}: no time for {name}", flush=True)
+            print(f"part {number}: left out: {name}", flush=True)
     for miss in missed:
         print(miss, flush=True)
     return 1 if missed else 0
