@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def main(given: Sequence[str] | None = None) -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--part", type=int, nargs="+", choices=(1, 2, 3, 4), default=[1, 2, 3, 4])
     cli.add_argument("--out", type=Path, help="directory of the JSON")
-    cli.add_argument("--made", type=Path, help="directory of exported bundles, kept between parts; default: OUT/made")
+    cli.add_argument("--made", type=Path, help="keeps exported bundles for a later call; default: not kept")
     cli.add_argument("--draft", type=Path, help="a draft bundle for onnxruntime; default: made there")
     cli.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     cli.add_argument("--limit-s", type=float, default=300.0, help="of each part; what does not fit is left out, named")
@@ -64,16 +65,17 @@ def main(given: Sequence[str] | None = None) -> int:
         cli.error(f"torch {torch.__version__} sees no CUDA device; --small --device cpu runs the smallest form")
     parts = {1: "exact", 2: "steps", 3: "round_trips", 4: "load"}
     options.out.mkdir(parents=True, exist_ok=True)
-    made = options.made or options.out / "made"
     missed = []
-    for number in options.part:
-        sizes = SMALL if options.small else Sizes()
-        run = Run(number, options.out, made, options.device, sizes, options.limit_s, options.draft)
-        missed += [
-            f"part {number}: {miss}" for miss in importlib.import_module(f"bench.gpu.{parts[number]}").measure(run)
-        ]
-        for name in run.left_out:
-            print(f"part {number}: left out: {name}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        made = options.made or Path(scratch)
+        made.mkdir(parents=True, exist_ok=True)
+        for number in options.part:
+            sizes = SMALL if options.small else Sizes()
+            run = Run(number, options.out, made, options.device, sizes, options.limit_s, options.draft)
+            part = importlib.import_module(f"bench.gpu.{parts[number]}")
+            missed += [f"part {number}: {miss}" for miss in part.measure(run)]
+            for name in run.left_out:
+                print(f"part {number}: left out: {name}", flush=True)
     for miss in missed:
         print(miss, flush=True)
     return 1 if missed else 0
