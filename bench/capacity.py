@@ -249,7 +249,7 @@ def main(given: Sequence[str] | None = None) -> int:
 def as_json(options: argparse.Namespace, found: Found) -> dict[str, Any]:
     """The figures as plain data."""
     return {
-        "widen_mb": options.widen,
+        "widen_mb": None if options.target else options.widen,
         "widen_draft_mb": options.widen_draft,
         "clients": options.clients,
         "tokens_per_s": found.rates,

@@ -309,7 +309,8 @@ def main(given: Sequence[str] | None = None) -> int:
     with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
         cells, num_late = measure(subject, options.sessions, options.modes, options.runs, progress)
     step = f"{options.emulate[0]:g} ms a step, {options.emulate[1]:g} ms a token more" if options.emulate else ""
-    console.print(as_table(cells, step or f"target of {options.widen:g} MB, FP32, one core"))
+    target = f"target: {options.target}" if options.target else f"target of {options.widen:g} MB, FP32, one core"
+    console.print(as_table(cells, step or target))
     found: dict[str, float | None] = {}
     for mode in options.modes:
         if mode != CLOUD_ONLY:
@@ -330,7 +331,8 @@ def as_json(
 ) -> dict[str, Any]:
     """The table as plain data, with every run."""
     return {
-        "widen_mb": None if options.emulate else options.widen,
+        "widen_mb": None if options.emulate or options.target else options.widen,
+        "target": str(options.target) if options.target else None,
         "emulated": options.emulate,
         "rtt_ms": options.rtt_ms,
         "temperature": options.temperature,

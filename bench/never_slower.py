@@ -375,7 +375,8 @@ def main(given: Sequence[str] | None = None) -> int:
     missed = [miss for found in comparisons for miss in misses(found)]
     for miss in missed:
         console.print(miss, style="red", highlight=False)
-    told = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
+    told: dict[str, Any] = {"widen_mb": None if options.target else options.widen, "emulated": options.emulate}
+    told["temperature"] = options.temperature
     told["form"] = options.form
     write_json(options.json, {**told, "misses": missed, **as_json(measured, comparisons)})
     return 1 if missed else 0

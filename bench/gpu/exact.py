@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import transformers
+from bench.gpu.needs import ROOT
 from bench.gpu.place import Run
 from bench.plain_text import Difference, first_difference, plain_texts
 from numpy.typing import NDArray
@@ -34,18 +37,27 @@ SAMPLINGS: Final = {
 SAME_LOGITS_SCORE: Final = 1e-9
 SAME_LOGITS_MASS: Final = 1e-5
 """From the same logits, only the last bits of a logarithm and of a sum differ: no more is a near tie."""
-FAMILIES: Final = ("qwen2", "mistral", "gemma2")
 
 
 def measure(run: Run) -> list[str]:
     """The part. Returns what should not be, in words."""
     missed = [*_hashes(run), *_picks(run)]
+    if run.is_cuda:
+        missed += _exports(run)
     for dtype in ("f32", "bf16"):
         if run.has_time(f"texts in {dtype}"):
             missed += _texts(run, dtype)
         if run.has_time(f"shapes in {dtype}"):
             _shapes(run, dtype)
     return missed
+
+
+def _exports(run: Run) -> list[str]:
+    """tests/test_on_gpu.py: exports for a GPU pass their checks there, and a tree has the logits of its lines."""
+    tests = [sys.executable, "-m", "pytest", "tests/test_on_gpu.py", "-q", "-rs", "-p", "no:cacheprovider"]
+    done = subprocess.run(tests, cwd=ROOT, capture_output=True, text=True, check=False)
+    run.note("test_on_gpu", {"status": done.returncode, "output": done.stdout[-4000:] + done.stderr[-2000:]})
+    return [] if done.returncode == 0 else [f"tests/test_on_gpu.py ends with {done.returncode}: {done.stdout[-500:]}"]
 
 
 def _hashes(run: Run) -> list[str]:
@@ -109,7 +121,9 @@ def _request(prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> 
 
 
 def _open(path: Path, run: Run, dtype: str) -> BatchRuntime:
-    return open_batch_runtime("torch", path, RuntimeOptions(device=run.device, properties={"dtype": dtype}))
+    return open_batch_runtime(
+        "torch", path, RuntimeOptions(device=run.device, num_threads=1, properties={"dtype": dtype})
+    )
 
 
 def _prompts(run: Run) -> list[tuple[int, ...]]:
@@ -126,7 +140,7 @@ def _texts(run: Run, dtype: str) -> list[str]:
     missed: list[str] = []
     prompts = _prompts(run)
     sources = {"reference target": target_dir()}
-    for family in FAMILIES:
+    for family in run.sizes.families:
         place = run.made / f"tiny-{family}"
         sources[family] = place if place.is_dir() else make_tiny_model(family, place, vocab_size=4096)
     for name, path in sources.items():
@@ -172,9 +186,9 @@ def _shapes(run: Run, dtype: str) -> None:
     Standard deviations of the logits, and how many picks change, greedy and with noise.
     """
     (prompt, *_), count = _prompts(run), 8
-    path = target_dir()
-    with closing(_open(path, run, dtype)) as runtime:
-        texts = plain_texts(runtime, [_request(prompt, SamplingParams(), count)])
+    num_rows = count * max(1, run.sizes.tokens // 24)
+    with closing(_open(target_dir(), run, dtype)) as runtime:
+        texts = plain_texts(runtime, [_request(prompt, SamplingParams(), num_rows)])
         tokens, start = [*prompt, *texts[0]], len(prompt)
         per = -(-len(tokens) // runtime.block_size)
         alone = np.concatenate(_in_steps(runtime, tokens, start, 1, per, 1))

@@ -20,7 +20,7 @@ def measure(run: Run) -> list[str]:
         run.left_out.append("JSON: llguidance is not there")
     missed: list[str] = []
     runs = ["--runs", str(sizes.runs), "--max-tokens", str(min(64, sizes.tokens))]
-    path = run.out / "part4-capacity.json"
+    path = run.made / "part4-capacity.json"
     capacity.main(
         [*pair, *runs, "--widen-draft", "0", "--clients", str(max(sizes.load_sessions[:2])), "--json", str(path)]
     )
@@ -30,7 +30,7 @@ def measure(run: Run) -> list[str]:
     for count in sizes.load_sessions:
         if not run.has_time(f"{count} sessions"):
             continue
-        path = run.out / f"part4-{count}.json"
+        path = run.made / f"part4-{count}.json"
         load.main([*pair, *runs, "--sessions", str(count), "--modes", *modes, "--json", str(path)])
         done.append(json.loads(path.read_text(encoding="utf-8")))
         missed += done[-1]["misses"]

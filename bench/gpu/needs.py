@@ -21,6 +21,10 @@ WHEELS: Final = ".whl"
 """The folder of wheels in the repository's root; everything that can be missing has 8 MB there."""
 
 
+MAKES_DRAFT: Final = "onnxruntime_genai"
+"""The module without which no draft is exported for onnxruntime."""
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """A package. wheel: the version to carry where it is missing; None: of the machine itself, and not carried.
@@ -63,8 +67,7 @@ NEEDS: Final = (
     Need("uvicorn", "uvicorn", "0.54.0"),
     Need("httptools", "httptools", "0.9.0"),
     Need("llguidance", "llguidance", "1.9.1", what="JSON in part 4"),
-    Need("onnx", "onnx", what="making the draft there, where --draft carries none"),
-    Need("onnxscript", "onnxscript", what="making the draft there, where --draft carries none"),
+    Need("onnxruntime-genai", MAKES_DRAFT, what="making the draft here; --draft BUNDLE carries one"),
 )
 
 _PLATFORMS: Final = (

@@ -21,14 +21,14 @@ from outrider.reference import draft_dir, target_dir
 class Sizes:
     """How much is measured. widen_mb: of the target in FP32. layers, hidden, vocab: of the random model."""
 
-    widen_mb: float = 4000.0
+    widen_mb: float = 2000.0
     sessions: tuple[int, ...] = (1, 8, 32, 64)
     load_sessions: tuple[int, ...] = (1, 4, 16, 64)
     layers: int = 32
     hidden: int = 4096
     vocab: int = 152_000
     rows: int = 200  # of logits, per sampling
-    texts: int = 16
+    texts: int = 12
     tokens: int = 96
     steps: int = 24
     copy_mb: int = 2048
@@ -36,12 +36,13 @@ class Sizes:
     rtt_ms: tuple[float, ...] = (0.0, 10.0, 25.0, 50.0, 100.0)
     prompts: int = 3
     cores: int = 8
+    families: tuple[str, ...] = ("qwen2", "mistral", "gemma2")  # with random weights, beside the reference target
 
 
 SMALL = Sizes(
     widen_mb=0.0,
     sessions=(1, 2),
-    load_sessions=(1, 2),
+    load_sessions=(2,),
     layers=2,
     hidden=128,
     vocab=1000,
@@ -54,6 +55,7 @@ SMALL = Sizes(
     rtt_ms=(0.0,),
     prompts=1,
     cores=1,
+    families=("mistral",),
 )
 """A few seconds on a processor: that the suite runs, not a measurement."""
 
@@ -113,7 +115,7 @@ class Run:
         return place if _is_intact(place) else export_model(target_dir(), place, options).path
 
     def draft_bundle(self) -> Path:
-        """The carried draft, or one made here from the reference weights: both run in onnxruntime on cores."""
+        """The carried draft, or one made here from the reference weights."""
         if self.draft is not None:
             return self.draft
         place = self.made / "draft"

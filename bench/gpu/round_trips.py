@@ -6,7 +6,9 @@ import json
 
 from bench import never_slower
 from bench.gpu.place import Run
-from bench.round_trips import BESIDE, LOOKUP, STOP_AND_WAIT
+from bench.round_trips import BESIDE, LOOKUP
+
+from outrider.edge.lab.laboratory import STOP_AND_WAIT
 
 
 def measure(run: Run) -> list[str]:
@@ -21,7 +23,7 @@ def measure(run: Run) -> list[str]:
     for rtt_ms in run.sizes.rtt_ms:
         if not run.has_time(f"a round trip of {rtt_ms:g} ms"):
             continue
-        path = run.out / f"part3-{rtt_ms:g}ms.json"
+        path = run.made / f"part3-{rtt_ms:g}ms.json"
         sizes = run.sizes
         counts = ["--runs", str(sizes.runs), "--prompts", str(sizes.prompts), "--max-tokens", str(sizes.tokens)]
         leave = ["--leave-out", BESIDE, LOOKUP, STOP_AND_WAIT]

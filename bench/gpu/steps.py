@@ -31,19 +31,16 @@ def measure(run: Run) -> list[str]:
     """The part; it has no bounds: no GPU has run this product yet."""
     bandwidth = _bandwidth(run)
     run.note("bandwidth_gb_s", bandwidth)
-    path, dtype = run.target(), None
-    for name in ("widened target", "8B shape"):
-        if name == "8B shape":
-            if not run.has_time(name, 0.4):
-                return []
-            path, dtype = _random_model(run), "bf16" if run.is_cuda else "f32"
-        bundle_options = target_options(Bundle.open(path)) if dtype is None else None
-        options = bundle_options or RuntimeOptions(device=run.device, properties={"dtype": dtype or "f32"})
-        tokens = CONTEXT + 8 * run.sizes.steps + 64
-        _steps(run, name, path, options, bandwidth["read"], tokens)
+    tokens = CONTEXT + 8 * run.sizes.steps + 64
+    path = _random_model(run)
+    options = RuntimeOptions(device=run.device, properties={"dtype": "bf16" if run.is_cuda else "f32"})
+    _steps(run, "8B shape", path, options, bandwidth["read"], tokens)
+    shutil.rmtree(path)
+    _free(run)
+    if run.has_time("widened target", 0.6):
+        path = run.target()
+        _steps(run, "widened target", path, target_options(Bundle.open(path)), bandwidth["read"], tokens)
         _free(run)
-        if dtype is not None:
-            shutil.rmtree(path)
     return []
 
 
@@ -126,7 +123,7 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
     block_bytes = _block_bytes(path, options)
     per = -(-tokens // 32)
     needed = max(sizes.sessions) * per * block_bytes
-    runtime = TorchPagedRuntime(path, replace(options, kv_cache_bytes=needed + block_bytes))
+    runtime = TorchPagedRuntime(path, replace(options, num_threads=1, kv_cache_bytes=needed + block_bytes))
     with closing(runtime):
         weights = _read_bytes(runtime)
         told: dict[str, Any] = {"load_s": time.perf_counter() - started_s, "weight_bytes": weights, "sessions": {}}
