@@ -54,7 +54,7 @@ from bench.attacks.recent import recent_texts
 from bench.attacks.rows import Row
 from bench.attacks.rules import false_distributions
 from bench.attacks.shapes import booleans
-from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
+from bench.attacks.sharing import held_prefixes, large_verify_calls, long_prompts, long_sessions, unequal_owners
 from bench.attacks.subject import EMBEDDED, VLLM, Subject
 from bench.attacks.terminal import escapes, huge_answers
 from bench.attacks.traces import hostile_contexts
@@ -71,6 +71,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (2, late_drafts),
     (3, long_sessions),
     (3, unequal_owners),
+    (42, long_prompts),
     (4, others_prompts),
     (4, guessed_hash),
     (4, session_hash),

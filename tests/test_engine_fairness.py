@@ -162,7 +162,7 @@ def test_what_was_used_while_there_was_enough_costs_no_turns_later() -> None:
     after = sum(len(c.tokens) for c in many), len(one.tokens)
     gained = [*(len(c.tokens) for c in others), *(a - b for a, b in zip(after, before, strict=True))]
     assert max(gained) - min(gained) <= 2
-    assert sum(gained) == 120 * 10
+    assert sum(gained) >= 120 * 10 - 10  # a newcomer's prompt may take two steps, so that it delays nobody
 
 
 def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> None:
@@ -258,6 +258,80 @@ def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones() -> None:
     harness.engine.step()
     _, short = harness.submit(prompt_of(99, 20), 3, owner=BOB)
     assert steps_to_first_token(harness, short) <= 3
+
+
+class PromptFlood:
+    """An owner that has four prompts of 400 fresh tokens in the engine at any time, for one token each."""
+
+    def __init__(self, harness: Harness, owner: bytes) -> None:
+        self._harness, self._owner = harness, owner
+        self._open: list[Collector] = []
+        self.num_done = self._num = 0
+        self.refill()
+
+    def refill(self) -> None:
+        self.num_done += sum(each.end is not None for each in self._open)
+        self._open = [each for each in self._open if each.end is None]
+        while len(self._open) < 4:
+            self._num += 1
+            prompt = prompt_of(1000 + self._num, 400)
+            self._open.append(self._harness.submit(prompt, 1, owner=self._owner)[1])
+
+
+def flooded(num_texts: int, num_steps: int, *, priority: int = 0) -> tuple[list[float], list[list[int]], int]:
+    """Seconds of each step, its tokens by sequence, and prompts done, beside texts of so many other owners."""
+    clock_s = lambda num_tokens: 0.006 + 0.0005 * num_tokens  # noqa: E731
+    harness = Harness(num_blocks=8192, max_positions=2048, step_s=clock_s)
+    harness.engine.calibrate()
+    texts = [
+        harness.submit(prompt_of(i), 1500, owner=b"text %d" % i, patience_ms=0.0, priority=priority)[1]
+        for i in range(num_texts)
+    ]
+    harness.run_steps(2)
+    assert all(text.tokens for text in texts)
+    flood, steps_s = PromptFlood(harness, ALICE), list[float]()
+    first = len(harness.batches)
+    for _ in range(num_steps):
+        began = harness.clock.now
+        harness.step()
+        steps_s.append(harness.clock.now - began)
+        flood.refill()
+    return steps_s, harness.batches[first:], flood.num_done
+
+
+@pytest.mark.parametrize("num_texts", [1, 3])
+def test_another_owners_prompts_take_no_more_time_than_a_step(num_texts: int) -> None:
+    """However many it sends, a step with prompt tokens lasts two decode steps at most, and its time is its share."""
+    steps_s, batches, num_done = flooded(num_texts, 600)
+    decode_s = 0.006 + 0.0005 * num_texts
+    assert max(steps_s) <= 2 * decode_s + 1e-9
+    assert all(batch.count(1) >= num_texts for batch in batches), "a text sat out a step"
+    for_prompts_s = sum(each - decode_s for each in steps_s)
+    share = for_prompts_s / sum(steps_s)
+    assert 0.9 / (num_texts + 1) <= share <= 1.1 / (num_texts + 1)
+    assert num_done >= 4
+
+
+def test_prompts_delay_nobody_without_another_owners_text() -> None:
+    """Alone, and beside texts of a lower priority but for every eighth step, they fill the steps."""
+    _, alone, _ = flooded(0, 8)
+    assert min(map(sum, alone)) == EngineConfig().token_budget
+    _, beside, _ = flooded(2, 80, priority=-1)
+    full = [sum(batch) for batch in beside if sum(batch) >= EngineConfig().token_budget]
+    assert len(full) >= 60
+
+
+def test_prompts_run_while_a_text_waits_for_its_device() -> None:
+    """They do not wait with it, and the draft that arrives finds a step that is short."""
+    harness = Harness(config=EngineConfig(policy=Policy.VERIFY), num_blocks=4096, max_positions=2048)
+    harness.engine.calibrate()
+    harness.submit(prompt_of(0), 300, draft_lag_ms=500.0, owner=BOB)
+    harness.engine.step()
+    _, long = harness.submit(prompt_of(1, 400), 1, owner=ALICE)
+    first = len(harness.batches)
+    while long.end is None:
+        harness.engine.step()
+    assert max(map(sum, harness.batches[first:])) <= 45  # of 1 ms each, beside a step of 41 ms
 
 
 def test_a_wait_for_a_device_does_not_cost_the_context() -> None:

@@ -344,11 +344,15 @@ def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pyt
     for collector in collectors:
         thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 4000), collector)
     assert thread.fault() is None
+    told: list[str] = []
+    thread.on_death(told.append)
     thread.start()
     for collector in collectors:
         assert collector.ended.wait(TIMEOUT_S)
         assert code_of(collector) == "internal_error"
     thread._thread.join(TIMEOUT_S)
+    thread.on_death(told.append)
+    assert told == [thread.fault()] * 2
     assert thread.fault() == "the engine's thread has ended: MemoryError" and thread.stats().failed == 1
     with pytest.raises(RequestError) as refused:
         thread.submit(GenerateRequest((1,), SAMPLED, 1), Collector())
@@ -382,6 +386,62 @@ def test_a_hung_step_makes_the_engine_unfit_until_it_returns() -> None:
     assert collector.ended.wait(TIMEOUT_S)
     thread._thread.join(TIMEOUT_S)
     assert thread.fault() is None
+
+
+def test_a_step_that_hangs_for_two_minutes_is_the_engines_death() -> None:
+    """Looked at 60 times more; what is open gets its error, and nothing of the step if it returns after all."""
+    entered, gate = threading.Event(), threading.Event()
+
+    def on_step(batch: Sequence[SequenceSlice]) -> None:
+        entered.set()
+        assert gate.wait(TIMEOUT_S)
+
+    clock, told = Clock(), list[str]()
+    thread = EngineThread(Engine(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock))
+    thread.on_death(told.append)
+    thread._thread.start()  # not the one that looks: the test does
+    collector = Waiting()
+    thread.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, 6), collector)
+    assert entered.wait(TIMEOUT_S)
+    clock.now += 61.0
+    for _ in range(59):
+        thread._look()
+    assert not told and collector.end is None
+    thread._look()
+    assert told == ["a step hangs in the model's runtime"] == [thread.fault()]
+    assert code_of(collector) == "internal_error"
+    thread.stop()
+    gate.set()
+    thread._thread.join(TIMEOUT_S)
+    assert not thread._thread.is_alive() and not collector.tokens and told == [thread.fault()]
+
+
+@pytest.mark.parametrize("faults_last", [True, False])
+def test_a_runtime_whose_faults_last_is_given_up(faults_last: bool) -> None:
+    """As on CUDA, after ten probes that failed. Another runtime may work again, so its engine goes on with probes."""
+
+    class Broken(FakeBatchRuntime):
+        def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    Broken.faults_last = faults_last  # type: ignore[attr-defined]
+    clock, told = Clock(), list[str]()
+    engine = Engine(Broken(vocab_size=VOCAB), clock=clock)
+    collector = ask(engine, PROMPTS[1])
+    for _ in range(9):
+        clock.now += engine.step() or 0.0
+    assert code_of(collector) == "model_fault" and not engine.is_lost
+    for _ in range(9):
+        clock.now += engine.step() or 0.0
+    assert engine.is_lost == faults_last
+    thread = EngineThread(engine)
+    thread.on_death(told.append)
+    thread.start()
+    if faults_last:
+        thread._thread.join(TIMEOUT_S)
+    thread.stop()
+    thread._watch.join(TIMEOUT_S)
+    assert told == (["no step succeeds: RuntimeError, again and again"] if faults_last else [])
 
 
 def test_a_slow_runtime_is_given_twenty_of_its_steps() -> None:

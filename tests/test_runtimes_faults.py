@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.conftest import TINY_VOCAB
 
+from outrider.models.errors import BundleError
+from outrider.models.runtimes import torch_paged
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import BLOCK_SIZE, TorchPagedRuntime
 
@@ -25,6 +29,25 @@ def runtime(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -
     opened = TorchPagedRuntime(tiny_model(request.param), OPTIONS)
     yield opened
     opened.close()
+
+
+def test_the_second_way_to_load_begins_without_the_first_copy(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the attention interface does not reach each layer, a model is loaded again; two copies may not fit."""
+    copies: list[weakref.ref[Any]] = []
+    load = torch_paged.load_causal_lm
+
+    def loads(*given: Any) -> Any:
+        assert not any(copy() is not None for copy in copies), "the first copy is still held"
+        model = load(*given)
+        copies.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(torch_paged, "load_causal_lm", loads)
+    with pytest.raises(BundleError, match="with its own attention"):
+        TorchPagedRuntime(tiny_model("bloom"), OPTIONS)
+    assert len(copies) == 2
 
 
 @pytest.mark.parametrize("num_new", [1, 4])

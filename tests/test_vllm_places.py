@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm.book import Book, Served
 from outrider.cloud.vllm.places import Places
@@ -60,3 +62,26 @@ def test_who_has_priority_waits_for_no_turn() -> None:
     assert steps.step() == [urgent]
     assert urgent in steps.running and equal not in steps.running and len(steps.running & held) == 1
     assert steps.step() == []  # nobody with a lower priority takes its slot, or another's before the turn
+
+
+def test_prompts_have_at_most_a_steps_time_beside_another_owners_texts() -> None:
+    """And beside three owners' a third of that on average; those of an owner alone have all there is."""
+    steps = Steps()
+    prompts = [steps.open(b"many"), steps.open(b"many")]
+    texts = [steps.open(b"text %d" % i) for i in range(3)]
+    for prompt in prompts:
+        prompt.num_wanted = 1000
+    added = np.arange(1, 257) / 20  # of a step, for 1, 2, ... tokens
+
+    def given(num_texts: int) -> list[int]:
+        found = []
+        for _ in range(63):
+            steps.step()
+            found.append(sum(steps.places.prompt_shares(prompts, 256, texts[:num_texts], added).values()))
+        return found
+
+    assert set(given(0)) == {256}
+    assert set(given(1)) == {0, 20}
+    assert given(1).count(0) == 1  # one step of 64 is timed without
+    three = given(3)
+    assert set(three) == {0, 20} and 19 <= three.count(20) <= 22

@@ -99,13 +99,19 @@ def test_a_newcomer_gets_the_blocks_of_a_session_that_had_its_turn(vllm: SharedE
 
 
 def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones(vllm: SharedEngine) -> None:
-    """Six prompts of 2,000 tokens, of which a step runs 512: the short one's first token comes within three steps."""
+    """Six prompts of 2,000 tokens, of which a step runs 512: the short one's first token comes within three steps. Then
+    they have at most one more step's time, until its text has ended.
+    """
     crowd = Crowd(vllm)
     long = [crowd.submit(prompt_of(i, 2000), 1000, ALICE) for i in range(6)]
     crowd.run(2)
     short = crowd.submit(prompt_of(99, 20), 1000, BOB)
     crowd.run(3)
     assert short.tokens and not any(c.tokens for c in long)
+    before = crowd.engine.stats().totals.step_tokens
+    crowd.run(4)
+    assert crowd.engine.stats().totals.step_tokens - before < 4 * 512
+    crowd.engine.end([crowd._ids[-1]], "cancelled")
     crowd.run(24)
     assert all(c.tokens == vllm.target_tokens(prompt_of(i, 2000), len(c.tokens)) for i, c in enumerate(long))
     assert all(c.tokens for c in long)

@@ -50,7 +50,7 @@ from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequ
 from outrider.models.acceptance import Rule
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.runtimes.base import BatchRuntime, ModelLimits, TreeRuntime
+from outrider.models.runtimes.base import BatchRuntime, LastingFaultRuntime, ModelLimits, TreeRuntime
 from outrider.models.transforms.by_rule import RuleChooser
 from outrider.models.tree_draft import TreeDraft
 
@@ -75,7 +75,7 @@ class Engine:
         self._distributions = self._drafting.distributions
         self._moved_s = 0.0  # seconds of the step in which accepted branches were moved
         self._turnover = Turnover()
-        self._health = Health(clock)
+        self._health = Health(clock, faults_last=isinstance(runtime, LastingFaultRuntime) and runtime.faults_last)
         self._runner = ModelRunner(runtime, self._health, clock)
         self._gate = threading.Lock()  # between `submit` and `reset`
         self._swap = open_swap(runtime, self._config.spill, self._totals, clock)
@@ -122,6 +122,11 @@ class Engine:
     def is_hung(self) -> bool:
         """Whether a call of the runtime does not return; any thread."""
         return self._health.is_hung
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the runtime has failed for good; any thread."""
+        return self._health.is_lost
 
     # -- any thread --------------------------------------------------------------------------------------------------
 
@@ -650,14 +655,26 @@ class Engine:
                     self._swap.clear()
                 self._start_afresh()
         finally:
-            fault = _failed_text()
-            for sequence in ended:
-                self._totals.finished += 1
-                self._distributions.ended("error")
-                try:
-                    sequence.sink(EndEvent("error", sequence.usage, fault))
-                except BaseException as second:  # a sink that raises may be the cause
-                    log_fault(second)
+            self._end_with_error(ended)
+
+    def abandon(self) -> None:
+        """Ends every sequence with an error while a call of the runtime may hang; any thread. The engine is over."""
+        with self._gate:
+            self._inbox.clear()
+            ended = list(self._sequences.values())
+            self._sequences.clear()
+        self._end_with_error(ended)
+
+    def _end_with_error(self, ended: Sequence[SequenceState]) -> None:
+        fault = _failed_text()
+        for sequence in ended:
+            self._totals.finished += 1
+            self._distributions.ended("error")
+            sink, sequence.sink = sequence.sink, lambda event: None  # a call that returns after all may commit more
+            try:
+                sink(EndEvent("error", sequence.usage, fault))
+            except BaseException as second:  # a sink that raises may be the cause
+                log_fault(second)
 
     def shut_down(self) -> None:
         """Ends every sequence with reason "shutdown" and frees all blocks; the engine can be used again."""

@@ -15,6 +15,8 @@ _PROBE_EVERY_S: Final = 1.0
 _HUNG_AFTER_S: Final = 60.0
 _HUNG_AFTER_STEPS: Final = 20
 _MAX_RAISED: Final = 3
+_MAX_PROBES: Final = 10
+"""Failed probes in a row after which a runtime whose faults last is given up."""
 
 _log = logging.getLogger("outrider")
 
@@ -22,8 +24,11 @@ _log = logging.getLogger("outrider")
 class Health:
     """The engine's health. The engine's thread writes; any thread may read `fault` and `is_hung`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, faults_last: bool = False) -> None:
+        """faults_last: as `LastingFaultRuntime`."""
         self._clock = clock
+        self._faults_last = faults_last
+        self._num_failed = 0  # probes in a row
         self._recent_s: deque[float] = deque(maxlen=64)
         self._running_since: float | None = None
         self._hung_at = float("inf")
@@ -59,7 +64,12 @@ class Health:
         """Notes a step that committed tokens, or a probe that succeeded."""
         if self._failure is not None:
             _log.warning("the engine works again", extra={"event": "engine_recovered"})
-        self._failure, self._num_raised = None, 0
+        self._failure, self._num_raised, self._num_failed = None, 0, 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether probes have failed so often that only a new process helps."""
+        return self._faults_last and self._num_failed >= _MAX_PROBES
 
     def failed(self, error: BaseException) -> None:
         """Notes a probe that failed."""
@@ -69,6 +79,7 @@ class Health:
                 type(error).__name__,
                 extra={"event": "engine_failed"},
             )
+        self._num_failed += 1
         self._failure = f"no step succeeds: {type(error).__name__}"
         self._next_probe = self._clock() + _PROBE_EVERY_S
 

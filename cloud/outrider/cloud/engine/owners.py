@@ -15,7 +15,10 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
+
+_LITTLE: Final = 0.01
+"""Of a step: who owes less owes nothing."""
 
 
 class Member(Protocol):
@@ -82,12 +85,14 @@ class Owner(Generic[M]):
 
     queue: those with a higher priority first, in order among equals.
     place_turn, token_turn: who goes first where places, or prompt tokens, cannot be divided evenly: the lowest.
+    owed: time that its prompts took of the others' steps beyond its share, in steps.
     """
 
     place_turn: int
     token_turn: int
     queue: deque[M] = field(default_factory=deque)
     running: dict[M, None] = field(default_factory=dict)
+    owed: float = 0.0
 
     @property
     def num_sequences(self) -> int:
@@ -226,6 +231,27 @@ class Owners(Generic[M]):
         """Puts sequences that ran tokens behind their owners' others, in the order that they had."""
         for sequence in sorted(sequences, key=lambda s: s.turn):
             sequence.turn = next(self._turns)
+
+    def in_time(self, prompts: Sequence[M], decoding: Sequence[M], *, by_age: bool) -> tuple[list[M], bool]:
+        """The prompts whose owners owe the others no time, in their order; and whether they delay any other's text.
+
+        decoding: sequences whose texts go on; those of a lower priority are delayed by nobody, unless `by_age`. A step
+        is shared by the owners that decode, and pays back an even part of what is owed. Call it once for each step.
+        """
+        lowest = min((sequence.priority for sequence in prompts), default=0)
+        rivals = {self.of(sequence) for sequence in decoding if by_age or sequence.priority >= lowest}
+        mine = {self.of(sequence) for sequence in prompts}
+        for owner in mine:
+            num_others = len(rivals) - (owner in rivals)
+            owner.owed = max(0.0, owner.owed - 1.0 / num_others) if num_others else 0.0
+        delays = bool(rivals) and bool(mine) and (len(rivals) > 1 or rivals != mine)
+        return [s for s in prompts if self.of(s).owed < _LITTLE], delays
+
+    def charge(self, given: dict[M, int], num_steps: float) -> None:
+        """Notes what a step's prompt tokens added to it, in steps."""
+        total = sum(given.values())
+        for sequence, count in given.items():
+            self.of(sequence).owed += num_steps * count / total if total else 0.0
 
     def split_tokens(self, prompts: Sequence[M], total: int, *, by_age: bool = False) -> dict[M, int]:
         """Divides a step's prompt tokens: the highest priority first, unless `by_age`; evenly between owners.

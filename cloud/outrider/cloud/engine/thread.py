@@ -16,7 +16,10 @@ from outrider.models.runtimes.base import ModelLimits
 from outrider.models.tree_draft import TreeDraft
 
 _LOOK_S: Final = 1.0
-"""How often `stop` looks whether the thread that it waits for hangs."""
+"""How often the thread is looked at: does it hang."""
+_DEAD_AFTER: Final = 60
+"""Looks in a row at a step that hangs, after which the engine is given up. Counted: time in which
+the process itself stood still is no hang."""
 
 
 class EngineThread(ServingEngine):
@@ -31,6 +34,10 @@ class EngineThread(ServingEngine):
         self._is_draining = False
         self._is_stopping = False
         self._death: str | None = None
+        self._on_death: Callable[[str], None] | None = None
+        self._num_hung = 0
+        self._has_ended = threading.Event()
+        self._watch = threading.Thread(target=self._watch_thread, name="outrider-engine-watch", daemon=True)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     @property
@@ -45,6 +52,14 @@ class EngineThread(ServingEngine):
     def start(self) -> None:
         """Starts the thread. Call it once."""
         self._thread.start()
+        self._watch.start()
+
+    def on_death(self, act: Callable[[str], None]) -> None:
+        """As `ServingEngine.on_death`: the thread has ended, a step hangs for two minutes, or a runtime is lost."""
+        with self._gate:
+            self._on_death, death = act, self._death
+        if death is not None:
+            act(death)
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking.
@@ -61,6 +76,7 @@ class EngineThread(ServingEngine):
         self._wake.set()
         while self._thread.is_alive() and not self._engine.is_hung:
             self._thread.join(timeout=_LOOK_S)
+        self._has_ended.set()
 
     def close(self) -> None:
         """As `Engine.close`; call it after `stop`."""
@@ -114,12 +130,25 @@ class EngineThread(ServingEngine):
 
     def _run(self) -> None:
         try:
-            while not self._is_stopping:
+            while not self._is_stopping and self._death is None:
                 self._step()
+                if self._engine.is_lost:
+                    self._die(f"{self._engine.fault()}, again and again")
             self._engine.shut_down()
         except BaseException as error:
-            self._die(error)
+            log_fault(error)
+            self._die(f"the engine's thread has ended: {type(error).__name__}", error)
         self._is_idle.set()  # a `stop` that still waits can return
+
+    def _watch_thread(self) -> None:
+        while not self._has_ended.wait(_LOOK_S) and self._death is None:
+            self._look()
+
+    def _look(self) -> None:
+        """Gives the engine up after so many looks at a step that hangs."""
+        self._num_hung = self._num_hung + 1 if self._engine.is_hung else 0
+        if self._num_hung >= _DEAD_AFTER:
+            self._die("a step hangs in the model's runtime")
 
     def _step(self) -> None:
         self._wake.clear()  # before the inbox is read: later arrivals end the wait below
@@ -133,12 +162,18 @@ class EngineThread(ServingEngine):
         if delay_s != 0.0:
             self._wake.wait(timeout=delay_s)
 
-    def _die(self, error: BaseException) -> None:
-        """Refuses new work for good, and ends what is open."""
+    def _die(self, why: str, error: BaseException | None = None) -> None:
+        """Refuses new work for good, and ends what is open. error: that of the engine's own thread."""
         with self._gate:
-            self._death = f"the engine's thread has ended: {type(error).__name__}"
-        log_fault(error)
-        try:
-            self._engine.reset(error)
-        except BaseException as again:  # `reset` has notified every sink before it raises
-            log_fault(again)
+            if self._death is not None:
+                return
+            self._death, act = why, self._on_death
+        if error is None:
+            self._engine.abandon()
+        else:
+            try:
+                self._engine.reset(error)
+            except BaseException as again:  # `reset` has notified every sink before it raises
+                log_fault(again)
+        if act is not None:
+            act(why)

@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.cloud.engine.owners import Owners
+from outrider.cloud.engine.prompt_time import PLAIN_STEPS, tokens_within_a_step
 from outrider.cloud.vllm.book import Served
 
 _TURN_STEPS: Final = 32
@@ -124,9 +128,24 @@ class Places:
         """Puts sequences that ran tokens behind their owners' others."""
         self._owners.took_part(sequences)
 
-    def prompt_shares(self, prompts: Sequence[Served], total: int) -> dict[Served, int]:
-        """Divides a step's prompt tokens evenly between owners; `num_wanted` of each is set."""
-        return self._owners.split_tokens(prompts, total, by_age=self._by_age)
+    def prompt_shares(
+        self, prompts: Sequence[Served], total: int, decoding: Sequence[Served], added: NDArray[np.float64]
+    ) -> dict[Served, int]:
+        """Divides a step's prompt tokens evenly between owners; `num_wanted` of each is set.
+
+        decoding: who decodes in it. Where prompts delay other owners' texts, they have `added`, as `steps_added` gives
+        it, for at most one step, and no tokens while their owners owe the others time.
+        """
+        in_time, delays_others = self._owners.in_time(prompts, decoding, by_age=self._by_age)
+        if not delays_others or not decoding:
+            return self._owners.split_tokens(prompts, total, by_age=self._by_age)
+        if self._step % PLAIN_STEPS == 0:
+            in_time = []
+        total = min(total, tokens_within_a_step(added))
+        given = self._owners.split_tokens(in_time, total, by_age=self._by_age)
+        if num_given := sum(given.values()):
+            self._owners.charge(given, float(added[num_given - 1]))
+        return dict.fromkeys(prompts, 0) | given
 
     # -- who gives way -----------------------------------------------------------------------------------------------
 

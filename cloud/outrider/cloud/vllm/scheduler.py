@@ -20,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
 from vllm.v1.request import Request, RequestStatus
 
+from outrider.cloud.engine.prompt_time import steps_added
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
@@ -427,7 +428,15 @@ class OutriderScheduler(Scheduler):
             for request, served in pairs:
                 request.spec_token_ids = chosen[served][: self.num_spec_tokens]
                 num_drafted += len(request.spec_token_ids)
-        shares = self._places.prompt_shares(prompts, max(0, budget - num_drafted))
+        added = steps_added(self._book.drafting.curve, for_prompts, decoding, 0.0)
+        left = max(0, budget - num_drafted)
+        shares = self._places.prompt_shares(prompts, left, [served for _, served in pairs], added)
+        left -= sum(shares.values())
+        for served, share in shares.items():  # an item's draft is not cut: it gets one pass
+            lacking = served.num_wanted - share
+            if 0 < lacking <= min(left, len(self._book.own_draft(served, self.num_spec_tokens))):
+                shares[served] += lacking
+                left -= lacking
         self._shares = {served.name: share for served, share in shares.items()}
         self._places.not_admitted([served for served in newcomers if not shares[served]])
         return [served for served in newcomers if shares[served]]

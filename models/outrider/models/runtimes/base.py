@@ -105,6 +105,16 @@ class PickingRuntime(Protocol):
 
 
 @runtime_checkable
+class LastingFaultRuntime(Protocol):
+    """A BatchRuntime on which no call may succeed again once one has failed, as with a CUDA context."""
+
+    @property
+    def faults_last(self) -> bool:
+        """Whether only a new process helps."""
+        ...
+
+
+@runtime_checkable
 class HiddenRuntime(Protocol):
     """A BatchRuntime that keeps the last hidden state of each row, as its LM head gets it: draft heads take it."""
 

@@ -15,6 +15,7 @@ refused. Not run on CUDA hardware.
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,13 +103,17 @@ class TorchPagedRuntime:
         self._is_packed = True
         try:
             return self._try_load(dtype, _ATTENTION)
-        except _Unfit as through_interface:
-            self._is_packed = False
-            try:
-                return self._try_load(dtype, "eager")
-            except _Unfit as through_cache:
-                why = f"{through_interface}; with its own attention: {through_cache}"
-                raise BundleError(_unfit(self._path, why)) from through_interface
+        except _Unfit as error:
+            through_interface = str(error)  # the error itself holds frames, and these the model
+        self._is_packed, self._model = False, None  # before another is loaded: there may be no room for two
+        gc.collect()  # a model has cycles
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        try:
+            return self._try_load(dtype, "eager")
+        except _Unfit as through_cache:
+            why = f"{through_interface}; with its own attention: {through_cache}"
+            raise BundleError(_unfit(self._path, why)) from through_cache
 
     def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, SlotShape]:
         """Loads the model and runs some tokens, which finds out which layers attend, and with what; else `_Unfit`."""
@@ -209,6 +214,11 @@ class TorchPagedRuntime:
         read, written = torch.tensor([sources, targets], dtype=torch.int64, device=self._device)
         for layer in (self._layers or {}).values():
             layer.move(read, written)
+
+    @property
+    def faults_last(self) -> bool:
+        """On CUDA: an error in a kernel stays for the process's life."""
+        return self._device.type == "cuda"
 
     @property
     def why_no_blocks(self) -> str | None:
