@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
 from tests.serving import serve_fake
 
 from outrider.cloud.api import openapi
@@ -69,12 +70,11 @@ def test_the_openapi_document_is_rendered_once(monkeypatch: pytest.MonkeyPatch) 
     """Anybody may ask for it."""
     rendered: list[object] = []
 
-    class Counted(openapi.JSONResponse):
-        def render(self, content: Any) -> bytes:
-            rendered.append(content)
-            return super().render(content)
+    def counted(content: Any) -> JSONResponse:
+        rendered.append(content)
+        return JSONResponse(content)
 
-    monkeypatch.setattr(openapi, "JSONResponse", Counted)
+    monkeypatch.setattr(openapi, "JSONResponse", counted)
     with serve_fake() as server, httpx.Client(base_url=server.url) as client:
         first, *others = [client.get("/openapi.json") for _ in range(3)]
         assert first.json()["paths"] and all(each.content == first.content for each in others)
@@ -130,7 +130,7 @@ def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
 def test_packed_logprobs_are_a_fraction_of_their_json() -> None:
     """Of 300 tokens with the 20 likeliest of each."""
     tops = [{f"token {rank}": -rank - index / 7 for rank in range(20)} for index in range(300)]
-    found = {"tokens": ["x"] * 300, "top_logprobs": tops, "refusal": None}
+    found: dict[str, Any] = {"tokens": ["x"] * 300, "top_logprobs": tops, "refusal": None}
     packed = PackedLogprobs({name: [] if values else None for name, values in found.items()})
     for index in range(300):
         part = {name: values[index : index + 1] if values else None for name, values in found.items()}

@@ -69,6 +69,7 @@ class TorchPagedRuntime:
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         self._layers: dict[int, LayerCache] | None = None  # until the model has run some tokens
+        self._model: Any = None
         self._padding_slot = 0
         self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
@@ -121,7 +122,7 @@ class TorchPagedRuntime:
             model = load_causal_lm(self._path, dtype, attention)
         except KeyError as error:  # some families look the name up in a table of their own
             raise _Unfit("it has its own table of attention functions") from error
-        self._model: Any = model.to(self._device).eval()
+        self._model = model.to(self._device).eval()
         self._arguments = set(inspect.signature(model.forward).parameters)
         config: Any = model.config.get_text_config()
         if not self._is_packed and _slides(config):
