@@ -56,6 +56,8 @@ class _Unfit(Exception):
 class TorchPagedRuntime:
     """Ragged batches, tree masks included, of a Hugging Face directory (safetensors, no remote code)."""
 
+    _model: Any
+
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model; `options.properties["dtype"]` is "f32", "bf16" or "f16", by default f32 on CPU, else bf16.
 
@@ -69,7 +71,6 @@ class TorchPagedRuntime:
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         self._layers: dict[int, LayerCache] | None = None  # until the model has run some tokens
-        self._model: Any = None
         self._padding_slot = 0
         self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
