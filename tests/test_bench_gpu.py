@@ -83,12 +83,12 @@ def test_round_trips_and_load_run_on_given_bundles(
 ) -> None:
     """Parts 3 and 4: sessions of every kind; texts equal cloud-only's. In OpenVINO, whose servers start at once."""
     monkeypatch.setattr(Run, "target", lambda _: reference_pair.target)
-    run = run_of(3, made, tmp_path, tokens=6)
+    run = run_of(3, made, tmp_path, tokens=12)
     run.draft = reference_pair.draft
     assert not [miss for miss in round_trips.measure(run) if "differ" in miss]
     (place,) = run.found["round_trips"][0]["round_trips"]
     assert set(place["modes"]) == {"cloud_only", "path", "tree", "tree_always_wrong"}
-    run = run_of(4, made, tmp_path, tokens=6)
+    run = run_of(4, made, tmp_path, tokens=12)
     run.draft = reference_pair.draft
     assert not [miss for miss in load.measure(run) if "differ" in miss]
     (count,) = run.found["load"][0]["sessions"].values()

@@ -11,7 +11,6 @@ a label.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Final
@@ -25,8 +24,11 @@ from starlette.types import Scope
 from outrider.cloud.distributions import MAX_POSITIONS, Distributions
 from outrider.cloud.recent.store import RecentStats
 from outrider.cloud.seam import EngineStats
+from outrider.models.http.limits import Pacer
 from outrider.models.tally import RequestTally, histogram
 
+_EXPOSITIONS_AT_ONCE: Final = 20
+"""So that who reads counters before and after something finds both."""
 _LEAST_POSITIONS: Final = 16
 """Drafted positions that are always shown; more once they were seen."""
 
@@ -55,10 +57,12 @@ class Metrics(RequestTally):
         server: Mapping[str, str] | None = None,
         max_age_s: float = 1.0,
     ) -> None:
-        """server: labels of outrider_server_info, such as version and model_name. max_age_s: of an exposition."""
+        """server: labels of outrider_server_info, such as version and model_name. max_age_s: of an exposition where
+        many ask; 0: each asks for a new one.
+        """
         super().__init__()
-        self._max_age_s = max_age_s
-        self._expositions: dict[str, tuple[float, asyncio.Task[bytes]]] = {}  # by content type, and until when
+        self._pacer = Pacer(1.0 / max_age_s, _EXPOSITIONS_AT_ONCE) if max_age_s else None
+        self._expositions: dict[str, asyncio.Task[bytes]] = {}  # the newest, by content type
         self._registry = CollectorRegistry()
         self.add_families(lambda: _engine_families(stats(), self.created_s))
         ProcessCollector(registry=self._registry)
@@ -106,14 +110,14 @@ class Metrics(RequestTally):
     async def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the text format that `accept` prefers, and its content type.
 
-        Made once for all who ask within `max_age_s`, and written in a thread: it takes the loop 1 ms, not 20.
+        Written in a thread: it takes the loop 1 ms, not 20. A flood of those who ask gets one each `max_age_s`.
         """
         encoder, content_type = choose_encoder(accept)
-        until_s, text = self._expositions.get(content_type, (0.0, None))
-        if text is None or time.monotonic() >= until_s:
-            text = asyncio.create_task(asyncio.to_thread(encoder, _Collected(self.families())))
-            self._expositions[content_type] = time.monotonic() + self._max_age_s, text
-        return await asyncio.shield(text), content_type
+        is_due = self._pacer is None or self._pacer.wait_s(content_type.encode(), 0.0) is not None
+        if is_due or content_type not in self._expositions:
+            written = asyncio.to_thread(encoder, _Collected(self.families()))
+            self._expositions[content_type] = asyncio.create_task(written)
+        return await asyncio.shield(self._expositions[content_type]), content_type
 
     def families(self) -> list[Metric]:
         """All metrics as they are now."""

@@ -44,7 +44,7 @@ class ServerSettings:
     download_limits: bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name
     and result. traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where
     several replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule.
-    metrics_age_s: for which /metrics answers the same text.
+    metrics_age_s: for which /metrics answers the same text where many ask.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
