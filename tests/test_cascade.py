@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -32,10 +33,11 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
+from outrider.cloud.upstream import text as upstream_text
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.text import UpstreamRetry, wire_item, wire_request
+from outrider.cloud.upstream.text import CascadeCounts, Upstream, UpstreamRetry, wire_item, wire_request
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -121,7 +123,7 @@ def cascade(
 def asking(params: SamplingParams = SETTINGS[1], **more: object) -> dict[str, object]:
     """A session's body; it ends only by its length."""
     sampling = {each.name: getattr(params, each.name) for each in fields(params)}
-    return {"prompt": PROMPT, "max_tokens": LENGTH, "stop_ids": [], **sampling, **more}
+    return {"prompt": PROMPT, "max_tokens": LENGTH, "ignore_eos": True, **sampling, **more}
 
 
 def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams) -> tuple[list[int], SessionEnd]:
@@ -463,13 +465,13 @@ def test_another_tokenizer_upstream_is_refused(usual: Cascade) -> None:
         fetch_facts("http://127.0.0.1:9", None)
 
 
-def test_every_parameter_of_a_text_goes_upstream() -> None:
+def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
     """A new field of a request must be sent upstream, or stand here as one that changes no token."""
     sent = {"prompt", "params", "max_tokens", "stop_ids", "salt", "draft", "once"}
     sent |= {"rules", "num_generated", "num_logprobs", "grammar"}
     refused = {"terms", "evidence"}
     no_token = {"patience_ms", "prefix_hash", "draft_lag_ms", "owner", "keep", "priority", "deadline_ms"}
-    no_token |= {"earlier", "is_repeat", "stored", "provisional"}
+    no_token |= {"earlier", "is_repeat", "is_predicted", "stored", "provisional"}
     assert {each.name for each in fields(GenerateRequest)} == sent | no_token | refused
     compiler = GrammarCompiler(fake_tokenizer(), fake_tokenizer().size, [EOS_ID])
     request = GenerateRequest(
@@ -482,12 +484,36 @@ def test_every_parameter_of_a_text_goes_upstream() -> None:
         num_logprobs=3,
         grammar=compiler.compile(GrammarSpec("choice", '["a", "b"]')),
     )
-    wired = wire_request(request, [7], "salt")
+    facts = fetch_facts(usual.big.url, None)
+    upstream = Upstream(None, facts, b"secret", UpstreamRetry(), CascadeCounts())  # type: ignore[arg-type]
+    wired = wire_request(request, [7], upstream)
     assert wired.prompt == [*PROMPT, 7] and wired.max_tokens == 8 and wired.stop_ids == [EOS_ID]
-    assert wired.sampling() == SETTINGS[2] and wired.cache_salt == "salt"
+    assert wired.sampling() == SETTINGS[2] and wired.cache_salt == upstream.cache_salt(request.client)
+    assert upstream.cache_salt(request.client) != upstream.cache_salt(replace(request, salt=b"other").client)
     assert (wired.presence_penalty, wired.generated, wired.logprobs) == (0.5, 3, 3)
     assert wired.grammar is not None and wired.grammar.kind == "choice"
-    assert wire_item(request).generated == 2 and wire_item(request).grammar == wired.grammar
+    assert wire_item(request, facts).generated == 2 and wire_item(request, facts).grammar == wired.grammar
+    endless = replace(request, stop_ids=frozenset({7}), grammar=None)
+    assert (
+        not wired.ignore_eos and wire_request(endless, [], upstream).ignore_eos and wire_item(endless, facts).ignore_eos
+    )
+
+
+def test_an_upstream_without_logprobs_is_an_error(usual: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its first commit, which does not count as sent: no text ends as if it were whole, nothing is tried again."""
+
+    def without(*given: Any) -> Any:
+        return wire_request(*given).model_copy(update={"logprobs": None})
+
+    monkeypatch.setattr(upstream_text, "wire_request", without)
+    losses = usual.engine.counts.losses
+    found = run_session(usual.client, asking(logprobs=2))
+    assert found.tokens == [] and found.end.reason == "error" and found.end.error is not None
+    assert found.end.error.code == "upstream_refused" and "no_logprobs" in found.end.error.message
+    body = {"prompt": PROMPT, "max_tokens": 4, "logprobs": 2}
+    answer = usual.client.post("/v1/completions", json=body)
+    assert answer.status_code == 502 and answer.json()["error"]["code"] == "upstream_refused"
+    assert usual.engine.counts.losses == losses
 
 
 def test_a_key_never_crosses_a_network_in_clear() -> None:

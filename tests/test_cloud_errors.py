@@ -63,7 +63,7 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
         (b'{"prompt":[1],"max_tokens":4,"temperature":0.00001}', "invalid_parameter", "temperature"),
         (b'{"prompt":[1],"max_tokens":4,"top_p":0}', "invalid_parameter", "top_p"),
         (b'{"prompt":[1],"max_tokens":4,"top_p":NaN}', "invalid_parameter", "top_p"),
-        (b'{"prompt":[1],"max_tokens":4,"top_k":-1}', "invalid_parameter", "top_k"),
+        (b'{"prompt":[1],"max_tokens":4,"top_k":-2}', "invalid_parameter", "top_k"),
         (b'{"prompt":[1],"max_tokens":4,"min_p":1.5}', "invalid_parameter", "min_p"),
         (b'{"prompt":[1],"max_tokens":4,"seed":-1}', "invalid_parameter", "seed"),
         (b'{"prompt":[1],"max_tokens":4,"patience_ms":-1}', "invalid_parameter", "patience_ms"),

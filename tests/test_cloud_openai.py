@@ -154,6 +154,16 @@ def test_a_seed_chosen_by_the_server_is_reported(client: httpx.Client) -> None:
     assert first["choices"][0]["text"] == text_of(tokens)
 
 
+def test_a_top_k_of_minus_one_is_off(client: httpx.Client) -> None:
+    """As in vLLM; anything below is refused. Sessions take it, too."""
+    body = {"temperature": 1.0, "seed": 3, "max_tokens": 12}
+    assert complete(client, top_k=-1, **body)["choices"] == complete(client, top_k=0, **body)["choices"]
+    for value, status in ((-1, 200), (-2, 400)):
+        asked = {"prompt": [1, 2], "top_k": value, "max_tokens": 2}
+        assert client.post("/v1/sessions", json=asked).status_code == status
+        assert client.post("/v1/completions", json=asked).status_code == status
+
+
 def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
     """Fields that ask for the default do not change the answer."""
     fields = {

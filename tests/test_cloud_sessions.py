@@ -66,6 +66,20 @@ def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> 
     ignored = run_session(client, body(prompt=prompt, max_tokens=6))
     assert stopped.end.reason == "stop" and stopped.tokens[-1] == EOS_ID
     assert ignored.end.reason == "length" and ignored.tokens == target_tokens(prompt, 6)
+    # Other stop ids are added to it.
+    other = next(token for token in range(1, 300) if token not in ignored.tokens)
+    both = run_session(client, body(prompt=prompt, max_tokens=6, ignore_eos=False, stop_ids=[other]))
+    assert both.tokens == stopped.tokens and both.open.stop_ids == sorted({EOS_ID, other})
+    alone = run_session(client, body(prompt=prompt, max_tokens=6, stop_ids=[other]))
+    assert alone.tokens == ignored.tokens and alone.open.stop_ids == [other]
+    end = stopped.tokens.index(EOS_ID)
+    for ignores, count in ((False, end + 1), (True, 6)):
+        item = {"prefix": prompt, "draft": ignored.tokens[:5], "stop_ids": [other], "ignore_eos": ignores}
+        (result,) = client.post("/v1/verify", json={"items": [item]}).json()["results"]
+        assert result["tokens"] == ignored.tokens[:count]
+        asked = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "stop_token_ids": [other], "ignore_eos": ignores}
+        choice = client.post("/v1/completions", json=asked).json()["choices"][0]
+        assert choice["finish_reason"] == ("length" if ignores else "stop")
 
 
 def test_the_context_ends_a_session(client: httpx.Client, server: FakeServer) -> None:

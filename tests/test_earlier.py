@@ -21,7 +21,8 @@ from outrider.cloud.api.recall import Recall
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.pending.earlier import MAX_TOKENS, EarlierText, kind_after
-from outrider.cloud.pending.trie import EARLIER_KINDS, REPEATED
+from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
 from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.recent.texts import PromptDigest
@@ -223,14 +224,43 @@ def test_a_repetition_outweighs_a_device_that_guesses_wrong() -> None:
     assert collector.tokens == text and passes(collector) <= 6
 
 
+def test_a_prediction_has_chances_of_its_own() -> None:
+    """What earlier texts of a client were worth says nothing about what it predicts, through the whole engine."""
+    truth = plain(PROMPT, GREEDY, 60)
+    wrong = [(token + 1) % VOCAB for token in truth]
+    rates: list[list[float]] = []
+    for is_predicted in (True, False):
+        harness = Harness(config=EngineConfig(policy=Policy.VERIFY))
+        for _ in range(3):
+            request = GenerateRequest(PROMPT, GREEDY, 60, earlier=tuple(wrong), is_predicted=is_predicted)
+            number = harness.engine.submit(request, Collector())
+            drafts = harness.engine._sequences[number].drafts
+            (source,) = drafts.selection
+            assert source.kinds == (PREDICTED_KINDS if is_predicted else EARLIER_KINDS)
+            harness.run()
+        rates.append(NodeChances(harness.engine._drafting.learned(b"").chances).rates())
+    assert rates[0][PREDICTED_KINDS[0]] < rates[1][PREDICTED_KINDS[0]]
+    assert rates[1][EARLIER_KINDS[0]] < rates[0][EARLIER_KINDS[0]]
+    request = GenerateRequest(PROMPT, GREEDY, 60, earlier=tuple(truth), is_predicted=True)
+    right = Collector()
+    harness.engine.submit(request, right)
+    harness.run()
+    assert right.tokens == truth and passes(right) <= 6
+
+
 def test_vllms_book_drafts_from_an_earlier_text() -> None:
     """By the same modules: its terms carry the text to the engine process."""
+    predicted = Terms(2, GREEDY, 20, earlier=(5, 6, 7), is_predicted=True)
     terms = Terms(1, GREEDY, 20, earlier=(5, 6, 7), is_repeat=True)
     assert terms_of(terms.extra_args()) == terms
     book = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0)
     served = book.open(terms, PROMPT)
     (earlier,) = [source for source in served.drafts.selection if isinstance(source, EarlierText)]
     assert earlier.propose(2) == ([5, 6], [REPEATED, REPEATED])
+    (prediction,) = [
+        source for source in book.open(predicted, PROMPT).drafts.selection if isinstance(source, EarlierText)
+    ]
+    assert terms_of(predicted.extra_args()) == predicted and prediction.kinds == PREDICTED_KINDS
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

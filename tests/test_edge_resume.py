@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -170,6 +171,9 @@ def test_a_text_that_goes_past_the_end_token_is_resumed_after_it() -> None:
         session(opened(stop_ids=()), Commit(base=0, tokens=[6]), ended()),
     )
     request = GenerationRequest(PROMPT, max_tokens=3, stop_ids=frozenset({EOS}), ignore_eos=True)
+    assert replace(request, end_ids=frozenset({EOS})).plan.stop_ids == frozenset()
+    added = GenerationRequest(PROMPT, stop_ids=frozenset({7}), end_ids=frozenset({EOS}))
+    assert added.plan.stop_ids == {7, EOS} and replace(added, ignore_eos=True).plan.stop_ids == {7}
     result = run(stream(script, request))
     assert result.tokens == (5, EOS, 6) and result.finish_reason == "length"
     assert script.requests[1].prompt == [*PROMPT, 5, EOS] and script.requests[1].ignore_eos

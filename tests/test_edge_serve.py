@@ -169,6 +169,12 @@ def test_a_stop_string_ends_the_text_and_its_session(
     assert answer["choices"][0]["finish_reason"] == "stop"
     cloud.wait_until(cloud.is_empty)
     local.wait_until(local.is_at_rest)
+    # What of the prompt was cached is known only at the session's end, which a stop string brings there, too.
+    long = body(prompt="a prompt of some blocks " * 8, max_tokens=3000)
+    whole = client.post("/v1/completions", json=long | {"max_tokens": 24}).json()
+    again = client.post("/v1/completions", json=long | {"stop": whole["choices"][0]["text"][9:12]}).json()
+    assert again["choices"][0]["finish_reason"] == "stop"
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= again["usage"]["prompt_tokens"] // 2
 
 
 def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:

@@ -324,7 +324,7 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", 1e-6),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", math.nan),
@@ -335,7 +335,8 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(field: str, value: float) -> None:
-    """The message names the parameter and its value."""
+    """The message names the parameter and its value; a top_k of -1 is vLLM's "off"."""
+    assert SamplingParams(0.8, top_k=-1) == SamplingParams(0.8)
     with pytest.raises(SamplingError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ class GenerateRequest:
     provisional: of a cascade, asks for events of unconfirmed tokens, too. salt: part of the key of everything that is
     kept of a text: requests of one owner with different salts share nothing, not even the prefixes that they name.
     earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
-    these `params`.
+    these `params`. is_predicted: it is the request's own prediction.
     rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
     to generate belong to the text, not to the prompt, as rules see it: a resumed session's. num_logprobs: likeliest
     tokens to report for each token; None: no logprobs. grammar: the texts that are allowed; None allows all. terms: how
@@ -65,6 +65,7 @@ class GenerateRequest:
     deadline_ms: float | None = None
     earlier: tuple[int, ...] = ()
     is_repeat: bool = False
+    is_predicted: bool = False
     stored: Any = None
     rules: RowRules = PLAIN
     num_generated: int = 0

@@ -61,7 +61,8 @@ class HeldPrefix:
 class GenerationRequest:
     """One text to generate.
 
-    prompt: token ids, at least one. stop_ids: end after one of these; None: the server's own end tokens.
+    prompt: token ids, at least one. stop_ids: end after one of these, too, not only after the server's own end
+    tokens.
     ignore_eos: do not end at the server's own end tokens, even if stop_ids lists them.
     patience_ms: longest time that the target may wait for a draft; None: the server decides.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
@@ -119,9 +120,14 @@ class GenerationRequest:
     @property
     def plan(self) -> RowPlan:
         """What changes the rows of a draft, so that it picks as the target does."""
-        stop_ids = self.end_ids if self.stop_ids is None else self.stop_ids
-        ends = stop_ids - self.end_ids if self.ignore_eos else stop_ids
+        ends = ends_of(self.stop_ids, self.end_ids, self.ignore_eos)
         return RowPlan(self.rules, ends, self.num_generated, self.draft_grammar)
+
+
+def ends_of(stop_ids: frozenset[int] | None, own: frozenset[int], ignore_eos: bool) -> frozenset[int]:
+    """The ids after which a text ends: the target's `own` end tokens and the request's."""
+    chosen = stop_ids or frozenset()
+    return chosen - own if ignore_eos else chosen | own
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class SamplingFields(_Request):
     """Sampling parameters, with the ranges of `SamplingParams`; NaN and infinities are refused."""
 
     temperature: Number = Field(default=0.0, ge=0.0, le=100.0, json_schema_extra=NO_NEAR_GREEDY)
-    top_k: Integer = Field(default=0, ge=0, le=MAX_COUNT)
+    top_k: Integer = Field(default=0, ge=-1, le=MAX_COUNT, description="0 or -1: off")
     top_p: Number = Field(default=1.0, gt=0.0, le=1.0)
     min_p: Number = Field(default=0.0, ge=0.0, le=1.0)
     seed: Integer = Field(default=0, ge=0, le=MAX_SEED)
@@ -144,7 +144,7 @@ class SessionRequest(SamplingFields, RuleFields):
 
     prompt: TokenIds = Field(min_length=1, examples=[[12, 5, 80]])
     max_tokens: Integer = Field(ge=1, le=MAX_COUNT, examples=[80])
-    stop_ids: StopIds | None = Field(default=None, description="end after one of these; unset: the model's own")
+    stop_ids: StopIds | None = Field(default=None, description="end after one of these, beside the model's own")
     ignore_eos: StrictBool = Field(default=False, description="do not end at the model's own end token")
     patience_ms: Number | None = Field(
         default=None, ge=0.0, description="longest wait for a draft; 0 never waits; unset: the server chooses"

@@ -56,7 +56,7 @@ class SamplingParams:
     """What decides a pick, besides the logits and the position.
 
     temperature: 0 is greedy; otherwise in (0, 100].
-    top_k: keep the k most likely tokens (ties with the k-th are kept); 0 keeps all.
+    top_k: keep the k most likely tokens (ties with the k-th are kept); 0 keeps all, and so does -1, which becomes 0.
     top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1]; 1 keeps all.
     min_p: drop tokens less likely than min_p times the most likely one, in [0, 1]; 0 keeps all.
     seed: of the position-keyed noise, 0 .. 2^63 - 1.
@@ -75,7 +75,9 @@ class SamplingParams:
         if 0.0 < self.temperature < 1e-4:
             # logit / temperature would leave float32's exact range; whoever asks for this means greedy.
             raise SamplingError(f"temperature is {self.temperature!r}; expected 0 (greedy) or at least 0.0001")
-        _require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(isinstance(self.top_k, int) and self.top_k >= -1, "top_k", self.top_k, "0 or -1 (off), or more")
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)  # as vLLM says it: equal texts have equal parameters
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "more than 0, up to 1 (off)")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
         _require(isinstance(self.seed, int) and 0 <= self.seed <= MAX_SEED, "seed", self.seed, "0 to 2^63 - 1")

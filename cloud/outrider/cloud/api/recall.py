@@ -49,7 +49,7 @@ class Recalled:
         """The same with the client's own guess of the text, unless the text is known already."""
         if not prediction or self.request.is_repeat:
             return self
-        return replace(self, request=replace(self.request, earlier=tuple(prediction)))
+        return replace(self, request=replace(self.request, earlier=tuple(prediction), is_predicted=True))
 
     def for_choice(self, params: SamplingParams) -> Recalled:
         """For another text of the same prompt: drafted alike, and not kept."""

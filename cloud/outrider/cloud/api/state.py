@@ -191,11 +191,12 @@ class Core:
     def stop_set(
         self, stop_ids: list[int] | None, ignore_eos: bool, grammar: CompiledGrammar | None = None
     ) -> frozenset[int]:
-        """The ids after which a sequence ends: the model's own too where a grammar ends the text.
+        """The ids after which a sequence ends: these and the model's own; `ignore_eos` leaves the model's out,
+        unless a grammar ends the text.
 
-        Raises RequestError 400 `token_out_of_range`.
+        Raises RequestError 400 `token_out_of_range`, `invalid_parameter`.
         """
-        chosen = self.model.eos_ids if stop_ids is None else frozenset(stop_ids)
+        chosen, own = frozenset(stop_ids or ()), self.model.eos_ids
         vocab_size = self.engine.limits.vocab_size
         beyond = [token for token in chosen if token >= vocab_size]
         if beyond:
@@ -204,17 +205,16 @@ class Core:
                 f"stop_ids holds {beyond[0]}; the vocabulary ends at {vocab_size - 1}",
                 param="stop_ids",
             )
-        if grammar is not None:
-            chosen |= self.model.eos_ids
-            if len(chosen) > MAX_STOP_IDS:
-                raise FieldError(
-                    "invalid_parameter",
-                    f"stop_ids: with the model's own, which end a grammar's text, there are {len(chosen)}; expected at "
-                    f"most {MAX_STOP_IDS}",
-                    param="stop_ids",
-                )
-            return chosen
-        return chosen - self.model.eos_ids if ignore_eos else chosen
+        if ignore_eos and grammar is None:
+            return chosen - own
+        chosen |= own
+        if len(chosen) > MAX_STOP_IDS:
+            raise FieldError(
+                "invalid_parameter",
+                f"stop_ids: with the model's own there are {len(chosen)}; expected at most {MAX_STOP_IDS}",
+                param="stop_ids",
+            )
+        return chosen
 
     def require_tokenizer(self, fingerprint: str | None) -> None:
         """Raises RequestError 409 `tokenizer_mismatch` if the caller's tokenizer is another."""

@@ -45,7 +45,7 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, Ste
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.samples import SampleTrie
 from outrider.cloud.pending.selection import Selection
-from outrider.cloud.pending.trie import DraftTrie
+from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, DraftTrie
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.acceptance import Rule
 from outrider.models.errors import ConfigError, ModelFault, RequestError
@@ -197,7 +197,8 @@ class Engine:
             for source in own_sources(self._config, tokens, request.params):
                 drafts.selection.add(source)
         if earlier := usable_earlier(request, self._limits):
-            drafts.selection.add(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat))
+            kinds = PREDICTED_KINDS if request.is_predicted else EARLIER_KINDS
+            drafts.selection.add(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat, kinds=kinds))
         if isinstance(drafts.trie, SampleTrie):
             drafts.trie.merge_samples(request.draft, request.evidence)
         else:

@@ -189,7 +189,7 @@ class CascadedText:
     async def _run_session(self) -> None:
         """One session upstream, to its end. Raises UpstreamLost where it is cut, UpstreamRefused."""
         client, facts = self._upstream.client, self._upstream.facts
-        asked = wire_request(self.request, self.confirmed, self._upstream.cache_salt(self.request.client))
+        asked = wire_request(self.request, self.confirmed, self._upstream)
         start = len(self.confirmed)
         async with client.open_session(asked, facts.target, facts.vocab_size) as stream, aclosing(stream):
             async for event in stream:
@@ -215,6 +215,8 @@ class CascadedText:
         raise UpstreamLost("the upstream verifier cut a stream")
 
     def _on_commit(self, commit: Commit) -> None:
+        if self.request.num_logprobs is not None and not commit.logprobs:  # before its tokens count as sent
+            raise UpstreamRefused("no_logprobs", "the upstream verifier sends no logprobs; update it")
         base, counts, tokens = len(self.confirmed), self._upstream.counts, commit.tokens
         num_first = min(len(self._mid.ahead), len(tokens))
         ahead = self._mid.ahead[:num_first]
@@ -223,8 +225,6 @@ class CascadedText:
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
         counts.passes += 1
         counts.confirmed += num_agreed
-        if self.request.num_logprobs is not None and not commit.logprobs:
-            raise UpstreamLost("the upstream verifier sends no logprobs; update it")
         logprobs = tuple(
             TokenLogprobs(token, each.logprob, tuple(each.top))
             for token, each in zip(tokens, commit.logprobs or (), strict=False)
@@ -250,9 +250,8 @@ class CascadedText:
 
     async def _verify(self) -> None:
         """A /v1/verify item: one pass of the target's, which the mid has no part in."""
-        item = wire_item(self.request)
-        salt = self._upstream.cache_salt(self.request.client)
-        facts = self._upstream.facts
+        salt, facts = self._upstream.cache_salt(self.request.client), self._upstream.facts
+        item = wire_item(self.request, facts)
         try:
             request = VerifyRequest(items=[item], cache_salt=salt)
             result = await self._upstream.client.verify(request, facts.vocab_size)
@@ -335,29 +334,37 @@ class CascadedText:
             self.end("error", fault)
 
 
-def wire_request(request: GenerateRequest, confirmed: Sequence[int], cache_salt: str) -> SessionRequest:
+def wire_request(request: GenerateRequest, confirmed: Sequence[int], upstream: Upstream) -> SessionRequest:
     """The session upstream that goes on with the text."""
     return SessionRequest(
         prompt=[*request.prompt, *confirmed],
         max_tokens=request.max_tokens - len(confirmed),
-        stop_ids=sorted(request.stop_ids),
-        cache_salt=cache_salt,
+        cache_salt=upstream.cache_salt(request.client),
+        **_ends(request, upstream.facts),
         **asdict(request.params),
         **_choice_fields(request, len(confirmed)),
         logprobs=request.num_logprobs,
     )
 
 
-def wire_item(request: GenerateRequest) -> VerifyItem:
+def wire_item(request: GenerateRequest, facts: ModelFacts) -> VerifyItem:
     """The item of a /v1/verify call upstream."""
     return VerifyItem(
         prefix=list(request.prompt),
         draft=list(request.draft),
         max_tokens=request.max_tokens,
-        stop_ids=sorted(request.stop_ids),
+        **_ends(request, facts),
         **asdict(request.params),
         **_choice_fields(request, 0),
     )
+
+
+def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
+    """What ends the text: upstream adds the target's own end, which the request has whole or ignores."""
+    return {
+        "stop_ids": sorted(request.stop_ids),
+        "ignore_eos": request.stop_ids.isdisjoint(facts.eos_token_ids),
+    }
 
 
 def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:

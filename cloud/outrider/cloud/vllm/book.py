@@ -25,6 +25,7 @@ from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy
 from outrider.cloud.pending.selection import Selection
+from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import SequenceUsage, Totals
 from outrider.cloud.vllm.terms import Refusal, Terms
 from outrider.models.faults import log_fault
@@ -150,7 +151,8 @@ class Book:
         if self._looks_up and not terms.once and not terms.is_probe:
             drafts.selection.add(PromptLookup(served.tokens))
         if terms.earlier:
-            drafts.selection.add(EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat))
+            kinds = PREDICTED_KINDS if terms.is_predicted else EARLIER_KINDS
+            drafts.selection.add(EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
         drafts.trie.merge(terms.draft, prefer=True)
 
     def close(self, served: Served) -> None:

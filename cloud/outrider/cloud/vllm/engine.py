@@ -371,6 +371,7 @@ class VllmEngine(ServingEngine):
             priority=request.priority,
             earlier=usable_earlier(request, self._limits) if probe is None else (),
             is_repeat=request.is_repeat,
+            is_predicted=request.is_predicted,
             rules=request.rules,
             num_generated=request.num_generated,
             num_logprobs=request.num_logprobs,

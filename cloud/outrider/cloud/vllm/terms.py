@@ -29,7 +29,8 @@ class Terms:
     """One sequence, as the engine process sees it.
 
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
-    with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest.
+    with the first token that is not the drafted one, or after the draft. earlier, is_repeat, is_predicted: as in
+    GenerateRequest.
     probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
     owner: a hash of who asks; client: of that and the salt. priority: higher ones go first. rules, num_generated,
     num_logprobs, stop_ids, grammar: as in GenerateRequest; the workers know the grammar by a number.
@@ -48,6 +49,7 @@ class Terms:
     priority: int = 0
     earlier: tuple[int, ...] = ()
     is_repeat: bool = False
+    is_predicted: bool = False
     rules: RowRules = PLAIN
     num_generated: int = 0
     num_logprobs: int | None = None
@@ -77,6 +79,7 @@ class Terms:
                 "priority": self.priority,
                 "earlier": list(self.earlier),
                 "is_repeat": self.is_repeat,
+                "is_predicted": self.is_predicted,
                 **self._choice(),
             }
         }
@@ -117,6 +120,7 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
         priority=found["priority"],
         earlier=tuple(found["earlier"]),
         is_repeat=found["is_repeat"],
+        is_predicted=found["is_predicted"],
     )
 
 

@@ -124,7 +124,7 @@ class SamplingOptions:
     __slots__ = ()
 
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
-    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0
+    top_k: Annotated[int, typer.Option(help="0 or -1 keeps all.")] = 0
     top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0
     min_p: Annotated[float, typer.Option(help="0 keeps all.")] = 0.0
     params: SamplingParams = field(init=False)

@@ -20,7 +20,7 @@ from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.link.errors import EndpointUnfit
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch, ends_of
 from outrider.models.errors import CloudError
 
 Found = TypeVar("Found")
@@ -222,8 +222,7 @@ class OfflineWriter:
 
     def _over(self, text: OfflineText, request: GenerationRequest) -> str | None:
         tokens = text.tokens
-        stop_ids = request.stop_ids if request.stop_ids is not None else self.stop_ids
-        if text.local and not request.ignore_eos and tokens[-1] in stop_ids:
+        if text.local and tokens[-1] in ends_of(request.stop_ids, self.stop_ids, request.ignore_eos):
             return "stop"
         if len(tokens) >= request.max_tokens:
             return "length"

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import Final, Self
 
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import eased, make_agent
@@ -35,13 +35,20 @@ from outrider.models.runtimes.ngram import QuotedText
 _log = logging.getLogger("outrider.serve")
 
 
+_USAGE_S: Final = 0.5
+"""For the end of a session that the server cuts at a stop string, too: it says what of the prompt was cached."""
+
+
 @dataclass(slots=True)
 class _Choice:
+    """A text. is_cut: its stop string came, and the end of its session has not."""
+
     request: GenerationRequest
     assembler: TextAssembler
     prediction: PredictionFollower | None
     task: asyncio.Task[None] | None = None
     is_over: bool = False
+    is_cut: bool = False
     num_accepted: int = 0
     num_proposed: int = 0
     num_cached: int = 0
@@ -254,6 +261,11 @@ class LocalTexts:
         choice = self._choices[index]
         if choice.is_over:
             return []  # committed between the stop string and the cancellation
+        if choice.is_cut:
+            if isinstance(event, GenerationResult):
+                choice.num_cached = event.cached_prompt_tokens
+            self._end(choice)
+            return []
         if isinstance(event, RequestError):
             raise event
         if isinstance(event, TokenBatch):
@@ -267,9 +279,11 @@ class LocalTexts:
             num_new = len(event.tokens) if event.is_unverified else 0
             choice.num_unverified += num_new
             if choice.assembler.is_stopped:
-                choice.is_over = True
-                assert choice.task is not None
-                choice.task.cancel()
+                if choice.request.stop:  # the server ends the text, too
+                    choice.is_cut = True
+                    asyncio.get_running_loop().call_later(_USAGE_S, self._end, choice)
+                else:
+                    self._end(choice)
                 return [Delta(index, text, "stop", num_new, pieces)]
             return [Delta(index, text, None, num_new, pieces)] if text or num_new or pieces else []
         choice.is_over = True
@@ -277,6 +291,14 @@ class LocalTexts:
         text = choice.assembler.finish()
         is_stop = event.finish_reason == "stop" or choice.assembler.is_stopped
         return [Delta(index, text, "stop" if is_stop else "length", pieces=tuple(choice.assembler.take_pieces()))]
+
+    def _end(self, choice: _Choice) -> None:
+        """Ends a text that is whole, whatever its session does."""
+        if not choice.is_over:
+            choice.is_over = True
+            assert choice.task is not None
+            choice.task.cancel()
+            self.reader.poke()
 
     def mean_logprob(self, index: int) -> float:
         """Of the tokens of a text that asked for logprobs."""

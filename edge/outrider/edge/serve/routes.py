@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
-from outrider.edge.results import GenerationRequest
+from outrider.edge.results import GenerationRequest, ends_of
 from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.serve.facts import facts_or_draft, target_facts
 from outrider.edge.serve.faults import as_request_error
@@ -255,16 +255,15 @@ async def _answer(
     params = sampling_of(body.sampling)
     style = chat_style(body, Dialect(facts.tool_calls, facts.has_reasoning), facts.name)
     own_stops = frozenset(facts.eos_token_ids)
-    stop_ids = own_stops if body.stop_token_ids is None else frozenset(body.stop_token_ids)
     owner = owner_of(request)
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts.reserve(core, owner, num_prompts * body.num_each)
     try:
         prompts, groundings = await _while_connected(request, encode())
         grammar = grammar_of_call(body, style, core.tokenizer, prompts)
-        if grammar is not None:
-            stop_ids |= own_stops
-        ends = stop_ids - own_stops if body.ignore_eos and grammar is None else stop_ids
+        stop_ids = None if body.stop_token_ids is None else frozenset(body.stop_token_ids)
+        ignores_eos = bool(body.ignore_eos) and grammar is None
+        ends = ends_of(stop_ids, own_stops, ignores_eos)
         cut = text_style(body, style, core.tokenizer, ends)
         draft_grammar = await core.grammars.compiled(grammar, owner)
         rules = await rules_of(core.workers, owner, core.tokenizer, body)
@@ -276,8 +275,8 @@ async def _answer(
                 tuple(prompt),
                 params,
                 max_tokens,
-                None if body.stop_token_ids is None else stop_ids,
-                bool(body.ignore_eos) and grammar is None,
+                stop_ids,
+                ignores_eos,
                 core.settings.patience_ms,
                 core.fingerprint,
                 rules=rules,

@@ -231,11 +231,11 @@ class GenerationRequest(RuleParameters):
         default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy", json_schema_extra=NO_NEAR_GREEDY
     )
     top_p: Number | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: Integer | None = Field(default=None, ge=0, le=MAX_COUNT)
+    top_k: Integer | None = Field(default=None, ge=-1, le=MAX_COUNT, description="0 or -1: off")
     min_p: Number | None = Field(default=None, ge=0.0, le=1.0)
     seed: Integer | None = Field(default=None, ge=0, le=MAX_SEED, description="random if unset, and reported")
     stop: Annotated[StopString | StopStrings, _by_shape("a text or a list of texts", _stop_shape)] | None = None
-    stop_token_ids: StopIds | None = Field(default=None, description="unset: the model's own")
+    stop_token_ids: StopIds | None = Field(default=None, description="beside the model's own")
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
