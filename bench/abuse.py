@@ -10,7 +10,7 @@ Black box: it knows wire formats and commands only, so it runs on versions befor
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
 missed or a row could not be measured, which the table says. Needs Linux and two cores; row 23 needs root, row 29
-Chromium, row 37 Ray. Takes about 25 minutes, and up to twice as long where limits are missed.
+Chromium, row 37 Ray. Takes about an hour, more than half of it for rows 50 and 51, and longer where limits are missed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from bench.attacks.connections import (
 from bench.attacks.downloads import greedy_downloads, large_offers, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.fronts import replicas_front
+from bench.attacks.generated import generated_local, generated_requests
 from bench.attacks.heavy_rules import heavy_rules
 from bench.attacks.identity import another_model, stopped_server
 from bench.attacks.local_answers import kept_answers
@@ -118,6 +119,8 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (39, cascades),
     (40, many_choices),
     (41, false_distributions),
+    (50, generated_requests),
+    (51, generated_local),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

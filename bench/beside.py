@@ -12,7 +12,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -25,6 +25,7 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import Cores, running_on
 from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.export.check.acceptance import Continuation, read_along
+from outrider.export.recipes import ExportOptions
 from outrider.models.bundle import Bundle
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
@@ -64,6 +65,14 @@ class Written:
     draft_s: float
 
 
+def target_options(target: Bundle) -> RuntimeOptions:
+    """How the cloud opens a target: on a GPU where it was exported for one, in the precision of its bundle."""
+    manifest = target.manifest
+    device = "CPU" if manifest.device == "cpu" else {"torch": "cuda", "openvino": "GPU"}[manifest.runtime]
+    made = ExportOptions("target", manifest.precision, manifest.runtime, device=manifest.device)  # type: ignore[arg-type]
+    return made.runtime_options(device)
+
+
 class Opener(Protocol):
     """Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them."""
 
@@ -85,7 +94,7 @@ class RealPair:
     def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
         """Loads both."""
         target, draft = Bundle.open(self.target), open_draft_bundle(self.draft)
-        options = RuntimeOptions(num_threads=1, is_batch_invariant=self.is_batch_invariant)
+        options = replace(target_options(target), num_threads=1, is_batch_invariant=self.is_batch_invariant)
         manifest = draft.manifest
         device = place_draft(manifest, AS_BUNDLED).open_on
         return (

@@ -36,7 +36,7 @@ from urllib.parse import urlsplit
 from bench.beside import Beside, RealPair, Stop, Written, open_beside
 from bench.load import make_orders
 from bench.load_devices import Connection, Order, Recorded
-from bench.pairs import widened_draft
+from bench.pairs import add_bundle_options, open_draft, pair_of, widened_draft
 from bench.report import write_json
 from bench.round_trips import rate_of
 from rich.console import Console
@@ -45,10 +45,6 @@ from rich.table import Table
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALONE, cloud_process
-from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
-from outrider.models.runtimes import open_sequence_runtime
-from outrider.models.runtimes.base import RuntimeOptions
 
 LEAST_SHARE: Final = 0.9
 BESIDE, DEVICES, BATCHED = "beside", "devices", "batched"
@@ -143,8 +139,7 @@ class Subject:
 @contextmanager
 def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
     """Everything that serves is on one core; this process stays on another."""
-    cores = plan_cores()
-    pair = export_reference_pair(widen_mb=options.widen or None)
+    cores, pair = plan_cores(options.cores), pair_of(options)
     with ExitStack() as stack:
         place = Path(stack.enter_context(TemporaryDirectory()))
         draft = widened_draft(options.widen_draft, place) if options.widen_draft else pair.draft
@@ -153,11 +148,10 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
             stack.enter_context(cloud_process(pair.target, cores.cloud, (*ALONE, "--max-running", str(count))))
             for count in (1, options.clients)
         )
-        bundle = Bundle.open(draft)
-        runtime = open_sequence_runtime("openvino", bundle.model_file, RuntimeOptions(num_threads=1))
+        runtime, num_ids = open_draft(draft)
         stack.callback(runtime.close)
         stack.enter_context(running_on(cores.agent))
-        drafter = ModelDrafter(runtime, bundle.manifest.architecture.tokenizer_size)
+        drafter = ModelDrafter(runtime, num_ids)
         yield Subject(beside, one, all_at_once, drafter)
 
 
@@ -226,6 +220,7 @@ def main(given: Sequence[str] | None = None) -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
     cli.add_argument("--widen-draft", type=float, default=400.0, help="MB of the draft in FP32; 0: as it is")
+    add_bundle_options(cli)
     cli.add_argument("--gamma", type=int, default=4, help="drafted tokens of a round")
     cli.add_argument("--clients", type=int, default=4)
     cli.add_argument("--client-rate", type=float, default=5.0, help="tokens/s of one client")
@@ -254,7 +249,7 @@ def main(given: Sequence[str] | None = None) -> int:
 def as_json(options: argparse.Namespace, found: Found) -> dict[str, Any]:
     """The figures as plain data."""
     return {
-        "widen_mb": options.widen,
+        "widen_mb": None if options.target else options.widen,
         "widen_draft_mb": options.widen_draft,
         "clients": options.clients,
         "tokens_per_s": found.rates,

@@ -27,13 +27,14 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.load_devices import Device, Order, Recorded, Session, run_sessions
+from bench.pairs import add_bundle_options, open_draft, pair_of
 from bench.report import write_json
 from rich.console import Console
 from rich.progress import Progress
@@ -42,18 +43,26 @@ from rich.table import Table
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import cloud_process
-from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
-from outrider.models.runtimes import open_sequence_runtime
-from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
 CLOUD_ONLY, STREAM, VERIFY, AUTO = "cloud-only", "stream", "verify", "auto"
+JSON, LOGPROBS = "json", "logprobs"
 MODES: Final = (CLOUD_ONLY, STREAM, VERIFY, AUTO)
-SERVER_OF: Final = {CLOUD_ONLY: "auto", STREAM: "stream", VERIFY: "verify", AUTO: "auto"}
+SERVER_OF: Final = {
+    CLOUD_ONLY: "auto",
+    STREAM: "stream",
+    VERIFY: "verify",
+} | dict.fromkeys((AUTO, JSON, LOGPROBS), "auto")
 """The policy of each mode's verifier; cloud-only sends no drafts, so the policy decides nothing."""
+_SCHEMA: Final = {"type": "array", "items": {"type": "string"}, "minItems": 100}
+FIELDS_OF: Final[Mapping[str, Mapping[str, Any]]] = {
+    JSON: {"grammar": GrammarSpec.json_schema(_SCHEMA).to_wire().model_dump()},
+    LOGPROBS: {"logprobs": 5},
+}
+"""Modes by the auto policy whose sessions ask for more. JSON is another text, which the draft guesses unaware of it."""
 CONTEXT: Final = 96
 BOUND_AT: Final = 16
 MOST_PASSES, LEAST_SPEED_UP = 0.5, 1.5
@@ -172,22 +181,29 @@ class Subject:
     num_calls: int
     width: int
     rtt_ms: float
-    texts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    recorded: dict[int, Recorded] = field(default_factory=dict)
+    texts: dict[tuple[bool, int], tuple[int, ...]] = field(default_factory=dict)
+    """By whether it is JSON, and the number of its order."""
+    recorded: dict[tuple[bool, int], Recorded] = field(default_factory=dict)
 
     def run(self, mode: str, count: int) -> list[Session]:
         """The first `count` orders at once."""
+        fields = FIELDS_OF.get(mode, {})
+        orders = [replace(order, fields=fields) for order in self.orders[:count]]
         devices: list[Device | None] = [None] * count
         if mode != CLOUD_ONLY:
-            devices = [Device(self.recorded[index], self.num_calls, self.width) for index in range(count)]
-        return asyncio.run(run_sessions(self.urls[SERVER_OF[mode]], self.orders[:count], devices, self.rtt_ms))
+            devices = [Device(self.recorded[mode == JSON, index], self.num_calls, self.width) for index in range(count)]
+        return asyncio.run(run_sessions(self.urls[SERVER_OF[mode]], orders, devices, self.rtt_ms))
 
-    def record(self) -> None:
+    def record(self, modes: Sequence[str]) -> None:
         """Takes the target's texts from a run without drafts, and drafts along them."""
-        for index, session in enumerate(self.run(CLOUD_ONLY, len(self.orders))):
-            self.texts[index] = session.text
-            self.recorded[index] = Recorded(self.drafter, self.orders[index], session.text, self.width)
-            self.recorded[index].record(self.num_calls)
+        for is_json in {mode == JSON for mode in modes}:
+            orders = [replace(order, fields=FIELDS_OF[JSON]) for order in self.orders] if is_json else self.orders
+            sessions = asyncio.run(run_sessions(self.urls[SERVER_OF[CLOUD_ONLY]], orders, [None] * len(orders)))
+            for index, session in enumerate(sessions):
+                self.texts[is_json, index] = session.text
+                recorded = Recorded(self.drafter, orders[index], session.text, self.width)
+                self.recorded[is_json, index] = recorded
+                recorded.record(self.num_calls)
 
     @property
     def num_drafted(self) -> int:
@@ -201,7 +217,7 @@ def measure(
     """All modes in turn at each number of sessions, after a run of each that warms up (and drafts what was not
     recorded). Also returns how many guesses were drafted while the clock ran.
     """
-    subject.record()
+    subject.record(modes)
     cells = {count: {mode: Cell() for mode in modes} for count in counts}
     num_late = 0
     task = progress.add_task("runs", total=(num_runs + 1) * len(counts) * len(modes))
@@ -216,7 +232,8 @@ def measure(
                 num_late += subject.num_drafted - before
                 cell = cells[count][mode]
                 cell.runs.append(Figures.of(sessions))
-                cell.num_different += sum(each.text != subject.texts[i] for i, each in enumerate(sessions))
+                texts = [subject.texts[mode == JSON, index] for index in range(count)]
+                cell.num_different += sum(each.text != text for each, text in zip(sessions, texts, strict=True))
     return cells, num_late
 
 
@@ -232,7 +249,7 @@ def make_orders(count: int, max_tokens: int, temperature: float) -> list[Order]:
 @contextmanager
 def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
     """Starts a verifier per policy, all on one core; this process stays on another."""
-    cores, most = plan_cores(), max(options.sessions)
+    cores, most = plan_cores(options.cores), max(options.sessions)
     policies = sorted({SERVER_OF[mode] for mode in (*options.modes, CLOUD_ONLY)})
     orders = make_orders(most, options.max_tokens, options.temperature)
     urls: dict[str, str] = {}
@@ -245,14 +262,13 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
                 urls[policy] = stack.enter_context(emulated_cloud(emulation, cores.cloud, given))
             drafter = ModelDrafter(emulated_draft(emulation), VOCAB_SIZE)
         else:
-            pair = export_reference_pair(widen_mb=options.widen or None)
+            pair = pair_of(options)
             for policy in policies:
                 given = ["--policy", policy, "--max-running", str(most), "--no-lookup"]
                 urls[policy] = stack.enter_context(cloud_process(pair.target, cores.cloud, given))
-            draft = Bundle.open(pair.draft)
-            runtime = open_sequence_runtime("openvino", draft.model_file, RuntimeOptions(num_threads=1))
+            runtime, num_ids = open_draft(pair.draft)
             stack.callback(runtime.close)
-            drafter = ModelDrafter(runtime, draft.manifest.architecture.tokenizer_size)
+            drafter = ModelDrafter(runtime, num_ids)
         stack.enter_context(running_on(cores.agent))
         yield Subject(urls, drafter, orders, options.calls, options.width, options.rtt_ms)
 
@@ -276,8 +292,9 @@ def main(given: Sequence[str] | None = None) -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
     cli.add_argument("--emulate", type=float, nargs=2, metavar=("STEP_MS", "EXTRA_MS"), help="no real target: sleeps")
+    add_bundle_options(cli)
     cli.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 16, 64])
-    cli.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    cli.add_argument("--modes", nargs="+", choices=(*MODES, *FIELDS_OF), default=list(MODES))
     cli.add_argument("--runs", type=int, default=3)
     cli.add_argument("--max-tokens", type=int, default=64)
     cli.add_argument("--calls", type=int, default=8, help="nodes that a device expands after each commit")
@@ -292,7 +309,8 @@ def main(given: Sequence[str] | None = None) -> int:
     with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
         cells, num_late = measure(subject, options.sessions, options.modes, options.runs, progress)
     step = f"{options.emulate[0]:g} ms a step, {options.emulate[1]:g} ms a token more" if options.emulate else ""
-    console.print(as_table(cells, step or f"target of {options.widen:g} MB, FP32, one core"))
+    target = f"target: {options.target}" if options.target else f"target of {options.widen:g} MB, FP32, one core"
+    console.print(as_table(cells, step or target))
     found: dict[str, float | None] = {}
     for mode in options.modes:
         if mode != CLOUD_ONLY:
@@ -313,7 +331,8 @@ def as_json(
 ) -> dict[str, Any]:
     """The table as plain data, with every run."""
     return {
-        "widen_mb": None if options.emulate else options.widen,
+        "widen_mb": None if options.emulate or options.target else options.widen,
+        "target": str(options.target) if options.target else None,
         "emulated": options.emulate,
         "rtt_ms": options.rtt_ms,
         "temperature": options.temperature,

@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,11 +35,12 @@ _LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One session: its prompt, its sampling, its length."""
+    """One session: its prompt, its sampling, its length. fields: more of its body."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -50,6 +51,7 @@ class Order:
             "temperature": self.params.temperature,
             "seed": self.params.seed,
             "ignore_eos": True,
+            **self.fields,
         }
 
 

@@ -343,7 +343,7 @@ def as_json(measured: Measured, comparisons: Sequence[Comparison]) -> dict[str, 
     }
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """The command."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(cli)
@@ -352,7 +352,7 @@ def main() -> int:
     cli.add_argument("--leave-out", nargs="*", choices=OPTIONAL, default=[], help="what is not measured, to save time")
     cli.add_argument("--trace", action="store_true", help="show where each mode's time goes")
     cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = cli.parse_args(given)
     console = Console(width=None if sys.stdout.isatty() else 190)
     requests = make_requests(options)
     with (
@@ -375,7 +375,8 @@ def main() -> int:
     missed = [miss for found in comparisons for miss in misses(found)]
     for miss in missed:
         console.print(miss, style="red", highlight=False)
-    told = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
+    told: dict[str, Any] = {"widen_mb": None if options.target else options.widen, "emulated": options.emulate}
+    told["temperature"] = options.temperature
     told["form"] = options.form
     write_json(options.json, {**told, "misses": missed, **as_json(measured, comparisons)})
     return 1 if missed else 0

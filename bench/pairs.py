@@ -11,17 +11,22 @@ from tempfile import TemporaryDirectory
 from bench.beside import EmulatedPair, RealPair, open_beside
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.round_trips import Subject
-from bench.verifier import VLLM, add_verifier_options, verifier_of
+from bench.verifier import VLLM, Verifier, add_verifier_options, verifier_of
 
+from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
+from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.edge.results import GenerationRequest
+from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
+from outrider.models.runtimes import open_sequence_runtime, sequence_kind
+from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.tree_plan import Form
@@ -49,11 +54,34 @@ def add_options(cli: argparse.ArgumentParser) -> None:
 def add_real_options(cli: argparse.ArgumentParser) -> None:
     """Those of a real pair."""
     cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--draft", type=Path, help="another draft bundle")
+    add_bundle_options(cli)
     add_verifier_options(cli)
     cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
     cli.add_argument("--max-tokens", type=int, default=100)
     cli.add_argument("--temperature", type=float, default=0.8)
+
+
+def add_bundle_options(cli: argparse.ArgumentParser) -> None:
+    """Options for other bundles than the reference pair's, such as a target for a GPU, which is then used."""
+    cli.add_argument("--target", type=Path, help="another target bundle; it runs where it was exported for")
+    cli.add_argument("--draft", type=Path, help="another draft bundle")
+    cli.add_argument("--cores", type=int, default=1, help="of the verifier, and of the devices")
+
+
+def pair_of(options: argparse.Namespace, verifier: Verifier | None = None) -> PairPaths:
+    """The bundles that the options name, or the reference pair, its target in a format that the verifier runs."""
+    if options.target is not None and options.draft is not None:
+        return PairPaths(options.draft, options.target)
+    pair = (verifier or Verifier()).pair(options.widen or None)
+    return PairPaths(options.draft or pair.draft, options.target or pair.target)
+
+
+def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
+    """A draft bundle on one thread, in the runtime that checked it; and how many ids it may propose."""
+    bundle = open_draft_bundle(path)
+    kind = sequence_kind(bundle.manifest.runtime, bundle.manifest.device)
+    runtime = open_sequence_runtime(kind, bundle.model_file, RuntimeOptions(num_threads=1))
+    return runtime, bundle.manifest.architecture.tokenizer_size
 
 
 @contextmanager
@@ -89,10 +117,10 @@ def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterat
 @contextmanager
 def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
     verifier = verifier_of(options)
-    pair = verifier.pair(options.widen or None)
-    cores, cloud_options = plan_cores(), (*ALIKE, *verifier.options, "--tree", str(options.form))
+    pair = pair_of(options, verifier)
+    cores, cloud_options = plan_cores(options.cores), (*ALIKE, *verifier.options, "--tree", str(options.form))
     with ExitStack() as stack:
-        draft = options.draft or pair.draft
+        draft = pair.draft
         if options.widen_draft:
             draft = widened_draft(options.widen_draft, Path(stack.enter_context(TemporaryDirectory())))
         opener = RealPair(pair.target, draft, is_batch_invariant=options.form != Form.TREE)
@@ -100,7 +128,7 @@ def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[S
         other = cloud_process(pair.target, cores.cloud, cloud_options, verifier.python)
         lookup_url = stack.enter_context(other) if lookup else None
         alone = (*cloud_options, NO_LOOKUP)
-        lab = stack.enter_context(open_lab(pair.target, draft, cloud_options=alone, cloud_python=verifier.python))
+        lab = stack.enter_context(open_lab(pair.target, draft, AS_BUNDLED, alone, verifier.python, options.cores))
         num_ids = lab.target.manifest.architecture.vocab_size
         drafter = OneNodeDrafter(lab.drafter) if options.nodes_per_call == 1 else lab.drafter
         yield Subject(lab.url, lab.cores, drafter, num_ids, turns, lookup_url)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import json
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+_PACKAGES: Final = ("openvino", "onnxruntime", "torch", "transformers", "triton")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, Python and the runtime's version."""
+    """Processor, cores, Python and the runtimes' versions."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -19,7 +28,7 @@ def machine() -> dict[str, Any]:
         "processor": model or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "openvino": version("openvino"),
+        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
         "load_1min": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
     }
 

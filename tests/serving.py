@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -190,7 +190,7 @@ def serve_fake(
         engine = CascadeEngine(own, lambda: UpstreamClient(upstream, upstream_key), facts, upstream_retry)
     engine.start()
     offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
-    app = create_app(engine, model, settings, offered, recent)
+    app = create_app(engine, model, replace(settings or ServerSettings(), metrics_age_s=0.0), offered, recent)
     if isinstance(engine, CascadeEngine):
         show_cascade(app.state.core.metrics, engine.counts)
     server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)

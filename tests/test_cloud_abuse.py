@@ -50,7 +50,7 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.http import openai
 from outrider.models.http import requests as requests_module
-from outrider.models.http.encoding import Workers
+from outrider.models.http.encoding import Workers, encode_prediction, encode_prompts
 from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import (
@@ -283,6 +283,32 @@ def test_a_text_is_no_longer_than_its_tokens_can_be(text: str) -> None:
     """The bound by which texts are refused refuses none that fits."""
     tokenizer = fake_tokenizer()
     assert len(text) <= len(tokenizer.encode(text)) * tokenizer.max_token_chars
+
+
+@pytest.mark.parametrize("unit", ["\N{GRINNING FACE}", "verify "])
+def test_a_text_of_far_too_many_tokens_is_tokenized_in_part(unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of it as shows that it has too many; one that may fit is tokenized as a whole."""
+    tokenizer, encode, tokenized = fake_tokenizer(), Tokenizer.encode, [0]
+
+    def spy(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        ids = encode(self, text, **options)
+        tokenized.append(len(ids))
+        return ids
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    text = unit * 60_000
+    body = openai.CompletionRequest.model_validate({"prompt": text})
+    with pytest.raises(RequestError, match="characters, which are more than the 4000 tokens") as error:
+        encode_prompts(tokenizer, 4000, body)
+    assert error.value.code == "context_length_exceeded"
+    most = 4 * (1 << 15)  # of a part: a character may have four tokens
+    assert len(tokenized) == 2 and sum(tokenized) <= most
+    predicted = {"prompt": "a", "prediction": {"type": "content", "content": text}}
+    with pytest.raises(RequestError, match="expected at most 16384 tokens"):
+        encode_prediction(tokenizer, openai.CompletionRequest.model_validate(predicted))
+    assert max(tokenized) <= most
+    short = openai.CompletionRequest.model_validate({"prompt": unit * 100})
+    assert encode_prompts(tokenizer, 4000, short) == [encode(tokenizer, unit * 100)]
 
 
 def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,25 @@ def test_trailers_count_as_headers(server: FakeServer, trailers: bytes) -> None:
     assert is_well(server)
 
 
+def test_a_trailer_is_no_header(server: FakeServer) -> None:
+    """What a proxy has checked are headers; one that comes after the body in the same packet counted as one."""
+    head = b"POST /v1/verify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    with Raw(server) as raw:
+        raw.send(head + b"Content-Type: application/json\r\n\r\n")
+        assert raw.answer()[0] == 415
+        raw.send(post("/v1/verify", b"{}"))
+        assert raw.answer()[0] == 400  # the connection goes on
+
+
+@pytest.mark.parametrize("codings", [("gzip, chunked",), ("gzip", "chunked"), ("Identity, Chunked",)])
+def test_transfer_codings_are_not_guessed(server: FakeServer, codings: tuple[str, ...]) -> None:
+    """Taken as plain chunks a gzip body would be refused as wrong JSON, and a proxy may read it otherwise."""
+    with Raw(server) as raw:
+        raw.send(post("/v1/verify", b"2\r\n{}\r\n0\r\n\r\n", *(f"Transfer-Encoding: {each}" for each in codings)))
+        assert raw.refusal() == (501, "unsupported_transfer_encoding")
+    assert is_well(server)
+
+
 def test_what_is_not_http_is_refused(server: FakeServer) -> None:
     """In the shape of every other error."""
     wrong = (
@@ -635,7 +654,11 @@ def test_pages_of_other_sites_are_refused(
         ("192.168.1.1", 403),
         ("127.0.0.1.evil.example", 403),
         ("localhost.evil.example", 403),
-        ("evil.example@localhost", 200),  # the host is localhost; no browser sends this
+        ("evil.example@localhost", 403),
+        ("[::1]evil.example", 403),
+        ("[::1]:80.evil.example", 403),
+        ("localhost:80:evil.example", 403),
+        ("localhost:evil.example", 403),
         ("a" * 5000, 403),
         ("", 403),
         ("[::1", 403),

@@ -72,6 +72,11 @@ def server() -> Iterator[FakeServer]:
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
+def read(metrics: Metrics) -> str:
+    """Prometheus' text format."""
+    return asyncio.run(metrics.exposition(""))[0].decode()
+
+
 def test_a_drafted_text_is_counted_by_position() -> None:
     """Accepted and tested positions, drafts, wasted tokens, batch and steps, all by hand."""
     harness = Harness()
@@ -189,17 +194,17 @@ def test_others_add_their_metrics() -> None:
     """A counter with a label whose values are known, and a gauge that may have no value."""
     gauges: list[float | None] = [None]
     stats = EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, None, None)
-    metrics = Metrics(lambda: stats, lambda: 0)
+    metrics = Metrics(lambda: stats, lambda: 0, max_age_s=0.0)
     counts = metrics.add_counter("store_lookups", "Lookups.", "outcome", ("hit", "miss"))
     metrics.add_counts("reloads", "Files.", ("file", "result"), lambda: {("keys", "read"): 3})
     metrics.add_gauge("store_up", "Whether it answers.", lambda: gauges[0])
     counts.add("hit", 2)
-    text = metrics.exposition("")[0].decode()
+    text = read(metrics)
     assert 'outrider_store_lookups_total{outcome="hit"} 2.0' in text and 'outcome="miss"} 0.0' in text
     assert 'outrider_reloads_total{file="keys",result="read"} 3.0' in text
     assert "outrider_store_up" not in text
     gauges[0] = 1.0
-    assert "outrider_store_up 1.0" in metrics.exposition("")[0].decode()
+    assert "outrider_store_up 1.0" in read(metrics)
     with pytest.raises(KeyError):
         counts.add("made by a client")
 

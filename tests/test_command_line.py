@@ -552,6 +552,10 @@ def test_cores_are_chosen_without_posix_calls_too(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delattr(os, name, raising=False)
     plan = cores.plan_cores()
     assert (plan.cloud is None) == (len(before) < 2)
+    several = cores.plan_cores(8)
+    if several.cloud and several.agent:
+        assert len(several.cloud) == len(several.agent) == min(8, len(before) // 2)
+        assert not several.cloud & several.agent
     with cores.running_on(frozenset(before[:1])):
         assert psutil.Process().cpu_affinity() == before[:1]
     assert psutil.Process().cpu_affinity() == before

@@ -327,12 +327,13 @@ def test_a_repeated_session_is_drafted_from_its_earlier_text() -> None:
 
 def test_a_salt_divides_what_is_kept_of_texts() -> None:
     """Another salt of the same key sees no earlier text, cannot go on with a prefix, and pushes nothing out."""
-    salted = {"cache_salt": "one", "keep_prefix": True}
+    salted: dict[str, Any] = {"cache_salt": "one", "keep_prefix": True}
     with serving(MemoryStore()) as (server, client):
         done = run_session(client, {"prompt": [5, 17, 99], "max_tokens": 40, "ignore_eos": True, **salted})
         kept(server, 1)
         name = done.end.prefix_hash
-        for other in ({}, {"cache_salt": "two"}):
+        others: list[dict[str, Any]] = [{}, {"cache_salt": "two"}]
+        for other in others:
             assert session(client, **other).looked_up == 0
             turn = {"prompt": [7], "max_tokens": 4, "prefix_hash": name, **other}
             assert client.post("/v1/sessions", json=turn).json()["error"]["code"] == "prefix_not_held"
@@ -344,8 +345,12 @@ def test_a_salt_divides_what_is_kept_of_texts() -> None:
         one = [{"prefix": [7], "prefix_hash": name, "draft": []}]
         taken = client.post("/v1/verify", json={"items": one, "cache_salt": "one"}).json()["results"][0]
         assert taken["tokens"] == target_tokens([5, 17, 99, *done.tokens, 7], 1)
-        turn = {"prompt": [*taken["tokens"], 9], "prefix_hash": taken["prefix_hash"], "cache_salt": "one"}
-        assert session(client, **turn, max_tokens=4).tokens
+        again: dict[str, Any] = {
+            "prompt": [*taken["tokens"], 9],
+            "prefix_hash": taken["prefix_hash"],
+            "cache_salt": "one",
+        }
+        assert session(client, **again, max_tokens=4).tokens
 
 
 def test_another_prompt_and_other_sampling_find_their_own() -> None:

@@ -281,9 +281,13 @@ def test_a_cut_text_resumes_with_all_tokens(server: FakeServer) -> None:
             found = b""
             async for chunk in self._inner:
                 found += chunk
-                yield chunk
-                if b'"base"' in found:
-                    raise httpx.ReadError("connection reset")
+                first = found.find(b'"base"')
+                end = found.find(b"\n\n", first) if first >= 0 else -1
+                if end < 0:
+                    yield chunk
+                    continue
+                yield chunk[: len(chunk) - (len(found) - end - 2)]  # on a busy machine a chunk may have the whole text
+                raise httpx.ReadError("connection reset")
 
         async def aclose(self) -> None:
             await self._inner.aclose()

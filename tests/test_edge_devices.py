@@ -461,7 +461,7 @@ def test_a_run_says_what_drafted(run: Run) -> None:
     text, about = run("--runtime", "ngram")
     assert "drafted by: n-gram lookup, no model" in about
     document = json.loads(run("--runtime", "ngram", "--json")[0])
-    assert document["draft"] == Placement("ngram").as_json() and text == document["text"] + "\n"
+    assert document["draft"] == Placement("ngram").as_json() and text == document["text"]
     alone = json.loads(run("--mode", "cloud-only", "--json")[0])
     assert alone["draft"] is None and alone["tokens"] == document["tokens"]
     assert "drafted by" not in run("--mode", "cloud-only")[1]

@@ -28,6 +28,7 @@ def test_an_export_for_a_gpu_passes_its_check_there(
     role: Role, runtime: RuntimeName, precision: Precision, tmp_path: Path
 ) -> None:
     """Prefill, cached steps, steps of several tokens and steps after rollbacks, in the runtime and on the device."""
+    pytest.importorskip(runtime)
     options = ExportOptions(role, precision, runtime, device="gpu")
     if not (place := where_to_check(options)).is_real:
         pytest.skip(f"no GPU for {runtime}: {place.words}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.chi_square import CHANCE, PROMPT, Languages
 from tests.test_choosers import NoneTwice
@@ -111,6 +111,7 @@ def test_the_target_s_distribution_is_what_pick_draws_from() -> None:
     top_p=st.sampled_from([1.0, 0.5]),
     seed=st.integers(0, 2**63 - 1),
 )
+@example(logits=[0.0, 1e-9], count=2, temperature=1.0, top_p=0.5, seed=0)  # one weight, and top-p keeps the first
 def test_a_sparse_distribution_sums_to_one_exactly_and_has_what_is_drawn(
     logits: list[float], count: int, temperature: float, top_p: float, seed: int
 ) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from fastapi import FastAPI
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.app import OPEN_PATHS, PROBE_PATHS, create_app
@@ -81,12 +82,17 @@ that has begun, an error is its last event. Besides its own errors, any endpoint
 """
 
 
-def document() -> dict[str, Any]:
-    """The OpenAPI document of a server with keys. Nothing is served."""
+def application() -> FastAPI:
+    """The application of a server with keys. Nothing is served."""
     tokenizer = fake_tokenizer()
     engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=tokenizer.size)))
     model = ServedModel("fake", tokenizer, frozenset({EOS_ID}), target="0" * 16)
-    return create_app(engine, model, ServerSettings(keys=KeyRing(["sixteen-characters"]))).openapi()
+    return create_app(engine, model, ServerSettings(keys=KeyRing(["sixteen-characters"])))
+
+
+def document() -> dict[str, Any]:
+    """Its OpenAPI document."""
+    return application().openapi()
 
 
 def curl_line(name: str) -> str:

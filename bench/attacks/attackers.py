@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import multiprocessing
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from bench.attacks.bounds import Case, Requests
 from bench.attacks.exchange import HOST, OTHER_ADDRESS, read_answer, request_bytes
 
 _MP = multiprocessing.get_context("spawn")
@@ -53,6 +55,73 @@ def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: i
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key: str | None, timeout_s: float) -> None:
+    """Sends each case, four at a time on connections that stay open; reports (index, began, ended, status) of each,
+    then None. A status of 0: no answer, or none within `timeout_s`. Times are perf_counter's, one for all processes.
+    """
+    import threading
+    from itertools import count
+
+    lock, turn = threading.Lock(), count()
+    if any("{session_id}" in case.route for case in cases):
+        threading.Thread(target=_keep_session, args=(port, requests.names, key), daemon=True).start()
+
+    def one() -> None:
+        connection: socket.socket | None = None
+        while (index := next(turn)) < len(cases):
+            method, path, media, body = requests.request(cases[index], index)
+            began_s, status = time.perf_counter(), 0
+            try:
+                if connection is None:
+                    connection = socket.create_connection((HOST, port), timeout_s)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(request_bytes(port, method, path, body, key, media))
+                status, is_open = _read_whole(connection, method, began_s + timeout_s)
+            except (OSError, http.client.HTTPException):
+                is_open = False
+            if connection is not None and not is_open:
+                connection.close()
+                connection = None
+            with lock:
+                report.send((index, began_s, time.perf_counter(), status))
+
+    report.send("begun")
+    threads = [threading.Thread(target=one, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report.send(None)
+    time.sleep(3600)
+
+
+def _read_whole(connection: socket.socket, method: str, deadline_s: float) -> tuple[int, bool]:
+    """The status of an answer of any form, read to its end, and whether the connection stays open."""
+    with http.client.HTTPResponse(connection, method=method) as response:
+        response.begin()
+        while response.read1(1 << 20):
+            if time.perf_counter() > deadline_s:
+                raise TimeoutError
+        return response.status, not response.will_close
+
+
+def _keep_session(port: int, names: dict[str, str], key: str | None) -> None:
+    """Keeps a session open, whose name is then `names["session_id"]`: another one when it ends."""
+    body = json.dumps({"prompt": [5], "max_tokens": 1 << 20, "ignore_eos": True, "patience_ms": 1000.0}).encode()
+    while True:
+        with suppress(OSError), socket.create_connection((HOST, port), 60.0) as connection:
+            connection.sendall(request_bytes(port, "POST", "/v1/sessions", body, key))
+            unread = b""
+            while data := connection.recv(65536):
+                unread += data
+                if (found := unread.find(b'"session":"')) >= 0 and (end := unread.find(b'"', found + 11)) >= 0:
+                    names["session_id"], unread = unread[found + 11 : end].decode(), b""
+                if b'"type":"end"' in unread:
+                    break
+                unread = unread[-4096:]
+        time.sleep(0.05)
 
 
 def once(report: Any, port: int, requests: Sequence[bytes], timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Attacks by bodies of 1 MiB that are wrong in every element."""
+"""Attacks by bodies of 1 MiB that are wrong in every element. Valid ones are `generated`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "prompt of empty texts": (completions, filled('{"prompt":[', '""', "]}")),
         "prompt of texts and ids in turn": (completions, filled('{"prompt":[', '"a",1', "]}")),
         "prompt of empty lists": (completions, filled('{"prompt":[', "[]", "]}")),
-        "prompt of one text": (completions, filled('{"prompt":"', "a b ", '"}', separator="")),
         "prompt of true": (sessions, filled('{"max_tokens":1,"prompt":[', "true", "]}")),
-        "prompt of more ids than any context has": (sessions, filled('{"max_tokens":1,"prompt":[', "1023", "]}")),
         "as many keys as a body may have": (sessions, known.encode()),
         "prompt of large numbers": (sessions, filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
         "prompt of one huge number": (sessions, filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
@@ -48,17 +46,7 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "100,000 chat messages": (chat, filled('{"messages":[', "{}", "]}")),
         "chat messages of wrong roles": (chat, filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
         "100,000 messages to render": ("/v1/render", filled('{"messages":[', "{}", "]}")),
-        "one long message to render": (
-            "/v1/render",
-            filled('{"messages":[{"role":"user","content":"', "a b ", '"}]}', separator=""),
-        ),
         "100,000 tools": (chat, filled('{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")),
-        "a prediction of one text": (
-            completions,
-            filled(
-                '{"prompt":"a","max_tokens":1,"prediction":{"type":"content","content":"', "a b ", '"}}', separator=""
-            ),
-        ),
         "a session's prediction": (sessions, filled('{"max_tokens":1,"prompt":[5],"prediction":[', "5", "]}")),
         "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
         "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),

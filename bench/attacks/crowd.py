@@ -118,9 +118,13 @@ class Crowd:
 
     def gaps_s(self) -> list[float]:
         """Times between commits of one session, of all sessions."""
+        return [after - before for before, after in self.gaps()]
+
+    def gaps(self) -> list[tuple[float, float]]:
+        """When each of them began and ended, by perf_counter."""
         with self._lock:
             times = [[at for at, _ in stream.commits] for stream in self.streams]
-        return [after - before for one in times for before, after in pairwise(one)]
+        return [gap for one in times for gap in pairwise(one)]
 
     def close(self) -> None:
         """Closes every stream, which ends the sessions."""

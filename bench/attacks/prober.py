@@ -40,11 +40,13 @@ class Prober:
         self._pipe.send((port, reconnects, timeout_s))
         return int(self._pipe.recv())
 
-    def end(self, name: int) -> tuple[list[float], int]:
-        """Seconds that each answer took, and how often the server refused or closed a connection."""
+    def end(self, name: int) -> tuple[list[float], list[float], int]:
+        """When each answer was asked for (perf_counter), the seconds that it took, and how often the server refused or
+        closed a connection.
+        """
         self._pipe.send(name)
-        values, num_failures = self._pipe.recv()
-        return values, num_failures
+        began_s, values, num_failures = self._pipe.recv()
+        return began_s, values, num_failures
 
     def close(self) -> None:
         """Ends the process."""
@@ -90,16 +92,17 @@ def _has_priority() -> bool:
 class _Probe:
     def __init__(self, port: int, reconnects: bool, timeout_s: float) -> None:
         self._port, self._reconnects, self._timeout_s = port, reconnects, timeout_s
+        self._began_s: list[float] = []
         self._values: list[float] = []
         self._num_failures = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self) -> tuple[list[float], int]:
+    def end(self) -> tuple[list[float], list[float], int]:
         self._is_over.set()
         self._thread.join()
-        return self._values, self._num_failures
+        return self._began_s, self._values, self._num_failures
 
     def _run(self) -> None:
         request = request_bytes(self._port, "GET", "/health/live")
@@ -120,6 +123,7 @@ class _Probe:
                 connection = None
                 self._is_over.wait(EVERY_S)
                 continue
+            self._began_s.append(began_s)
             self._values.append(time.perf_counter() - began_s)
             if self._reconnects and connection is not None:
                 connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ class Latency:
 
     values: list[float] = field(default_factory=list)
     num_failures: int = 0
+    began_s: list[float] = field(default_factory=list)
+    """When each was asked for, by perf_counter; only of `health_of`."""
 
     @property
     def worst(self) -> float:
@@ -43,7 +46,7 @@ def health_of(server: Server, *, reconnects: bool = False, timeout_s: float = 20
     try:
         yield latency
     finally:
-        latency.values, latency.num_failures = prober.end(name)
+        latency.began_s, latency.values, latency.num_failures = prober.end(name)
 
 
 def latency_of(reports: Any) -> Latency:
@@ -60,6 +63,8 @@ class Memory:
 
     before_mb: float
     peak_mb: float
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    """(time by perf_counter, MB)"""
 
     @property
     def growth_mb(self) -> float:
@@ -75,7 +80,8 @@ def memory_of(server: Server) -> Iterator[Memory]:
 
     def sample() -> None:
         while not is_over.wait(0.05):
-            memory.peak_mb = max(memory.peak_mb, server.memory_mb())
+            memory.samples.append((time.perf_counter(), server.memory_mb()))
+            memory.peak_mb = max(memory.peak_mb, memory.samples[-1][1])
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()

@@ -45,7 +45,7 @@ class OpenFake:
         )
         engine = EngineThread(Engine(runtime))
         model = ServedModel("fake", tokenizer, frozenset({EOS_ID}), target=f"{self.seed:016x}")
-        settings = ServerSettings(keys=keys, session_prefix=tag)
+        settings = ServerSettings(keys=keys, session_prefix=tag, metrics_age_s=0.0)
         kept = ServeOptions("fake", recent=bool(self.redis), redis=self.redis or None)
         with open_recent(kept) as recent:
             server = VerifierServer(create_app(engine, model, settings, recent=recent), drain_s=self.drain_s)

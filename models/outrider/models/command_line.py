@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
-from importlib.metadata import version
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_type_hints
 
 import click
@@ -28,6 +27,7 @@ from typer.models import ArgumentInfo
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.extras import missing_extra
 from outrider.models.interrupts import EXIT_CODE as INTERRUPTED
+from outrider.models.version import outrider_version
 from outrider.models.visible import visible
 
 Options = TypeVar("Options")
@@ -89,7 +89,7 @@ def make_app(help: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:
 
 def _show_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(version("outrider"))
+        typer.echo(outrider_version())
         raise typer.Exit
 
 

@@ -103,8 +103,10 @@ def sparse(logits: NDArray[np.float32], params: SamplingParams, count: int = NUM
     """
     count = min(1 if params.is_greedy else count, logits.size, params.top_k or count)
     p = probabilities(logits, params)
-    order = candidates(logits, SamplingParams(), 0, count).tokens[:count]  # by logits: temperature keeps their order
-    if len(order) < count:  # masked with -inf
+    # By logits, whose order temperature keeps. What is truncated comes last, also where its weight rounds to the same.
+    able = np.where(p > 0.0, logits, np.float32(-np.inf))
+    order = candidates(able, SamplingParams(), 0, count).tokens[:count]
+    if len(order) < count:  # truncated, or masked by the model
         others = (token for token in range(logits.size) if token not in order)
         order += islice(others, count - len(order))
     exact = p[order] * (WHOLE / p[order].sum())

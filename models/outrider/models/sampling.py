@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -45,6 +46,8 @@ _RARE_GUMBEL: Final = 6.0
 _RARE_BITS: Final = np.uint32(math.floor(math.exp(-math.exp(-_RARE_GUMBEL)) * 2.0**32) - 1)
 _MANY: Final = 4096
 """Tokens of which not all are scored: `_contenders` finds the best among them faster."""
+_FEW: Final = 6
+"""Tokens that are found faster one after the other than by a floor under them."""
 _BLOCK: Final = 128  # logits of which one bounds the scores from below
 
 
@@ -263,7 +266,7 @@ def candidates(
         )
     count = max(2, count)  # the lead needs a second
     if params.is_greedy:
-        ids = np.flatnonzero(logits >= _floor_of_best(logits, count))
+        ids = _best_logits(logits, best, count)
         scores = logits[ids].astype(np.float64)
     elif narrowing is not None or params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
         ids = survivors(logits, params)
@@ -290,6 +293,24 @@ def candidates(
     return Candidates(ids[order].tolist(), gaps)
 
 
+def _best_logits(logits: NDArray[np.float32], best: int, count: int) -> NDArray[np.int64]:
+    """Ids of the `count` best logits, and perhaps more; fewer where the others are -inf. best: the first of them.
+
+    Right after a model's step each call of numpy costs ten times what it costs in a loop, so a few best are searched
+    for with few calls.
+    """
+    if count > _FEW:
+        return np.flatnonzero(logits >= _floor_of_best(logits, count))
+    left, found = logits.copy(), [best]
+    while len(found) < count:
+        left[found[-1]] = -np.inf
+        following = int(left.argmax())
+        if left[following] == -np.inf:
+            break
+        found.append(following)
+    return np.array(found)
+
+
 def _floor_of_best(logits: NDArray[np.float32], count: int) -> float:
     """A logit that at least `count` tokens reach, if there are so many: cheap, and not much under the count-th."""
     whole = logits.size // _BLOCK * _BLOCK
@@ -301,16 +322,23 @@ def _floor_of_best(logits: NDArray[np.float32], count: int) -> float:
 def _contenders(
     logits: NDArray[np.float32], params: SamplingParams, position: int, count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids, ascending, among which the `count` best are, and their scores; exact pruning, no truncation."""
+    """Ids among which the `count` best are, and their scores; exact pruning, no truncation."""
     high = np.flatnonzero(logits >= _floor_of_best(logits, count))
     reached = logits[high].astype(np.float64)
     reached /= params.temperature
     reached += gumbel(params.seed, position, high)
     # The count-th best score is at least this.
     least = float(np.sort(reached)[-min(count, reached.size)])
-    ids = np.flatnonzero(logits >= (least - MAX_GUMBEL - 1e-3) * params.temperature)
-    bits = noise_bits(params.seed, position, ids)
+    # An ordinary variate lifts only these as high; any other token needs a rare one.
+    ordinary = (least - _RARE_GUMBEL - 1e-3) * params.temperature
+    rare = _rare(params.seed, position, logits.size)
+    ids = np.concatenate((np.flatnonzero(logits >= ordinary), rare[logits[rare] < ordinary]))
     scores = logits[ids].astype(np.float64)
     scores /= params.temperature
-    kept = np.flatnonzero((bits >= _RARE_BITS) | (scores >= least - _RARE_GUMBEL - 1e-3))
-    return ids[kept], scores[kept] + _variates(bits[kept])
+    return ids, scores + gumbel(params.seed, position, ids)
+
+
+@lru_cache(maxsize=64)
+def _rare(seed: int, position: int, num_ids: int) -> NDArray[np.int64]:
+    """Ids with a variate over `_RARE_GUMBEL`, ascending. Kept: a draft comes to a position by several branches."""
+    return np.flatnonzero(noise_bits(seed, position, np.arange(num_ids)) >= _RARE_BITS)

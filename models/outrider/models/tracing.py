@@ -13,11 +13,11 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any, Final
 
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
+from outrider.models.version import outrider_version
 
 Value = str | int | float | bool
 HEADER: Final = "traceparent"
@@ -135,7 +135,7 @@ def make_provider(
 
 def make_tracer(provider: Any) -> Any:
     """Outrider's tracer of a provider."""
-    return provider.get_tracer("outrider", version("outrider"))
+    return provider.get_tracer("outrider", outrider_version())
 
 
 def end_provider(provider: Any) -> None:

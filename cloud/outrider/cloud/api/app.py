@@ -1,14 +1,14 @@
 """Builds the verifier's HTTP application.
 
 A request passes these layers, from the outside in: the request's id, the audit log where there is one, the HTTP
-metrics, the error boundary, the body limit, the gate (host, origin, key and scope, media type and rate), the trace,
-then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands in front of them, with a gate of its own.
+metrics, the error boundary, the pace of each client, the body limit, the gate (host, origin, key and scope, media type
+and rate), the trace, then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands in front of them,
+with a gate of its own.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from importlib.metadata import version
 from typing import Final
 
 from fastapi import FastAPI
@@ -35,7 +35,8 @@ from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
 from outrider.models.http.request_context import RequestIds
-from outrider.models.http.security import METRICS_PATH, Gate, PagePolicy
+from outrider.models.http.security import METRICS_PATH, Gate, Paced, PagePolicy
+from outrider.models.version import outrider_version
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz")
 """Answered without a key, under any host name: load balancers probe by address."""
@@ -97,7 +98,7 @@ def create_app(
     core = Core(engine, model, settings, Slots(settings.max_sessions, settings.keys.sessions_of), drafts, recent)
     app = VerifierApp(
         title="Outrider verifier",
-        version=version("outrider"),
+        version=outrider_version(),
         summary="Speculative decoding across a network: verifies drafts, streams the target's tokens.",
         redoc_url=None,
         redirect_slashes=False,  # a replica would name its own address
@@ -124,6 +125,8 @@ def create_app(
     )
     app.add_middleware(gate)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if not settings.session_prefix:  # a replica's requests were spaced by its front
+        app.add_middleware(Paced, keys=settings.keys, probe_paths=PROBE_PATHS)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
     if settings.audit is not None:

@@ -15,6 +15,7 @@ _ANY: Final[Codes] = {
     413: ("body_too_large",),
     431: ("headers_too_large",),
     500: ("internal_error",),
+    501: ("unsupported_transfer_encoding",),
     503: ("too_many_connections", "too_many_bytes", "no_replica"),
 }
 _GATE: Final[Codes] = {401: ("unauthorized",), 403: ("scope_missing", "host_not_allowed", "origin_not_allowed")}
@@ -30,7 +31,7 @@ _FAULT: Final[Codes] = {500: ("model_fault",)}
 _TOKENIZER: Final[Codes] = {409: ("tokenizer_mismatch",)}
 _PREFIX: Final[Codes] = {409: ("prefix_not_held",)}
 _SESSION: Final[Codes] = {404: ("unknown_session",)}
-_OPENAI: Final[Codes] = {400: ("unsupported_parameter",), 404: ("model_not_found",)}
+_OPENAI: Final[Codes] = {400: ("unsupported_parameter", "answer_too_large"), 404: ("model_not_found",)}
 _TEMPLATE: Final[Codes] = {400: ("no_chat_template", "chat_template_refused")}
 _RULES: Final[Codes] = {400: ("unsupported_rule",), 403: ("tolerance_not_allowed",)}
 _GRAMMAR: Final[Codes] = {

@@ -69,7 +69,7 @@ def health_routes(core: Core) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics(request: Request) -> Response:
         """Prometheus' text format."""
-        body, content_type = core.metrics.exposition(request.headers.get("accept", ""))
+        body, content_type = await core.metrics.exposition(request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     @router.get("/v1/model", response_model=ModelFacts)

@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.audit import AuditLog
@@ -30,6 +29,7 @@ from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.manifest import Manifest
 from outrider.models.protocol import MAX_STOP_IDS, ModelFacts
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.version import outrider_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class ServerSettings:
     download_limits: bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name
     and result. traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where
     several replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule.
+    metrics_age_s: for which /metrics answers the same text where many ask.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -61,6 +62,7 @@ class ServerSettings:
     traces: Traces | None = None
     session_prefix: str = ""
     allow_tolerance: bool = False
+    metrics_age_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +156,10 @@ class Core:
     _recall: Recall | None = field(init=False)
 
     def __post_init__(self) -> None:
-        facts = {"version": version("outrider"), "model_name": self.model.name, "target": self.model.target}
-        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts)
-        self.step_times = NewestTimes(self.engine.stats)
+        facts = {"version": outrider_version(), "model_name": self.model.name, "target": self.model.target}
         settings = self.settings
+        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts, settings.metrics_age_s)
+        self.step_times = NewestTimes(self.engine.stats)
         self.admission = Admission(self.engine, settings.keys, settings.tokens_per_minute)
         self.metrics.add_counts(
             "reloads",

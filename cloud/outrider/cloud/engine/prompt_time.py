@@ -24,7 +24,8 @@ def steps_added(curve: StepTimeCurve, most: int, fixed: StepSize, context: float
     most = min(most, max(1, 2 * max(fixed.tokens, curve.largest) - fixed.tokens))
     times = curve.seconds(fixed.tokens + most, fixed, context)
     step_s = times[fixed.tokens - 1]
-    return np.maximum(0.0, times[fixed.tokens :] / step_s - 1.0)
+    added: NDArray[np.float64] = np.maximum(0.0, times[fixed.tokens :] / step_s - 1.0)
+    return added
 
 
 def tokens_within_a_step(added: NDArray[np.float64]) -> int:

@@ -11,7 +11,6 @@ import ssl
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from http.cookiejar import DefaultCookiePolicy
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -34,6 +33,7 @@ from outrider.models.protocol import (
     VerifyRequest,
     VerifyResult,
 )
+from outrider.models.version import outrider_version
 
 if TYPE_CHECKING:
     import httpx
@@ -57,7 +57,7 @@ _PASSING: Final = frozenset({404, 408, 410, 425, 429})  # and all from 500 on
 _ASK: Final = [
     ("Content-Type", "application/json"),
     ("Accept-Encoding", "identity"),
-    ("User-Agent", f"outrider-cloud/{version('outrider')}"),
+    ("User-Agent", f"outrider-cloud/{outrider_version()}"),
     # What upstream keeps is found by its key alone: that is this server's, not a client's.
     ("Cache-Control", "no-store"),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
@@ -26,6 +25,7 @@ from outrider.edge.link.client import ClientOptions
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.ladder import Candidate
 from outrider.models.bundle import Bundle
+from outrider.models.version import outrider_version
 
 LINK_TIMEOUT_S: Final = 2.0
 
@@ -114,7 +114,7 @@ def key_of(candidate: Candidate, num_threads: int, found: FoundRuntime) -> Profi
     )
     how = f"{placement.open_on}{', emulated' if placement.is_emulated else ''}, {num_threads} threads"
     what = f"{device.full_name}, {device.driver}" if device is not None else ""
-    version = importlib.metadata.version("outrider")
+    version = outrider_version()
     return ProfileKey(candidate.bundle.manifest.digest, placement.runtime, found.version or "", how, what, version)
 
 

@@ -301,6 +301,8 @@ class ModelDrafter:
         self, branches: Sequence[Sequence[int]], able: Sequence[int], found: list[list[Guess]]
     ) -> list[int]:
         """Puts forced tokens into `found`; returns the branches that the model has to run."""
+        if not self._states:
+            return list(able)
         left = []
         for index in able:
             if forced := self._forced(branches[index]):

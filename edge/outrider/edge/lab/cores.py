@@ -26,16 +26,21 @@ class CorePlan:
     note: str
 
 
-def plan_cores() -> CorePlan:
-    """One core for each side where there are two and the system allows it; changes nothing."""
+def plan_cores(num_each: int = 1) -> CorePlan:
+    """`num_each` cores for each side, or half of those there are; changes nothing where the system allows none."""
     allowed = sorted(_affinity() or ())
     if not allowed:
         return CorePlan(None, None, "cloud and agent are not pinned to cores: this system does not offer it")
     if len(allowed) < 2:
         return CorePlan(None, None, "cloud and agent share the only core, so drafting slows the target")
-    cloud, agent = allowed[:2]
-    note = f"the cloud runs on core {cloud} and the agent on core {agent}, one thread each, as two machines would"
-    return CorePlan(frozenset({cloud}), frozenset({agent}), note)
+    num_each = min(num_each, len(allowed) // 2)
+    cloud, agent = allowed[:num_each], allowed[num_each : 2 * num_each]
+    if num_each > 1:
+        note = f"the cloud runs on cores {cloud[0]} to {cloud[-1]} and the agent on cores {agent[0]} to {agent[-1]}"
+    else:
+        where = f"the cloud runs on core {cloud[0]} and the agent on core {agent[0]}"
+        note = f"{where}, one thread each, as two machines would"
+    return CorePlan(frozenset(cloud), frozenset(agent), note)
 
 
 @contextmanager

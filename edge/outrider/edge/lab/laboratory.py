@@ -68,13 +68,14 @@ def open_lab(
     choice: DraftChoice = AS_BUNDLED,
     cloud_options: Sequence[str] = ALIKE,
     cloud_python: str = sys.executable,
+    num_cores: int = 1,
 ) -> Iterator[Lab]:
     """Starts the cloud and opens the draft; this thread stays on the agent's core until the end.
 
-    cloud_options: more arguments of `outrider-cloud serve`. cloud_python: the interpreter that runs it. Raises
-    BundleError, TokenizerMismatch, ConfigError, RuntimeUnavailable.
+    cloud_options: more arguments of `outrider-cloud serve`. cloud_python: the interpreter that runs it. num_cores:
+    of each side. Raises BundleError, TokenizerMismatch, ConfigError, RuntimeUnavailable.
     """
-    cores = plan_cores()
+    cores = plan_cores(num_cores)
     target_bundle, draft_bundle = Bundle.open(target), open_draft_bundle(draft)
     tokenizer = target_bundle.tokenizer()
     require_same_tokenizer(draft_bundle.tokenizer(), tokenizer)

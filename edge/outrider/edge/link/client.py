@@ -15,7 +15,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from http.cookiejar import DefaultCookiePolicy
-from importlib.metadata import version
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -61,11 +60,12 @@ from outrider.models.protocol import (
 )
 from outrider.models.rule_draft import RULE_MEDIA_TYPE
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.version import outrider_version
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]
 # Some gateways refuse requests without it. Drafts go without: they are many, and to a session that is open already.
-_SELF = ("User-Agent", f"outrider/{version('outrider')}")
+_SELF = ("User-Agent", f"outrider/{outrider_version()}")
 # Without a word on encodings a server might compress, and a few bytes could become gigabytes.
 PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
 _JSON: Headers = [("Content-Type", "application/json")]

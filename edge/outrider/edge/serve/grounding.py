@@ -21,6 +21,7 @@ from outrider.models.extras import is_installed
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.errors import FieldError
 from outrider.models.http.shapes import Delta, FoundText, Shape
+from outrider.models.http.text import TokenPiece
 from outrider.models.protocol import ModelFacts
 from outrider.models.strict_message import StrictMessage
 
@@ -105,6 +106,10 @@ class GroundedShape:
         whole = self._inner.whole(texts, usage)
         kind = GroundedCompletion if isinstance(whole, openai_answers.Completion) else GroundedChatCompletion
         return kind(**dict(whole), passages=self._notes)
+
+    def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+        """Those of tokens."""
+        return self._inner.logprobs(index, pieces)
 
     def first(self) -> bytes:
         """The first event, with the passages."""

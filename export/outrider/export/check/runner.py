@@ -34,6 +34,7 @@ from outrider.models.errors import (
     ParityFailure,
     RuntimeUnavailable,
 )
+from outrider.models.extras import missing_extra
 from outrider.models.machine_load import MachineLoad
 from outrider.models.manifest import Agreement, Parity, Precision, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
@@ -87,8 +88,10 @@ def _find(options: ExportOptions) -> tuple[str, bool]:
 
         name = "CUDAExecutionProvider"
         return name, name in onnxruntime.get_available_providers()
-    import openvino
-
+    try:
+        import openvino
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "checking an OpenVINO model", "export") from error
     name = options.device.upper()
     return name, any(device.split(".")[0] == name for device in openvino.Core().available_devices)
 

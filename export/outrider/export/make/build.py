@@ -32,6 +32,7 @@ from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import SourceModel
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Quantization, Source
+from outrider.models.version import outrider_version
 
 PACKAGES: Final = (
     "openvino",
@@ -288,11 +289,3 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions | {"outrider": outrider_version()}
-
-
-def outrider_version() -> str:
-    """Outrider's version; "source" for a checkout that is not installed."""
-    try:
-        return importlib.metadata.version("outrider")
-    except importlib.metadata.PackageNotFoundError:
-        return "source"

@@ -257,7 +257,16 @@ def instantiate(path: Path, config: Mapping[str, Any]) -> Any:
         kept = {name: value for name, value in config.items() if name != "auto_map"}
         with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
             Path(directory, "config.json").write_text(json.dumps(kept), encoding="utf-8")
-            found = transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            try:
+                found = transformers.AutoConfig.from_pretrained(
+                    directory, local_files_only=True, trust_remote_code=False
+                )
+            except Exception as error:
+                reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+                raise ExportError(
+                    f"{path}: transformers cannot read config.json ({reason[0].strip()}): its values do not belong "
+                    "together; get it again from where the model comes from"
+                ) from error
         found.name_or_path = str(path)
         return found
 

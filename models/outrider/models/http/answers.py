@@ -5,21 +5,30 @@ Knows no engine: the cloud's texts come from its engine, the device's from the c
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Final, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers, sse
 from outrider.models.http.choices import best_choices
 from outrider.models.http.errors import FieldError, error_answer
+from outrider.models.http.logprobs import PackedLogprobs
 from outrider.models.http.shapes import Delta, FoundText, Shape, unverified_field
 from outrider.models.predicted import PredictionFollower
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
+MAX_LOGPROB_BYTES: Final = 512 << 20
+"""Of an answer that is not streamed, as JSON; a tenth of it in memory."""
+_TURN_S: Final = 0.002
+"""Work on one answer after which other requests have their turn."""
+_WITHOUT: Final = b'"logprobs":null'
+"""Stands in an answer where its logprobs go. No text can contain it: its quotes would be escaped."""
 
 
 class Texts(Protocol):
@@ -63,25 +72,63 @@ async def answer(
         chunks = _stream(texts, shape, body)
         return sse.EventStream(chunks, texts.reader, texts.close, keep_alive_s=keep_alive_s)
     found = [FoundText() for _ in range(num_prompts * body.num_each)]
+    none = shape.logprobs(0, ())
+    logprobs = [PackedLogprobs(none) for _ in found] if none is not None else []
+    num_bytes, turn_ends_s = 0, time.monotonic() + _TURN_S
     try:
         async with sse.closed_on_disconnect(texts.reader, request.receive):
             async for deltas in texts.deltas():
                 for delta in deltas:
                     found[delta.index].add(delta)
+                    if logprobs:
+                        place = delta.index // body.num_each * body.num_kept  # its prompt's first choice
+                        num_bytes += logprobs[delta.index].add(shape.logprobs(place, delta.pieces) or {})
+                        if num_bytes > MAX_LOGPROB_BYTES:
+                            raise _too_many_logprobs()
+                    if time.monotonic() > turn_ends_s:
+                        await asyncio.sleep(0)
+                        turn_ends_s = time.monotonic() + _TURN_S
     finally:
         texts.close()
     if texts.is_abandoned:
         return Response(status_code=499)  # the client has left
     if body.num_each > body.num_kept:
         means = [texts.mean_logprob(index) for index in range(len(found))]
-        found = [found[index] for index in best_choices(means, body.num_each, body.num_kept)]
+        kept = best_choices(means, body.num_each, body.num_kept)
+        found = [found[index] for index in kept]
+        logprobs = [logprobs[index] for index in kept] if logprobs else []
     whole = shape.whole(found, texts.completion_usage())
-    if not any(text.num_unverified for text in found):
-        return Response(whole.model_dump_json(), media_type="application/json")
-    document = whole.model_dump()
-    for choice, text in zip(document["choices"], found, strict=True):
-        choice.update(unverified_field(text.num_unverified))
-    return JSONResponse(document)
+    if any(text.num_unverified for text in found):
+        document = whole.model_dump()
+        for choice, text in zip(document["choices"], found, strict=True):
+            choice.update(unverified_field(text.num_unverified))
+        content = bytes(JSONResponse(document).body)
+    else:
+        content = whole.model_dump_json().encode()
+    if not logprobs:
+        return Response(content, media_type="application/json")
+    return StreamingResponse(_with_logprobs(content, logprobs), media_type="application/json")
+
+
+async def _with_logprobs(content: bytes, logprobs: Sequence[PackedLogprobs]) -> AsyncGenerator[bytes, None]:
+    """The answer in pieces, a turn of the event loop each."""
+    first, *others = content.split(_WITHOUT)
+    yield first
+    for packed, following in zip(logprobs, others, strict=True):
+        yield b'"logprobs":'
+        for piece in packed.pieces():
+            yield piece
+            if len(piece) > 1:
+                await asyncio.sleep(0)
+        yield following
+
+
+def _too_many_logprobs() -> RequestError:
+    return FieldError(
+        "answer_too_large",
+        f"the logprobs of this answer take over {MAX_LOGPROB_BYTES >> 20} MiB; ask for fewer, or stream the answer",
+        param="logprobs",
+    )
 
 
 async def _stream(texts: Texts, shape: Shape, body: openai.GenerationRequest) -> AsyncGenerator[bytes, None]:

@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 MAX_THREADS: Final = 2
 """Texts in work together: more threads would only contend with the model for cores."""
+_USUAL_BYTES: Final = 8
+"""Of a token, in a text that is tokenized at once: with so many most texts still fit."""
+_PART_CHARS: Final = 1 << 15
 
 
 class Workers:
@@ -60,6 +63,22 @@ def check_length(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:
         )
 
 
+def has_far_too_many(tokenizer: Tokenizer, max_tokens: int, text: str) -> bool:
+    """Whether a long text has clearly more than `max_tokens`, found part by part.
+
+    One of rare characters has a token for each byte, and the tokenizer takes 100 bytes and more for each: a text of
+    1 MiB at once takes 110 MB.
+    """
+    if len(text.encode(errors="replace")) <= _USUAL_BYTES * max_tokens:
+        return False
+    num_tokens = 0
+    for start in range(0, len(text), _PART_CHARS):
+        num_tokens += len(tokenizer.encode(text[start : start + _PART_CHARS], add_special_tokens=False))
+        if num_tokens > max_tokens + max_tokens // _USUAL_BYTES:  # what the parts' ends cut counts twice
+            return True
+    return False
+
+
 def check_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionRequest) -> None:
     """Raises RequestError `context_length_exceeded` for what cannot fit, before it is tokenized or copied."""
     for prompt in (*body.prompts(), body.suffix):
@@ -80,18 +99,33 @@ def check_tokens(max_positions: int, prompt: Sequence[int]) -> None:
 
 def encode_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionRequest) -> list[list[int]]:
     """The token ids of each prompt. max_tokens: that fit. Raises RequestError."""
-    prompts = [truncated(_encode_prompt(tokenizer, prompt, body), max_tokens, body) for prompt in body.prompts()]
+    prompts = [
+        truncated(_encode_prompt(tokenizer, max_tokens, prompt, body), max_tokens, body) for prompt in body.prompts()
+    ]
     for prompt in prompts:
         check_tokens(max_tokens + 1, prompt)
     return prompts
 
 
-def _encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+def _encode_prompt(
+    tokenizer: Tokenizer, max_tokens: int, prompt: str | list[int], body: CompletionRequest
+) -> list[int]:
     if body.suffix:
         return fill_in_prompt(tokenizer, prompt, body.suffix)
     if isinstance(prompt, list):
         return prompt
+    if body.truncate_prompt_tokens is None:
+        _check_parts(tokenizer, max_tokens, prompt)
     return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+
+
+def _check_parts(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:
+    if has_far_too_many(tokenizer, max_tokens, text):
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {len(text)} characters, which are more than the {max_tokens} tokens that this server "
+            "takes. Send a shorter prompt",
+        )
 
 
 def truncated(prompt: list[int], max_tokens: int, body: GenerationRequest) -> list[int]:
@@ -113,6 +147,8 @@ def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> li
     except TokenizerError as error:
         raise FieldError("chat_template_refused", str(error), param="messages") from None
     check_length(tokenizer, max_tokens, text)
+    if not isinstance(body, GenerationRequest) or body.truncate_prompt_tokens is None:
+        _check_parts(tokenizer, max_tokens, text)
     if not isinstance(body, GenerationRequest):
         return tokenizer.encode(text, add_special_tokens=False)
     return truncated(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), max_tokens, body)
@@ -130,7 +166,10 @@ def encode_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> tuple[in
     """The token ids of the predicted output; nothing without one. Raises RequestError for one that is too long."""
     if body.prediction is None:
         return ()
-    tokens = tokenizer.encode(body.prediction.text, add_special_tokens=False)
+    text = body.prediction.text
+    if has_far_too_many(tokenizer, MAX_PREDICTION_TOKENS, text):
+        raise _prediction_too_long(f"{len(text)} characters, which are more")
+    tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) > MAX_PREDICTION_TOKENS:
         raise _prediction_too_long(f"{len(tokens)} tokens")
     return tuple(tokens)

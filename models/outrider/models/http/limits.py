@@ -108,6 +108,34 @@ class RateLimiter:
             self._levels.popitem(last=False)
 
 
+class Pacer:
+    """Spaces a client's requests: `burst` at once, then `rate_per_s`; the others wait, so that none of many cheap ones
+    keeps the event loop from other clients. Forgets clients that could send a full burst again.
+
+    The generic cell rate algorithm (ITU-T I.371): a client has the time at which all of its requests are paid.
+    """
+
+    def __init__(self, rate_per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._gap_s = 1.0 / rate_per_s
+        self._burst_s = burst / rate_per_s
+        self._clock = clock
+        self._paid_at_s: OrderedDict[bytes, float] = OrderedDict()  # the least recently seen first
+
+    def __len__(self) -> int:
+        return len(self._paid_at_s)
+
+    def wait_s(self, client: bytes, most_s: float) -> float | None:
+        """How long the client's next request waits, which is then counted; None, not counted, beyond `most_s`."""
+        now = self._clock()
+        while self._paid_at_s and (next(iter(self._paid_at_s.values())) <= now or len(self._paid_at_s) > MAX_BUCKETS):
+            self._paid_at_s.popitem(last=False)
+        paid_at_s = max(now, self._paid_at_s.pop(client, now)) + self._gap_s
+        wait_s = max(0.0, paid_at_s - now - self._burst_s)
+        is_counted = wait_s <= most_s
+        self._paid_at_s[client] = paid_at_s if is_counted else paid_at_s - self._gap_s
+        return wait_s if is_counted else None
+
+
 class TokenBudget:
     """A bucket of tokens per owner, which fills in a minute. Any thread may call it.
 

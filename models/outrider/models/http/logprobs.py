@@ -5,8 +5,10 @@ The model's own: at temperature 1, before penalties, biases, grammars and top-k 
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from outrider.models.http.text import TokenPiece
@@ -27,6 +29,62 @@ def token_text(spelled: bytes) -> str:
         return spelled.decode()
     except UnicodeDecodeError:
         return "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+_PIECE_BYTES: Final = 1 << 16
+"""Compressed at once: 0.7 ms."""
+
+
+class PackedLogprobs:
+    """The logprobs of a text in the making as the JSON that its answer will have. Compressed: with 20 likeliest tokens
+    they take 1.2 kB for each token of the text, a tenth of that here.
+    """
+
+    def __init__(self, none: dict[str, Any]) -> None:
+        """none: what a `LogprobWriter` makes of no tokens."""
+        self._fields = {name: None if values is None else _Packed() for name, values in none.items()}
+
+    def add(self, found: dict[str, Any]) -> int:
+        """Appends what a `LogprobWriter` made of further tokens. Returns the bytes by which the JSON grew."""
+        num_bytes = 0
+        for name, values in found.items():
+            packed = self._fields[name]
+            if packed is not None and values:
+                num_bytes += packed.add(json.dumps(values, ensure_ascii=False, separators=(",", ":"))[1:-1].encode())
+        return num_bytes
+
+    def pieces(self) -> Iterator[bytes]:
+        """The JSON, piece by piece."""
+        for index, (name, packed) in enumerate(self._fields.items()):
+            yield f'{"," if index else "{"}"{name}":'.encode()
+            if packed is None:
+                yield b"null"
+            else:
+                yield b"["
+                yield from packed
+                yield b"]"
+        yield b"}"
+
+
+class _Packed:
+    """A list's elements in JSON."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+        self._newest = bytearray()
+
+    def add(self, elements: bytes) -> int:
+        if self._newest or self._pieces:
+            self._newest += b","
+        self._newest += elements
+        if len(self._newest) >= _PIECE_BYTES:
+            self._pieces.append(zlib.compress(self._newest, 1))
+            self._newest = bytearray()
+        return len(elements) + 1
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from map(zlib.decompress, self._pieces)
+        yield bytes(self._newest)
 
 
 class LogprobWriter:

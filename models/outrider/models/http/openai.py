@@ -18,9 +18,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     StrictBool,
     TypeAdapter,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -102,19 +103,20 @@ def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
     return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
 
 
-def _by_shape(expected: str, choose: Callable[[Any], TypeAdapter[Any] | None], schema: Any) -> PlainValidator:
+def _by_shape(expected: str, choose: Callable[[Any], TypeAdapter[Any] | None]) -> WrapValidator:
     """Validates a field as the one type that `choose` names for its shape.
 
     pydantic tries every member of a union and collects the errors of each.
     """
 
-    def validate(value: Any) -> Any:
+    def validate(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
         adapter = choose(value)
         if adapter is None:
             raise PydanticCustomError("wrong_shape", "expected {expected}", {"expected": expected})
         return adapter.validate_python(value)
 
-    return PlainValidator(validate, json_schema_input_type=schema)
+    # Not PlainValidator: that serializes what it has serialized, and warns with the text that a client sent.
+    return WrapValidator(validate)
 
 
 _TEXT: Final[TypeAdapter[Any]] = TypeAdapter(str)
@@ -163,7 +165,17 @@ def _bounded_grammar(value: Any) -> Any:
 
 
 # Any JSON, which `structured` reads once it has a bound: a request with more waits for nothing.
-GrammarValue = Annotated[Any, AfterValidator(_bounded_grammar)]
+GrammarValue = Annotated[
+    Any,
+    AfterValidator(_bounded_grammar),
+    Field(
+        json_schema_extra={
+            "maxLength": structured.MAX_SPACED_CHARS,
+            "maxItems": structured.MAX_VALUES,
+            "maxProperties": structured.MAX_VALUES,
+        }
+    ),
+]
 
 
 class StreamOptions(BaseModel):
@@ -192,7 +204,7 @@ class Prediction(BaseModel):
     """A text that the answer may repeat, in large parts: it is drafted from it."""
 
     type: Literal["content"]
-    content: Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape, str | TextParts)]
+    content: Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape)]
 
     @property
     def text(self) -> str:
@@ -222,12 +234,7 @@ class GenerationRequest(RuleParameters):
     top_k: Integer | None = Field(default=None, ge=-1, le=MAX_COUNT, description="0 or -1: off")
     min_p: Number | None = Field(default=None, ge=0.0, le=1.0)
     seed: Integer | None = Field(default=None, ge=0, le=MAX_SEED, description="random if unset, and reported")
-    stop: (
-        Annotated[
-            StopString | StopStrings, _by_shape("a text or a list of texts", _stop_shape, StopString | StopStrings)
-        ]
-        | None
-    ) = None
+    stop: Annotated[StopString | StopStrings, _by_shape("a text or a list of texts", _stop_shape)] | None = None
     stop_token_ids: StopIds | None = Field(default=None, description="beside the model's own")
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
@@ -341,9 +348,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[
         str | TokenIds | Texts | TokenLists,
-        _by_shape(
-            "a text, a list of token ids, or a list of either", _prompt_shape, str | TokenIds | Texts | TokenLists
-        ),
+        _by_shape("a text, a list of token ids, or a list of either", _prompt_shape),
         Field(examples=["def add(a, b):"]),
     ]
     best_of: Integer | None = Field(
@@ -400,9 +405,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: (
-        Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape, str | TextParts)] | None
-    ) = None
+    content: Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message for a chat template: its content is one text."""
@@ -424,7 +427,7 @@ Messages = Annotated[
         examples=[[{"role": "user", "content": "Write a function that adds two numbers."}]],
     ),
 ]
-TemplateValues = Annotated[dict[str, Any], AfterValidator(_bounded_values)]
+TemplateValues = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VALUES), AfterValidator(_bounded_values)]
 
 
 def _bounded_tools(tools: list[Tool]) -> list[Tool]:
@@ -487,10 +490,7 @@ class ChatRequest(GenerationRequest):
     )
     tools: BoundedTools | None = Field(default=None, description="functions that the model may call")
     tool_choice: (
-        Annotated[
-            ToolChoice, _by_shape('"none", "auto", "required" or the name of a function', _choice_shape, ToolChoice)
-        ]
-        | None
+        Annotated[ToolChoice, _by_shape('"none", "auto", "required" or the name of a function', _choice_shape)] | None
     ) = Field(default=None, description='"auto" if unset')
     parallel_tool_calls: StrictBool | None = Field(default=None, description="false: at most one call is answered")
     include_reasoning: StrictBool | None = Field(default=None, description="false: reasoning is left out")

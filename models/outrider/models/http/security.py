@@ -7,25 +7,35 @@ loopback.
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Final
-from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network, is_loopback
+from outrider.models.http.errors import Throttled
 from outrider.models.http.keys import KEY, Scope
 from outrider.models.http.keys import KeyRing as KeyRing  # also for importers of this module
-from outrider.models.http.limits import RateLimiter
+from outrider.models.http.limits import Pacer, RateLimiter
 
 OWNER: Final = "outrider.owner"
 """Key of the ASGI scope that holds the client's identity."""
 SUBJECT: Final = "outrider.subject"
 """Key of the ASGI scope that holds the name on the client's verified certificate."""
 METRICS_PATH: Final = "/metrics"
+
+REQUESTS_PER_S: Final = 500.0
+REQUESTS_BURST: Final = 16
+PROBES_PER_S: Final = 2000.0
+PROBES_BURST: Final = 64
+_LEAST_WAIT_S: Final = 1e-3
+_REQUEST_WAIT_S: Final = 2.0
+_PROBE_WAIT_S: Final = 0.25
 
 ANYBODY: Final = b""
 """The owner where neither a key nor an address is known."""
@@ -41,6 +51,8 @@ _LOOKED_AT: Final = frozenset({b"authorization", b"content-type", b"host", b"ori
 _MAX_QUOTED_CHARS: Final = 100
 _MAX_AUTHORITY_BYTES: Final = 300
 """No name of DNS with its port is longer."""
+_AUTHORITY: Final = re.compile(rb"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:@/?#\\\s]+))(?::[0-9]*)?")
+"""A name or an address, and a port: anything beside them, as in `[::1]evil.com`, makes it none."""
 
 
 class PagePolicy:
@@ -114,16 +126,63 @@ def _is_loopback_name(authority: bytes) -> bool:
 # Every request asks, nearly always with the same host.
 @lru_cache(maxsize=1024)
 def _parsed_name(authority: bytes) -> str:
-    try:
-        return urlsplit("//" + authority.decode("latin-1")).hostname or ""
-    except ValueError:
-        return ""
+    found = _AUTHORITY.fullmatch(authority)
+    return (found[1] or found[2]).decode("latin-1").lower() if found else ""
 
 
 @lru_cache(maxsize=1024)
 def _is_parsed_loopback(authority: bytes) -> bool:
     name = _parsed_name(authority)
     return is_loopback(name) or name.endswith(".localhost")
+
+
+class Paced:
+    """ASGI layer in front of the routes: requests of one client wait for each other, by `Pacer`.
+
+    A client is a key that is accepted, a certificate, or else an address: the keyed clients of one proxy are apart from
+    each other and from whoever sends no key through it. Probes have a pace of their own, and are never refused.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, probe_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._probe_paths = frozenset(probe_paths)
+        self._requests = Pacer(REQUESTS_PER_S, REQUESTS_BURST)
+        self._probes = Pacer(PROBES_PER_S, PROBES_BURST)
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises RequestError 429 `rate_limited` where more wait than are answered in two seconds."""
+        if scope["type"] == "http":
+            if scope["path"] in self._probe_paths:
+                wait_s = self._probes.wait_s(_address(scope), _PROBE_WAIT_S)
+                wait_s = _PROBE_WAIT_S if wait_s is None else wait_s
+            else:
+                found = self._requests.wait_s(self._client(scope), _REQUEST_WAIT_S)
+                if found is None:
+                    raise Throttled(
+                        "rate_limited",
+                        f"more than {REQUESTS_PER_S:g} requests per second; retry later",
+                        retry_after_s=2,
+                    )
+                wait_s = found
+            if wait_s > _LEAST_WAIT_S:
+                await asyncio.sleep(wait_s)
+        await self._app(scope, receive, send)
+
+    def _client(self, scope: AsgiScope) -> bytes:
+        if len(self._keys):
+            authorization = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+            try:
+                key = self._keys.find(authorization)
+            except RequestError:
+                key = None
+            if key is not None:
+                return key.digest
+        return scope[SUBJECT].owner if scope.get(SUBJECT) else _address(scope)
+
+
+def _address(scope: AsgiScope) -> bytes:
+    return client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
 
 
 class Gate:
@@ -183,7 +242,7 @@ class Gate:
         elif scope.get(SUBJECT):
             owner = scope[SUBJECT].owner
         else:
-            owner = client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
+            owner = _address(scope)
         scope[OWNER] = owner
         if method == "POST":
             is_costly = path in self._costly_paths

@@ -37,19 +37,17 @@ class Delta:
 
 @dataclass(slots=True)
 class FoundText:
-    """A whole text: what all its deltas add up to."""
+    """A whole text: what all its deltas add up to, but for logprobs."""
 
     text: str = ""
     finish_reason: Any = None
     num_unverified: int = 0
-    pieces: list[TokenPiece] = field(default_factory=list)
 
     def add(self, delta: Delta) -> None:
         """Adds what a delta brings."""
         self.text += delta.text
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.num_unverified += delta.num_unverified
-        self.pieces.extend(delta.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +85,11 @@ class Shape(Protocol):
     def whole(
         self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
     ) -> openai_answers.Completion | openai_answers.ChatCompletion:
-        """The whole answer."""
+        """The whole answer, its logprobs left out."""
+        ...
+
+    def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+        """Those of tokens of choice `index` of the answer; None where none were asked for."""
         ...
 
     def first(self) -> bytes:
@@ -155,7 +157,6 @@ class CompletionShape(_Head):
             openai_answers.CompletionChoice(
                 index=index,
                 text=self._echo(index) + found.text,
-                logprobs=self._logprobs(index, found.pieces),  # type: ignore[arg-type]  # pydantic reads it
                 finish_reason=found.finish_reason,
             )
             for index, found in enumerate(texts)
@@ -171,7 +172,7 @@ class CompletionShape(_Head):
         choice = {
             "index": delta.index,
             "text": self._to_echo.pop(delta.index, "") + delta.text,
-            "logprobs": self._logprobs(delta.index, delta.pieces),
+            "logprobs": self.logprobs(delta.index, delta.pieces),
             "finish_reason": delta.finish_reason,
         }
         return self._event(usage, choices=[choice | delta.extension])
@@ -179,7 +180,8 @@ class CompletionShape(_Head):
     def _echo(self, index: int) -> str:
         return self._look.echoes[index] if self._look.echoes else ""
 
-    def _logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+        """Those of tokens of choice `index`."""
         writer = self._look.logprobs
         return writer.completion(pieces, len(self._echo(index))) if writer is not None else None
 
@@ -208,13 +210,11 @@ class ChatShape(_Head):
                 reasoning_content=reader.reasoning or None,
                 tool_calls=[openai_answers.ToolCall.model_validate(call) for call in reader.calls] or None,
             )
-            logprobs = self._logprobs(found.pieces)
             reason: Any = reader.reason(found.finish_reason)
             choices.append(
                 openai_answers.ChatChoice(
                     index=index,
                     message=message,
-                    logprobs=logprobs,  # type: ignore[arg-type]  # pydantic reads it
                     finish_reason=reason,
                 )
             )
@@ -233,9 +233,10 @@ class ChatShape(_Head):
         if not found and delta.text and not (delta.finish_reason or delta.pieces or delta.num_unverified):
             return b""
         reason = reader.reason(delta.finish_reason)
-        return self._chunk(delta.index, found, reason, delta.extension, self._logprobs(delta.pieces), usage)
+        return self._chunk(delta.index, found, reason, delta.extension, self.logprobs(delta.index, delta.pieces), usage)
 
-    def _logprobs(self, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+    def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+        """Those of tokens, whichever choice they are of."""
         writer = self._look.logprobs
         return writer.chat(pieces) if writer is not None else None
 

@@ -31,7 +31,7 @@ from outrider.models.ingress.sockets import ClientName
 
 USED: Final = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+    *("on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
     *("_unset_keepalive_if_required", "_should_upgrade"),
 )
 """Methods of HttpToolsProtocol that are overridden or called here."""
@@ -49,6 +49,7 @@ USED_FIELDS: Final = (
 )
 """Its fields that are read or replaced here."""
 
+_CODINGS: Final = b"transfer-encoding"
 _FRAMING_PER_BYTE: Final = 8
 """A chunked body may have so many bytes around each byte of its own: chunks of one byte have five."""
 _MAX_DISCARDED_BYTES: Final = 1 << 20
@@ -110,6 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
         # Bytes fed to the parser since the phase began. May include the end of the message before.
         self._fed_bytes = 0
         self._body_bytes = 0
+        self._num_trailers = 0
+        self._has_coding = False  # a transfer coding besides `chunked`
         self._is_holding = False
         # Those before `cycle` that may lack their answer. uvicorn knows `cycle` only.
         self._earlier: deque[RequestResponseCycle] = deque()
@@ -183,11 +186,23 @@ class BoundedProtocol(HttpToolsProtocol):
             self.scope[SUBJECT] = self._subject  # type: ignore[typeddict-unknown-key]  # a key of our own
         self._phase = _HEAD
         self._fed_bytes = self._slice_bytes
-        self._body_bytes = 0
+        self._body_bytes = self._num_trailers = 0
+        self._has_coding = False
         self._since_s = None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer, which is dropped: a key or a type that comes after the body was not checked."""
+        if self._phase == _BODY:
+            self._num_trailers += 1
+            return
+        super().on_header(name, value)
+        if len(name) == len(_CODINGS) and name.lower() == _CODINGS and value.strip().lower() != b"chunked":
+            self._has_coding = True
 
     def on_headers_complete(self) -> None:
         """The end of the headers: the request begins to run or to wait."""
+        if self._has_coding:
+            raise _Overrun("transfer codings", _unknown_coding())
         if len(self.headers) > self._max_headers or (
             self._fed_bytes > self._max_header_bytes and self._head_bytes() > self._max_header_bytes
         ):
@@ -282,7 +297,7 @@ class BoundedProtocol(HttpToolsProtocol):
             framing = self._fed_bytes - self._body_bytes
             if (
                 framing > 2 * self._max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
-                or len(self.headers) > self._max_headers  # trailers come after the body
+                or len(self.headers) + self._num_trailers > self._max_headers  # trailers come after the body
             ):
                 self._refuse("large headers", self._head_overrun().refusal)
             elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
@@ -374,6 +389,14 @@ def too_many_connections() -> bytes:
 
 def _malformed() -> RequestError:
     return RequestError("malformed_http", "this is not an HTTP/1.1 request; compare the URL's scheme and port")
+
+
+def _unknown_coding() -> RequestError:
+    return RequestError(
+        "unsupported_transfer_encoding",
+        "the request's Transfer-Encoding is not chunked alone; send the body as it is",
+        status=501,
+    )
 
 
 def _too_slow(what: str) -> RequestError:

@@ -56,6 +56,8 @@ class _Unfit(Exception):
 class TorchPagedRuntime:
     """Ragged batches, tree masks included, of a Hugging Face directory (safetensors, no remote code)."""
 
+    _model: Any
+
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model; `options.properties["dtype"]` is "f32", "bf16" or "f16", by default f32 on CPU, else bf16.
 
@@ -121,7 +123,7 @@ class TorchPagedRuntime:
             model = load_causal_lm(self._path, dtype, attention)
         except KeyError as error:  # some families look the name up in a table of their own
             raise _Unfit("it has its own table of attention functions") from error
-        self._model: Any = model.to(self._device).eval()
+        self._model = model.to(self._device).eval()
         self._arguments = set(inspect.signature(model.forward).parameters)
         config: Any = model.config.get_text_config()
         if not self._is_packed and _slides(config):

@@ -1,0 +1,212 @@
+"""Part 2: steps/s of an 8B shape and of the widened target, against the floor; and where a step's time goes."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from bench.beside import target_options
+from bench.engine_throughput import CONTEXT, decode_rate
+from bench.gpu.place import Run
+
+from outrider.models.bundle import Bundle
+from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.torch_paged import TorchPagedRuntime
+from outrider.models.sampling import SamplingParams
+
+_HEADS = 8
+"""Of keys and values, as Llama 3 8B; 4 times as many of queries, each of 128."""
+_MOST_SHOWN = 25
+
+
+def measure(run: Run) -> list[str]:
+    """The part; it has no bounds: no GPU has run this product yet."""
+    bandwidth = _bandwidth(run)
+    run.note("bandwidth_gb_s", bandwidth)
+    tokens = CONTEXT + 8 * run.sizes.steps + 64
+    path = _random_model(run)
+    options = RuntimeOptions(device=run.device, properties={"dtype": "bf16" if run.is_cuda else "f32"})
+    _steps(run, "8B shape", path, options, bandwidth["read"], tokens)
+    shutil.rmtree(path)
+    _free(run)
+    if run.has_time("widened target", 0.6):
+        path = run.target()
+        _steps(run, "widened target", path, target_options(Bundle.open(path)), bandwidth["read"], tokens)
+        _free(run)
+    return []
+
+
+def _timed_ms(call: Callable[[], Any], repeats: int, is_cuda: bool) -> float:
+    """Median ms of a call, its work on the GPU included."""
+    took = []
+    for _ in range(repeats):
+        if is_cuda:
+            torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        call()
+        if is_cuda:
+            torch.cuda.synchronize()
+        took.append(1e3 * (time.perf_counter() - started_s))
+    return median(took)
+
+
+def _bandwidth(run: Run) -> dict[str, float]:
+    """GB/s: of a copy, counting bytes read and written; of a sum, which only reads. The floor takes the larger."""
+    size = run.sizes.copy_mb << 20
+    source = torch.ones(size // 4, dtype=torch.float32, device=run.device)
+    target = torch.empty_like(source)
+    for _ in range(3):
+        target.copy_(source)
+    copied = 2 * size / _timed_ms(lambda: target.copy_(source), 9, run.is_cuda) / 1e6
+    source.sum()
+    summed = size / _timed_ms(source.sum, 9, run.is_cuda) / 1e6
+    return {"copy": copied, "sum": summed, "read": max(copied, summed)}
+
+
+def _random_model(run: Run) -> Path:
+    """A Hugging Face directory of an 8B shape with random weights, fewer layers where memory or disk is short."""
+    import transformers
+
+    sizes, place = run.sizes, run.made / "random"
+    heads = max(1, sizes.hidden // 128)
+    per_layer = sizes.hidden * sizes.hidden * 13.3  # attention with 8 of 32 heads, and a feed-forward of 3.5 times
+    free = min(shutil.disk_usage(run.made).free * 0.8, _free_bytes(run) * 0.4)
+    fitting = int((free / 2 - 2 * sizes.vocab * sizes.hidden) / per_layer)
+    layers = max(1, min(sizes.layers, fitting))
+    config = transformers.LlamaConfig(
+        vocab_size=sizes.vocab,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.hidden * 7 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=min(_HEADS, heads),
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+    )
+    with torch.device(run.device):
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if run.is_cuda else torch.float32
+        )
+    model.save_pretrained(place)
+    del model
+    _free(run)
+    run.note("8B shape's sizes", {"layers": layers, "of": sizes.layers, "hidden": sizes.hidden, "ids": sizes.vocab})
+    return place
+
+
+def _free_bytes(run: Run) -> float:
+    if run.is_cuda:
+        return float(torch.cuda.mem_get_info()[0])
+    import psutil
+
+    return float(psutil.virtual_memory().available)
+
+
+def _free(run: Run) -> None:
+    gc.collect()
+    if run.is_cuda:
+        torch.cuda.empty_cache()
+
+
+def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: float, tokens: int) -> None:
+    """Steps of one token per sequence: with picks on the device, with logits copied out, and by the engine."""
+    started_s = time.perf_counter()
+    sizes = run.sizes
+    block_bytes = _block_bytes(path, options)
+    per = -(-tokens // 32)
+    needed = max(sizes.sessions) * per * block_bytes
+    runtime = TorchPagedRuntime(path, replace(options, num_threads=1, kv_cache_bytes=needed + block_bytes))
+    with closing(runtime):
+        weights = _read_bytes(runtime)
+        told: dict[str, Any] = {"load_s": time.perf_counter() - started_s, "weight_bytes": weights, "sessions": {}}
+        for num in sizes.sessions:
+            if not run.has_time(f"{name}: {num} sequences"):
+                continue
+            tables = [list(range(i * per, (i + 1) * per)) for i in range(num)]
+            for table in tables:
+                runtime.forward([SequenceSlice([1] * CONTEXT, 0, table, 1)])
+            batch = [SequenceSlice([1], CONTEXT, table, 1) for table in tables]
+            params = [SamplingParams(temperature=0.8, seed=i) for i in range(num)]
+
+            def picked(batch: Any = batch, params: Any = params) -> None:
+                runtime.forward_picks(batch, params, [CONTEXT] * len(batch))
+
+            def whole(batch: Any = batch) -> None:
+                runtime.forward(batch)
+
+            picked()
+            whole()
+            picked_ms = _timed_ms(picked, sizes.steps, run.is_cuda)
+            whole_ms = _timed_ms(whole, sizes.steps, run.is_cuda)
+            kv_bytes = num * (CONTEXT + 1) * block_bytes // 32
+            floor_ms = (weights + kv_bytes) / read_gb_s / 1e6
+            prompts = [tuple(range(1, CONTEXT + 1))] * num
+            rate = decode_rate(runtime, prompts, 2 + sizes.steps)
+            told["sessions"][str(num)] = {
+                "picks_ms": picked_ms,
+                "steps_per_s": 1e3 / picked_ms,
+                "logits_ms": whole_ms,
+                "engine_steps_per_s": rate / num,
+                "floor_ms": floor_ms,
+                "over_floor": picked_ms / floor_ms,
+                "profile": _profile(picked, sizes.steps, run.is_cuda),
+            }
+            run.note(name, told)
+
+
+def _block_bytes(path: Path, options: RuntimeOptions) -> int:
+    """Bytes of a block of 32 tokens: read from the configuration, because the cache is made with the runtime."""
+    import transformers
+
+    config: Any = transformers.AutoConfig.from_pretrained(path)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = 4 if options.properties.get("dtype") == "f32" else 2
+    return int(32 * 2 * config.num_hidden_layers * config.num_key_value_heads * size * element)
+
+
+def _read_bytes(runtime: TorchPagedRuntime) -> int:
+    """Bytes of the weights that a step reads: all but the table of embeddings, unless the LM head is the same."""
+    model = runtime._model
+    head = model.get_output_embeddings().weight
+    table = model.get_input_embeddings().weight
+    total = sum(each.numel() * each.element_size() for each in model.parameters())
+    return int(total if head is table else total - table.numel() * table.element_size())
+
+
+def _profile(step: Callable[[], None], repeats: int, is_cuda: bool) -> dict[str, Any]:
+    """Per step, ms: the time on the GPU, that of the host, and the kernels and host calls that take most."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    with profile(activities=kinds) as found:
+        for _ in range(repeats):
+            step()
+        if is_cuda:
+            torch.cuda.synchronize()
+    rows = found.key_averages()
+
+    def told(rows: list[Any], of: str) -> list[dict[str, Any]]:
+        rows = sorted(rows, key=lambda row: -getattr(row, of))[:_MOST_SHOWN]
+        return [
+            {"name": row.key[:120], "calls": row.count / repeats, "ms": getattr(row, of) / 1e3 / repeats}
+            for row in rows
+            if getattr(row, of) > 0
+        ]
+
+    kernels = [row for row in rows if str(row.device_type) == "DeviceType.CUDA"]
+    host = [row for row in rows if str(row.device_type) == "DeviceType.CPU"]
+    return {
+        "gpu_ms": sum(row.self_device_time_total for row in kernels) / 1e3 / repeats,
+        "launches": sum(row.count for row in kernels) / repeats,
+        "host_ms": sum(row.self_cpu_time_total for row in host) / 1e3 / repeats,
+        "kernels": told(kernels, "self_device_time_total"),
+        "host": told(host, "self_cpu_time_total"),
+    }

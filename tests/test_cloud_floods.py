@@ -1,0 +1,143 @@
+"""Tests what many cheap requests of one client cost the others: they wait for each other, and pages are made once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse
+from tests.serving import serve_fake
+
+from outrider.cloud.api import openapi
+from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.seam import EngineStats, Totals
+from outrider.models.http import security
+from outrider.models.http.errors import Throttled
+from outrider.models.http.limits import Pacer
+from outrider.models.http.logprobs import PackedLogprobs
+from outrider.models.http.security import KeyRing, Paced
+
+KEY = "a-key-of-this-test"
+
+
+def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst at once, then so many a second: of a key, and of an address for all that come without an accepted one."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(round(seconds, 6))
+
+    async def app(*_: Any) -> None:
+        pass
+
+    def asked(num: int, path: str = "/v1/models", key: str = "", address: str = "10.0.0.1") -> list[float]:
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        scope = {"type": "http", "path": path, "headers": headers, "client": (address, 1)}
+        waits.clear()
+        for _ in range(num):
+            asyncio.run(paced(scope, None, None))  # type: ignore[arg-type]
+        return list(waits)
+
+    paced = Paced(app, KeyRing([KEY]), ["/health"])
+    paced._requests = Pacer(10.0, 3, clock=lambda: 0.0)
+    paced._probes = Pacer(10.0, 1, clock=lambda: 0.0)
+    monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
+    assert asked(5) == [0.1, 0.2]
+    assert asked(2, key="a-key-that-nobody-has") == [0.3, 0.4]
+    assert asked(3, key=KEY) == asked(3, address="10.0.0.2") == []
+    asked(15)
+    with pytest.raises(Throttled, match="retry later"):
+        asked(2)
+    assert asked(1, key=KEY) == [0.1]
+    assert asked(6, "/health") == [0.1, 0.2, 0.25, 0.25, 0.25]
+
+
+def test_a_client_is_forgotten_once_it_could_send_a_burst_again() -> None:
+    """And there are never more clients than so many."""
+    now = 0.0
+    pacer = Pacer(10.0, 2, clock=lambda: now)
+    for number in range(1000):
+        pacer.wait_s(b"%d" % number, 1.0)
+        now += 0.01
+    assert len(pacer) <= 11
+
+
+def test_the_openapi_document_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anybody may ask for it."""
+    rendered: list[object] = []
+
+    def counted(content: Any) -> JSONResponse:
+        rendered.append(content)
+        return JSONResponse(content)
+
+    monkeypatch.setattr(openapi, "JSONResponse", counted)
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        first, *others = [client.get("/openapi.json") for _ in range(3)]
+        assert first.json()["paths"] and all(each.content == first.content for each in others)
+        assert first.headers["content-type"] == "application/json" and len(rendered) == 1
+
+
+@pytest.mark.parametrize(("max_age_s", "num"), [(1e9, 40), (0.0, 60)])
+def test_metrics_are_made_once_a_while_for_all_who_ask(max_age_s: float, num: int) -> None:
+    """In each of the two formats, after so many at once."""
+    asked = 0
+
+    def stats() -> EngineStats:
+        nonlocal asked
+        asked += 1
+        return EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, None, None)
+
+    async def scrape() -> Sequence[tuple[bytes, str]]:
+        return [await metrics.exposition(accept) for accept in ("", "application/openmetrics-text") * 30]
+
+    metrics = Metrics(stats, lambda: 0, max_age_s=max_age_s)
+    found = asyncio.run(scrape())
+    assert asked == num and found[0][1] != found[1][1] and b"outrider_sessions_open" in found[-2][0]
+
+
+def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
+    """Bit for bit what the stream's chunks add up to; no piece of it is large, and most of it is held compressed."""
+    body = {
+        "model": "fake",
+        "prompt": "def f",
+        "max_tokens": 200,
+        "n": 8,
+        "logprobs": 20,
+        "ignore_eos": True,
+        "seed": 3,
+    }
+    body["temperature"] = 1.0
+    with serve_fake() as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        whole = client.post("/v1/completions", json=body)
+        assert whole.headers.get("transfer-encoding") == "chunked"
+        streamed: dict[int, dict[str, list[Any]]] = {}
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line[6:])["choices"]:
+                        found = streamed.setdefault(choice["index"], {})
+                        for name, values in choice["logprobs"].items():
+                            found.setdefault(name, []).extend(values)
+    choices = whole.json()["choices"]
+    assert [choice["logprobs"] for choice in choices] == [streamed[index] for index in range(8)]
+    assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in choices)
+
+
+def test_packed_logprobs_are_a_fraction_of_their_json() -> None:
+    """Of 300 tokens with the 20 likeliest of each."""
+    tops = [{f"token {rank}": -rank - index / 7 for rank in range(20)} for index in range(300)]
+    found: dict[str, Any] = {"tokens": ["x"] * 300, "top_logprobs": tops, "refusal": None}
+    packed = PackedLogprobs({name: [] if values else None for name, values in found.items()})
+    for index in range(300):
+        part = {name: values[index : index + 1] if values else None for name, values in found.items()}
+        assert packed.add(part) > 300
+    pieces = list(packed.pieces())
+    assert json.loads(b"".join(pieces)) == found and max(map(len, pieces)) < 1 << 17
+    assert json.loads(b"".join(PackedLogprobs({"content": [], "refusal": None}).pieces())) == {
+        "content": [],
+        "refusal": None,
+    }
