@@ -264,7 +264,7 @@ class LocalTexts:
         if choice.is_cut:
             if isinstance(event, GenerationResult):
                 choice.num_cached = event.cached_prompt_tokens
-            self._over(choice)
+            self._finish(choice)
             return []
         if isinstance(event, RequestError):
             raise event
@@ -281,9 +281,9 @@ class LocalTexts:
             if choice.assembler.is_stopped:
                 if choice.request.stop:  # the server ends the text, too
                     choice.is_cut = True
-                    asyncio.get_running_loop().call_later(_USAGE_S, self._over, choice)
+                    asyncio.get_running_loop().call_later(_USAGE_S, self._finish, choice)
                 else:
-                    self._over(choice)
+                    self._finish(choice)
                 return [Delta(index, text, "stop", num_new, pieces)]
             return [Delta(index, text, None, num_new, pieces)] if text or num_new or pieces else []
         choice.is_over = True
@@ -292,7 +292,7 @@ class LocalTexts:
         is_stop = event.finish_reason == "stop" or choice.assembler.is_stopped
         return [Delta(index, text, "stop" if is_stop else "length", pieces=tuple(choice.assembler.take_pieces()))]
 
-    def _over(self, choice: _Choice) -> None:
+    def _finish(self, choice: _Choice) -> None:
         """Ends a text that is whole, whatever its session does."""
         if not choice.is_over:
             choice.is_over = True
