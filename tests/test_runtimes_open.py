@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from outrider.models import runtimes
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import PROMISED_POSITIONS, RuntimeOptions
@@ -45,6 +46,8 @@ def test_a_missing_package_prints_the_pip_command(
     """The error for a missing package names the extra that installs it."""
     for name in [name for name in sys.modules if name.startswith("outrider.models.runtimes.")]:
         if not name.endswith(".base"):
+            # Put back in both places: a later test would patch the package's module, which no runtime uses.
+            monkeypatch.setattr(runtimes, name.rpartition(".")[2], sys.modules[name], raising=False)
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(

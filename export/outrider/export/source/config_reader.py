@@ -261,6 +261,8 @@ def instantiate(path: Path, config: Mapping[str, Any]) -> Any:
                 found = transformers.AutoConfig.from_pretrained(
                     directory, local_files_only=True, trust_remote_code=False
                 )
+            except ImportError:
+                raise  # a package is missing, and the configuration may be right
             except Exception as error:
                 reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
                 raise ExportError(
