@@ -37,6 +37,7 @@ from bench.attacks.connections import (
 )
 from bench.attacks.downloads import greedy_downloads, large_offers, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
+from bench.attacks.floods import floods, large_answers, local_floods, strange_headers
 from bench.attacks.fronts import replicas_front
 from bench.attacks.generated import generated_local, generated_requests
 from bench.attacks.heavy_rules import heavy_rules
@@ -119,6 +120,10 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (39, cascades),
     (40, many_choices),
     (41, false_distributions),
+    (43, floods),
+    (43, local_floods),
+    (44, large_answers),
+    (45, strange_headers),
     (50, generated_requests),
     (51, generated_local),
 )

@@ -15,7 +15,7 @@ from tests.serving import serve_fake
 from outrider.cloud.api import openapi
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.seam import EngineStats, Totals
-from outrider.models.http import security
+from outrider.models.http import answers, security
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
 from outrider.models.http.logprobs import PackedLogprobs
@@ -25,7 +25,9 @@ KEY = "a-key-of-this-test"
 
 
 def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A burst at once, then so many a second: of a key, and of an address for all that come without an accepted one."""
+    """A burst at once, then so many a second: of a key, of an address for all that come without an accepted one, who
+    get fewer, and of an address where no key is needed.
+    """
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -43,7 +45,8 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch:
         return list(waits)
 
     paced = Paced(app, KeyRing([KEY]), ["/health"])
-    paced._requests = Pacer(10.0, 3, clock=lambda: 0.0)
+    paced._requests = Pacer(100.0, 3, clock=lambda: 0.0)
+    paced._strangers = Pacer(10.0, 3, clock=lambda: 0.0)
     paced._probes = Pacer(10.0, 1, clock=lambda: 0.0)
     monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
     assert asked(5) == [0.1, 0.2]
@@ -52,8 +55,11 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch:
     asked(15)
     with pytest.raises(Throttled, match="retry later"):
         asked(2)
-    assert asked(1, key=KEY) == [0.1]
-    assert asked(6, "/health") == [0.1, 0.2, 0.25, 0.25, 0.25]
+    assert asked(1, key=KEY) == [0.01]
+    assert asked(6, "/health") == [0.1, 0.2, 0.3, 0.4, 0.5]
+    paced = Paced(app, KeyRing(), ["/health"])
+    paced._requests = Pacer(10.0, 1, clock=lambda: 0.0)
+    assert asked(2) == [0.1]
 
 
 def test_a_client_is_forgotten_once_it_could_send_a_burst_again() -> None:
@@ -125,6 +131,26 @@ def test_a_whole_answer_with_logprobs_is_written_in_turns() -> None:
     choices = whole.json()["choices"]
     assert [choice["logprobs"] for choice in choices] == [streamed[index] for index in range(8)]
     assert all(len(choice["logprobs"]["tokens"]) == 200 for choice in choices)
+
+
+def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too large alone fails for good, one beside others for now; what was counted is given back."""
+    monkeypatch.setattr(answers, "MAX_LOGPROB_BYTES", 10_000)
+    body = {"model": "fake", "prompt": "def f", "max_tokens": 40, "logprobs": 5, "ignore_eos": True}
+    with serve_fake() as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        held = server.core.held_logprobs
+
+        def asked(num_tokens: int) -> tuple[int, str | None]:
+            answer = client.post("/v1/completions", json=body | {"max_tokens": num_tokens})
+            return answer.status_code, answer.json().get("error", {}).get("code")
+
+        assert asked(40) == (200, None) and held.num_bytes == 0
+        assert asked(400) == (400, "answer_too_large") and held.num_bytes == 0
+        owner = b"127.0.0.1"
+        held.add(owner, 9_000, 0)
+        assert asked(40) == (503, "too_many_bytes") and held.num_bytes == 9_000
+        held.release(owner, 9_000)
+        assert asked(40) == (200, None) and held.num_bytes == 0
 
 
 def test_packed_logprobs_are_a_fraction_of_their_json() -> None:

@@ -155,4 +155,4 @@ async def _answer(
         raise
     look = look_of(body, style, tokenizer, prompts)
     shape = shape_type(core.model.name, params.seed, core.model.target, look)
-    return await answer(generation, num_prompts, shape, body, request, core.settings.keep_alive_s)
+    return await answer(generation, num_prompts, shape, body, request, core.held_logprobs, core.settings.keep_alive_s)

@@ -20,6 +20,7 @@ from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.dialects import Dialect, dialect_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.grammars import Grammars
@@ -147,6 +148,7 @@ class Core:
     admission: Admission = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
     bodies: Bodies = field(init=False)
+    held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
     downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     grammars: Grammars = field(init=False)

@@ -1,8 +1,8 @@
 """Builds the application of the local endpoint.
 
 A request passes these layers, from the outside in: CORS where it is configured, counts, traces, the error boundary, the
-body limit, the gate (host, origin, key, media type and rate), without keys the caller's user, then the router. All but
-counts, traces and the last two are the cloud's own.
+pace of each client, the body limit, the gate (host, origin, key, media type and rate), without keys the caller's user,
+then the router. All but counts, traces and the last two are the cloud's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.handlers import install_error_handlers
 from outrider.models.http.limits import BodyLimit, RateLimiter
-from outrider.models.http.security import Gate, PagePolicy
+from outrider.models.http.security import Gate, Paced, PagePolicy
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready")
 """Answered without a key, under any host name."""
@@ -39,6 +39,7 @@ def create_local_app(core: LocalCore) -> Starlette:
         Middleware(CountedRequests, tally=core.metrics, route_of=route_of),
         Middleware(TracedRequests),
         Middleware(ErrorBoundary),
+        Middleware(Paced, keys=settings.keys, probe_paths=PROBE_PATHS),
         Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         Middleware(
             Gate,

@@ -17,6 +17,7 @@ from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.counted import counted
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
+from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.dialects import dialect_of
 from outrider.models.http.encoding import Workers
 from outrider.models.http.grammars import Grammars
@@ -135,6 +136,7 @@ class LocalCore:
     places: Places = field(init=False)
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
+    held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
 
     @property
     def offline_facts(self) -> ModelFacts:

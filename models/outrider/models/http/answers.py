@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers, sse
@@ -24,15 +27,56 @@ from outrider.models.predicted import PredictionFollower
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
 MAX_LOGPROB_BYTES: Final = 512 << 20
-"""Of an answer that is not streamed, as JSON; a tenth of it in memory."""
+"""Of an owner's answers that are not streamed, as JSON; a tenth of it in memory."""
+MAX_ALL_LOGPROB_BYTES: Final = 8 * MAX_LOGPROB_BYTES
 _TURN_S: Final = 0.002
 """Work on one answer after which other requests have their turn."""
 _WITHOUT: Final = b'"logprobs":null'
 """Stands in an answer where its logprobs go. No text can contain it: its quotes would be escaped."""
 
 
+class HeldLogprobs:
+    """Counts what answers hold of logprobs until they are sent, for each owner and in all, as bytes of JSON."""
+
+    def __init__(self) -> None:
+        self._held: Counter[bytes] = Counter()
+
+    def add(self, owner: bytes, num_bytes: int, num_before: int) -> None:
+        """Counts what an answer of `num_before` bytes grew by. Raises RequestError, and counts nothing: 400
+        `answer_too_large` if it is over an owner's bound alone, 503 `too_many_bytes` if it is so with others.
+        """
+        if num_before + num_bytes > MAX_LOGPROB_BYTES:
+            raise FieldError(
+                "answer_too_large",
+                f"the logprobs of this answer take over {MAX_LOGPROB_BYTES >> 20} MiB; ask for fewer, or stream it",
+                param="logprobs",
+            )
+        is_too_much = self._held[owner] + num_bytes > MAX_LOGPROB_BYTES
+        if is_too_much or self._held.total() + num_bytes > MAX_ALL_LOGPROB_BYTES:
+            raise RequestError(
+                "too_many_bytes",
+                "the logprobs of answers in the making, of this client or in all, take as many bytes as the server "
+                "holds; stream them, or retry later",
+                status=503,
+            )
+        self._held[owner] += num_bytes
+
+    def release(self, owner: bytes, num_bytes: int) -> None:
+        """An answer was sent, or has failed."""
+        self._held[owner] -= num_bytes
+        if not self._held[owner]:
+            del self._held[owner]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all owners."""
+        return self._held.total()
+
+
 class Texts(Protocol):
     """The texts of one call, one per choice."""
+
+    owner: bytes
 
     @property
     def reader(self) -> sse.Reader:
@@ -65,7 +109,13 @@ class Texts(Protocol):
 
 
 async def answer(
-    texts: Texts, num_prompts: int, shape: Shape, body: openai.GenerationRequest, request: Request, keep_alive_s: float
+    texts: Texts,
+    num_prompts: int,
+    shape: Shape,
+    body: openai.GenerationRequest,
+    request: Request,
+    held: HeldLogprobs,
+    keep_alive_s: float,
 ) -> Response:
     """The response; closes `texts` at its end, however it ends. The request's body must have been read."""
     if body.stream:
@@ -75,6 +125,7 @@ async def answer(
     none = shape.logprobs(0, ())
     logprobs = [PackedLogprobs(none) for _ in found] if none is not None else []
     num_bytes, turn_ends_s = 0, time.monotonic() + _TURN_S
+    is_whole = False
     try:
         async with sse.closed_on_disconnect(texts.reader, request.receive):
             async for deltas in texts.deltas():
@@ -82,14 +133,17 @@ async def answer(
                     found[delta.index].add(delta)
                     if logprobs:
                         place = delta.index // body.num_each * body.num_kept  # its prompt's first choice
-                        num_bytes += logprobs[delta.index].add(shape.logprobs(place, delta.pieces) or {})
-                        if num_bytes > MAX_LOGPROB_BYTES:
-                            raise _too_many_logprobs()
+                        num_more = logprobs[delta.index].add(shape.logprobs(place, delta.pieces) or {})
+                        held.add(texts.owner, num_more, num_bytes)
+                        num_bytes += num_more
                     if time.monotonic() > turn_ends_s:
                         await asyncio.sleep(0)
                         turn_ends_s = time.monotonic() + _TURN_S
+        is_whole = not texts.is_abandoned
     finally:
         texts.close()
+        if not is_whole:
+            held.release(texts.owner, num_bytes)
     if texts.is_abandoned:
         return Response(status_code=499)  # the client has left
     if body.num_each > body.num_kept:
@@ -107,7 +161,21 @@ async def answer(
         content = whole.model_dump_json().encode()
     if not logprobs:
         return Response(content, media_type="application/json")
-    return StreamingResponse(_with_logprobs(content, logprobs), media_type="application/json")
+    return _AnswerWithLogprobs(content, logprobs, partial(held.release, texts.owner, num_bytes))
+
+
+class _AnswerWithLogprobs(StreamingResponse):
+    """on_sent: called once, when the answer is sent or its client has left."""
+
+    def __init__(self, content: bytes, logprobs: Sequence[PackedLogprobs], on_sent: Callable[[], None]) -> None:
+        super().__init__(_with_logprobs(content, logprobs), media_type="application/json")
+        self._on_sent = on_sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_sent()
 
 
 async def _with_logprobs(content: bytes, logprobs: Sequence[PackedLogprobs]) -> AsyncGenerator[bytes, None]:
@@ -121,14 +189,6 @@ async def _with_logprobs(content: bytes, logprobs: Sequence[PackedLogprobs]) -> 
             if len(piece) > 1:
                 await asyncio.sleep(0)
         yield following
-
-
-def _too_many_logprobs() -> RequestError:
-    return FieldError(
-        "answer_too_large",
-        f"the logprobs of this answer take over {MAX_LOGPROB_BYTES >> 20} MiB; ask for fewer, or stream the answer",
-        param="logprobs",
-    )
 
 
 async def _stream(texts: Texts, shape: Shape, body: openai.GenerationRequest) -> AsyncGenerator[bytes, None]:

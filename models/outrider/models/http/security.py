@@ -30,12 +30,13 @@ SUBJECT: Final = "outrider.subject"
 METRICS_PATH: Final = "/metrics"
 
 REQUESTS_PER_S: Final = 500.0
+STRANGERS_PER_S: Final = 100.0
+"""Of an address, where keys are needed and none is accepted: documents and refusals are all that these get."""
 REQUESTS_BURST: Final = 16
-PROBES_PER_S: Final = 2000.0
-PROBES_BURST: Final = 64
 _LEAST_WAIT_S: Final = 1e-3
 _REQUEST_WAIT_S: Final = 2.0
-_PROBE_WAIT_S: Final = 0.25
+_PROBE_WAIT_S: Final = 0.5
+"""Half of what Kubernetes' probes wait for an answer. All connections of an address together get 1,280 a second so."""
 
 ANYBODY: Final = b""
 """The owner where neither a key nor an address is known."""
@@ -140,7 +141,7 @@ class Paced:
     """ASGI layer in front of the routes: requests of one client wait for each other, by `Pacer`.
 
     A client is a key that is accepted, a certificate, or else an address: the keyed clients of one proxy are apart from
-    each other and from whoever sends no key through it. Probes have a pace of their own, and are never refused.
+    each other and from whoever sends no key through it. Probes have a turn of their own, and are never refused.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, probe_paths: Collection[str]) -> None:
@@ -148,7 +149,8 @@ class Paced:
         self._keys = keys
         self._probe_paths = frozenset(probe_paths)
         self._requests = Pacer(REQUESTS_PER_S, REQUESTS_BURST)
-        self._probes = Pacer(PROBES_PER_S, PROBES_BURST)
+        self._strangers = Pacer(STRANGERS_PER_S, REQUESTS_BURST)
+        self._probes = Pacer(REQUESTS_PER_S, REQUESTS_BURST)
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """ASGI. Raises RequestError 429 `rate_limited` where more wait than are answered in two seconds."""
@@ -157,27 +159,24 @@ class Paced:
                 wait_s = self._probes.wait_s(_address(scope), _PROBE_WAIT_S)
                 wait_s = _PROBE_WAIT_S if wait_s is None else wait_s
             else:
-                found = self._requests.wait_s(self._client(scope), _REQUEST_WAIT_S)
+                client = self._client(scope)
+                pacer = self._requests if client is not None else self._strangers
+                found = pacer.wait_s(client or _address(scope), _REQUEST_WAIT_S)
                 if found is None:
-                    raise Throttled(
-                        "rate_limited",
-                        f"more than {REQUESTS_PER_S:g} requests per second; retry later",
-                        retry_after_s=2,
-                    )
+                    raise Throttled("rate_limited", "too many requests per second; retry later", retry_after_s=2)
                 wait_s = found
             if wait_s > _LEAST_WAIT_S:
                 await asyncio.sleep(wait_s)
         await self._app(scope, receive, send)
 
-    def _client(self, scope: AsgiScope) -> bytes:
+    def _client(self, scope: AsgiScope) -> bytes | None:
+        """None where a key is needed and none is accepted."""
         if len(self._keys):
             authorization = next((value for name, value in scope["headers"] if name == b"authorization"), None)
             try:
-                key = self._keys.find(authorization)
+                return self._keys.owner(authorization)
             except RequestError:
-                key = None
-            if key is not None:
-                return key.digest
+                return None
         return scope[SUBJECT].owner if scope.get(SUBJECT) else _address(scope)
 
 
