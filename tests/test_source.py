@@ -262,6 +262,35 @@ def test_what_no_runtime_does_rightly_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("bert", {"is_decoder": False}, r"is an encoder \(is_decoder is false\)"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "attends both ways"),
+    ],
+)
+def test_a_model_whose_earlier_logits_depend_on_later_tokens_is_named(
+    family: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Before anything is converted; the message gives no advice, because no runtime would help."""
+    source = read_source(make_tiny_source(family, tmp_path / "model", **fields))
+    with pytest.raises(ExportError, match=message) as refused:
+        export_model(source.path, tmp_path / "out", ExportOptions("draft", "fp32"))
+    assert "--runtime" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_fields_that_a_family_does_not_read_are_ignored(tmp_path: Path) -> None:
+    """GPT-NeoX has no grouped heads; Gemma 2 makes its kinds of layers itself where config.json names none."""
+    neox = make_tiny_source("gpt_neox", tmp_path / "neox")
+    gemma = make_tiny_source("gemma2", tmp_path / "gemma2", sliding_window=80)
+    stray = altered(neox, tmp_path / "stray", num_key_value_heads=2)
+    none = altered(gemma, tmp_path / "none", layer_types=None)
+    for path in (stray, none):
+        read_source(path)
+    shapes = [read_shape(path, json.loads((path / "config.json").read_text())) for path in (neox, stray, gemma, none)]
+    assert shapes[0] == shapes[1] and shapes[2] == shapes[3] and shapes[3].checked_windows == (80,)
+
+
+@pytest.mark.parametrize(
     ("file", "fields", "message"),
     [
         (

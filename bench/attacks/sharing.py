@@ -77,34 +77,37 @@ def unequal_owners(subject: Subject) -> Iterator[Row]:
 def long_prompts(subject: Subject) -> Iterator[Row]:
     """Sends fresh prompts of 1,000 tokens, four at a time, for one token each; another owner's text runs meanwhile.
 
-    Each token of a step after the first takes 0.5 ms here, so prompts that fill steps of 256 make them last 133 ms.
+    Emulated, each token of a step after the first takes 0.5 ms: prompts that fill steps of 256 make them last 133 ms.
     """
-    step_s, extra_s = 0.006, 0.0005
+    with subject.emulated(6.0, 0.5) as server:
+        yield _beside_prompts(server, "emulated steps of 6 ms and 0.5 ms a token")
+    with subject.serve() as server:
+        yield _beside_prompts(server, "the reference target")
+
+
+def _beside_prompts(server: Server, what: str) -> Row:
     text = {"prompt": prompt_of(1), "max_tokens": 1000, "ignore_eos": True}
-    with subject.emulated(step_s * 1e3, extra_s * 1e3) as server:
-        gaps: dict[str, list[float]] = {}
-        prompts = [
-            request_bytes(
-                server.port, "POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
-            )
-            for prompt in (prompt_of(50_000 + i, 1000) for i in range(400))
-        ]
-        for what, attack in (("alone", []), ("beside", prompts)):
-            server.wait_until_idle()
-            with crowd_of(server.port, [text], address=OTHER_ADDRESS) as crowd:
-                if not crowd.wait(lambda: crowd.num_running() == 1, CAP_S):
-                    raise NotMeasured(f"the text had no token within {CAP_S:g} s")
-                if attack:
-                    with attacking(repeat, server.port, attack, 4, 120.0):
-                        crowd.wait(lambda: not crowd.num_running(), 8.0)
-                else:
-                    crowd.wait(lambda: not crowd.num_running(), 4.0)
-                gaps[what] = crowd.gaps_s()[20:]
+    gaps: dict[str, list[float]] = {}
+    prompts = [
+        request_bytes(server.port, "POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 1}).encode())
+        for prompt in (prompt_of(50_000 + i, 1000) for i in range(400))
+    ]
+    for phase, attack in (("alone", []), ("beside", prompts)):
+        server.wait_until_idle()
+        with crowd_of(server.port, [text], address=OTHER_ADDRESS) as crowd:
+            if not crowd.wait(lambda: crowd.num_running() == 1, CAP_S):
+                raise NotMeasured(f"the text had no token within {CAP_S:g} s")
+            if attack:
+                with attacking(repeat, server.port, attack, 4, 120.0):
+                    crowd.wait(lambda: not crowd.num_running(), 8.0)
+            else:
+                crowd.wait(lambda: not crowd.num_running(), 4.0)
+            gaps[phase] = crowd.gaps_s()[20:]
     alone, beside, worst = median(gaps["alone"]), median(gaps["beside"]), percentile(gaps["beside"], 0.99)
     limit_s = 2 * alone + 0.005
-    yield Row(
+    return Row(
         "42",
-        "four fresh prompts of 1,000 tokens at a time: gaps between another owner's tokens",
+        f"four fresh prompts of 1,000 tokens at a time, {what}: gaps between another owner's tokens",
         f"median {seconds(beside)}, p99 {seconds(worst)}; alone {seconds(alone)}",
         f"median 2 steps: {seconds(limit_s)}; p99 half as much again",
         beside <= limit_s and worst <= 1.5 * limit_s,
