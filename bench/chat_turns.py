@@ -55,7 +55,7 @@ async def converse(lab: Lab, options: argparse.Namespace, *, is_reused: bool) ->
         conversation = Conversation(agent, facts, lab.tokenizer, facts.tokenizer)
         for question in questions:
             if not is_reused:
-                conversation.drop_held()
+                conversation.replace(conversation.messages, "all ids are to be sent")
                 lab.drafter.forget()
             await conversation.answer(question, SamplingParams(0.8, seed=7), options.max_tokens)
     if conversation.num_dropped:

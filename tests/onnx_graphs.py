@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.quantized import Blocks
 
-from outrider.export.convert.onnx_blocks import Blocks
 from outrider.export.convert.onnx_builder import CONFIG_FILE, build_with_genai
 from outrider.export.convert.onnx_quantize import quantize_weights
 from outrider.export.source.tiny import make_tiny_tokenizer

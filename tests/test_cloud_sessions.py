@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -12,10 +13,10 @@ import pytest
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.drafts import MAX_TREE_BYTES
-from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.http.sse import EventStream
-from outrider.models.protocol import TREES_SINCE, Commit, SessionEnd, SessionOpen
+from outrider.models.protocol import MAX_STOP_IDS, TREES_SINCE, Commit, SessionEnd, SessionOpen
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
@@ -56,6 +57,10 @@ def test_a_stop_id_ends_the_session(client: httpx.Client) -> None:
     result = run_session(client, body(stop_ids=[expected[6]], ignore_eos=False))
     assert result.tokens == expected[: expected.index(expected[6]) + 1]
     assert result.end.reason == "stop"
+    model, limits = SimpleNamespace(eos_ids=frozenset({0})), SimpleNamespace(vocab_size=5000)
+    core: Any = SimpleNamespace(model=model, engine=SimpleNamespace(limits=limits))
+    most = list(range(1, MAX_STOP_IDS + 1))
+    assert Core.stop_set(core, most, False) == {0, *most}, "the bound is on the client's own"
 
 
 def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> None:

@@ -559,3 +559,15 @@ def test_cores_are_chosen_without_posix_calls_too(monkeypatch: pytest.MonkeyPatc
     with cores.running_on(frozenset(before[:1])):
         assert psutil.Process().cpu_affinity() == before[:1]
     assert psutil.Process().cpu_affinity() == before
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "serve", "pull", "demo", "doctor"])
+def test_no_word_of_the_help_is_broken_at_100_columns(command: str) -> None:
+    """Choices were broken between any two letters, and options beside them were cut short."""
+    from outrider.edge.cli.main import app
+
+    wide, narrow = (
+        set(CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": width, "TERM": "dumb"}).output.split())
+        for width in ("400", "100")
+    )
+    assert "--help" in wide and not [word for word in narrow - wide if not set(word) <= set("─╭╮╰╯│")]

@@ -142,7 +142,7 @@ def test_a_late_draft_joins_when_it_is_ready() -> None:
             assert held.begun.is_set() and len(held.calls) == 1
             held.go.set()
             while not task.done():
-                await until(lambda: agent.scheduler.is_idle or task.done())
+                await until(lambda: not agent.scheduler._runs or task.done())
                 gate.allow(1)
                 await asyncio.sleep(0)
             return task.result()

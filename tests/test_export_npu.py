@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
+from tests.quantized import dequantized, read_symmetric
 from tests.tiny_models import export_openvino, make_tiny_model
 
 from outrider.export.convert import symmetric
@@ -28,7 +29,6 @@ from outrider.export.convert.symmetric import (
     SymmetricWeights,
     compress_int8_symmetric,
     quantize_symmetric,
-    read_dequantized,
 )
 from outrider.export.convert.symmetric_int4 import GROUP, compress_int4_symmetric
 from outrider.export.make.pipeline import export_model
@@ -72,14 +72,14 @@ def bundle(family: str, tiny_ir: Callable[..., Path], tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module")
 def weights(bundle: Path) -> dict[str, SymmetricWeights]:
-    return read_dequantized(bundle / XML)
+    return read_symmetric(bundle / XML)
 
 
 @pytest.fixture(scope="module")
 def truth(family: str, weights: dict[str, SymmetricWeights], tiny_model: Callable[[str], Path]) -> NDArray[np.float32]:
     """transformers' FP32 logits with the weights that the export stands for."""
     model = load_causal_lm(tiny_model(family), torch.float32, "sdpa")
-    changed = {name.removeprefix("self."): torch.from_numpy(matrix.dequantized) for name, matrix in weights.items()}
+    changed = {name.removeprefix("self."): torch.from_numpy(dequantized(matrix)) for name, matrix in weights.items()}
     missing, unexpected = model.load_state_dict(changed, strict=False)
     assert not unexpected and not any(name.endswith("proj.weight") for name in missing)
     with torch.inference_mode():
@@ -159,7 +159,7 @@ def test_empty_rows_are_not_divided_by() -> None:
     assert np.abs(found.integers[[0, 3, 4, 5]]).max(axis=1).tolist() == [127] * 4
     error = np.abs(rows.astype(np.float64) - found.scale.astype(np.float64) * found.integers)
     assert (error <= found.scale * (0.5 + 1e-6)).all()
-    assert np.isfinite(found.dequantized).all()
+    assert np.isfinite(dequantized(found)).all()
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -204,10 +204,10 @@ def test_a_matrix_stored_by_columns(tmp_path: Path) -> None:
     before = run(model, x)
     compress_int8_symmetric(model)
     save_ir(model, tmp_path)
-    (found,) = read_dequantized(tmp_path / XML).values()
+    (found,) = read_symmetric(tmp_path / XML).values()
     assert found.scale.shape == (1, 6)
     after = run(ov.Core().read_model(tmp_path / XML), x)
-    assert np.abs(after - x @ found.dequantized).max() < 1e-5
+    assert np.abs(after - x @ dequantized(found)).max() < 1e-5
     assert 0 < np.abs(after - before).max() < 0.1
 
 
@@ -216,12 +216,6 @@ def test_what_is_no_weight_is_left_alone() -> None:
     model = small_graph(lambda x: ops.matmul(ops.multiply(x, ops.constant(np.ones(8, np.float32))), x, False, True))
     with pytest.raises(ExportError, match="no weight matrices"):
         compress_int8_symmetric(model)
-
-
-def test_int8_of_another_make_is_not_read_as_symmetric(tiny_ir: Callable[..., Path]) -> None:
-    """nncf's own keep their scale in FP16, so their integers mean something else."""
-    with pytest.raises(ExportError, match="expected symmetric INT8 weights"):
-        read_dequantized(tiny_ir("llama", int8=True) / XML)
 
 
 @pytest.fixture(scope="module")

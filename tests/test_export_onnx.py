@@ -16,8 +16,9 @@ import numpy as np
 import onnx
 import pytest
 from tests.onnx_graphs import VOCAB, build, load_fp32, truth_of, worst_delta
+from tests.quantized import read_blocks
 
-from outrider.export.convert.onnx_blocks import BLOCK_SIZE, quantize_blocks, read_dequantized
+from outrider.export.convert.onnx_blocks import BLOCK_SIZE, quantize_blocks
 from outrider.export.convert.onnx_builder import build_with_genai, builder_obstacle, supports
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.tiny import make_tiny_source
@@ -190,7 +191,7 @@ def test_tied_embeddings_are_kept_once(tmp_path: Path) -> None:
             "llama", tmp_path / f"source-{tied}", vocab_size=5000, tie_word_embeddings=tied, num_hidden_layers=1
         )
         path = build(source, tmp_path / f"graph-{tied}", "int4")
-        blocks = read_dequantized(path / "model.onnx")
+        blocks = read_blocks(path / "model.onnx")
         assert ("model.embed_tokens.weight" in blocks) is not tied
         assert blocks["lm_head.MatMul.weight"].bits == 8
         sizes[tied] = (path / "model.onnx.data").stat().st_size
@@ -214,7 +215,7 @@ def test_blocks_are_within_their_bounds(tmp_path: Path, bits: int) -> None:
     )
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     onnx.save(onnx.helper.make_model(graph, opset_imports=opsets), tmp_path / "one.onnx")
-    found = read_dequantized(tmp_path / "one.onnx")["w"]
+    found = read_blocks(tmp_path / "one.onnx")["w"]
     assert (found.bits, found.integers.shape, found.scales.shape) == (bits, (9, 70), (9, 3))
     assert (found.zero_points == (128 if bits == 8 else 8)).all()
     error = np.abs(found.values - weights.T)

@@ -15,9 +15,9 @@ import numpy as np
 import onnx
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, load_fp32, truth_of, worst_delta
+from tests.quantized import read_blocks
 
 from outrider.export.convert.onnx_attention import Recording, recording_attention
-from outrider.export.convert.onnx_blocks import read_dequantized
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
 from outrider.export.convert.onnx_quantize import quantize_weights
 from outrider.export.make import build
@@ -73,7 +73,7 @@ def put_back(model: Any, onnx_file: Path) -> Any:
     """The model with the weights that a quantized graph computes with: each has the name of its parameter."""
     import torch
 
-    for name, blocks in read_dequantized(onnx_file).items():
+    for name, blocks in read_blocks(onnx_file).items():
         with torch.no_grad():
             model.get_parameter(name).copy_(torch.tensor(blocks.values))
     return model
@@ -92,7 +92,7 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
 ) -> None:
     """Against transformers with the dequantized weights only the kernel's INT8 activations are left as a difference."""
     quantize_weights(graph(family) / "model.onnx", tmp_path, bits)  # type: ignore[arg-type]
-    blocks = read_dequantized(tmp_path / "model.onnx")
+    blocks = read_blocks(tmp_path / "model.onnx")
     assert sum(part.bits == bits for part in blocks.values()) >= 4
     head = [part for part in blocks.values() if part.values.shape[0] == VOCAB]
     assert head and {part.bits for part in head} == {8}

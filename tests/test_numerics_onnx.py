@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import load_file
 from tests.onnx_graphs import build
+from tests.quantized import Blocks, read_blocks
 from tests.tiny_models import make_tiny_model
 from tests.weight_bounds import FP16, SMALLEST_FP16, Matrix, block_bound, small_models
 
-from outrider.export.convert.onnx_blocks import BLOCK_SIZE, Blocks, read_dequantized
+from outrider.export.convert.onnx_blocks import BLOCK_SIZE
 from outrider.export.convert.onnx_quantize import quantize_weights
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -48,7 +49,7 @@ def test_every_weight_of_an_onnx_graph_keeps_its_bound(bits: Literal[8, 4], matr
     """Blocks of 32; the embedding and the LM head have 8 bits in any case."""
     with tempfile.TemporaryDirectory() as root:
         quantize_weights(write_onnx(matrices, Path(root)), Path(root), bits)
-        found = read_dequantized(Path(root) / "model.onnx")
+        found = read_blocks(Path(root) / "model.onnx")
     assert found.keys() == matrices.keys()
     for name, weights in matrices.items():
         require_block_bound(name, found[name], weights, 8 if name != "middle" else bits)
@@ -81,7 +82,7 @@ def test_every_weight_of_the_builders_graph_keeps_its_bound(
     source = make_tiny_model("qwen2", tmp_path / "tiny", vocab_size=96, hidden_size=64, num_attention_heads=4)
     model = onnx.load(build(source, tmp_path / "graph", precision, wide) / "model.onnx")
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
-    blocks = read_dequantized(tmp_path / "graph" / "model.onnx")
+    blocks = read_blocks(tmp_path / "graph" / "model.onnx")
     unit = FP16 if wide == "fp16" else 0.0
     weights = as_the_builder_names_them(load_file(source / "model.safetensors"))
     for name, matrix in weights.items():

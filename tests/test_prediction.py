@@ -14,6 +14,7 @@ from outrider.models.prediction import (
     Setting,
     alpha_for,
     best_depth,
+    best_depths,
     predict,
     stop_and_wait,
     stream,
@@ -39,7 +40,7 @@ def test_the_designs_table_comes_out(rtt_ms: float, block: float, never: float, 
     """Stop-and-wait to the last digit; streamed to the 1 % by which 3000 simulated tokens differ from the mean."""
     setting = replace(DESIGN, rtt_ms=rtt_ms)
     assert round(stop_and_wait(setting).speed_up, 2) == block
-    assert waiting_for(setting, 0).speed_up == pytest.approx(never, rel=0.01)
+    assert waiting_for(setting, best_depths(setting), 0).speed_up == pytest.approx(never, rel=0.01)
     assert stream(setting).speed_up == pytest.approx(patient, rel=0.01)
 
 
@@ -63,7 +64,7 @@ def test_it_is_the_mean_of_what_the_simulation_plays(
     # As patient as the exact form, and a little, or a draft that is just in time would come too late by rounding.
     patience_ms = rtt_ms + wanted * draft_ms + 0.01 if wanted else 0.0
     took_ms, passes = Simulation(setting, patience_ms, max(1, wanted)).run(8_000)
-    found = waiting_for(setting, wanted)
+    found = waiting_for(setting, best_depths(setting), wanted)
     assert found.speed_up == pytest.approx(step_ms / took_ms, rel=0.03)
     assert found.passes_per_token == pytest.approx(passes, rel=0.03)
 

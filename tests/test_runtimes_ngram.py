@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import Proposer
 from outrider.models.runtimes.ngram import NgramLookup
 
 
@@ -57,7 +56,6 @@ def test_an_index_cut_to_nothing_holds_nothing() -> None:
 def test_the_longest_suffix_wins_and_then_the_latest() -> None:
     """[1, 2, 3] occurred once, [2, 3] twice: the longer match is copied; with equal lengths, the later one."""
     lookup = NgramLookup(max_n=3, min_n=2)
-    assert isinstance(lookup, Proposer)
     lookup.extend([1, 2, 3, 10, 11, 9, 2, 3, 20, 1, 2, 3])
     assert lookup.propose(2) == [10, 11]
     lookup.extend([20, 1])

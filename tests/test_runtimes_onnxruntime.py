@@ -20,8 +20,8 @@ import onnx
 import onnxruntime as ort
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, Truth, build, load_fp32, put_back, truth_of, worst_delta
+from tests.quantized import read_blocks
 
-from outrider.export.convert.onnx_blocks import read_dequantized
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
 from outrider.export.source.tiny import make_tiny_model
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
@@ -133,7 +133,7 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
 ) -> None:
     """Compared with transformers on the dequantized weights: only the kernel's INT8 activations differ."""
     path = graph(family, precision)
-    blocks = read_dequantized(path / "model.onnx")
+    blocks = read_blocks(path / "model.onnx")
     plain = {4: "model.layers.0.attn.o_proj.MatMul.weight", 8: "lm_head.MatMul.weight"}
     assert {name: blocks[name].bits for name in plain.values()} == {
         plain[4]: 8 if precision == "int8" else 4,

@@ -181,10 +181,13 @@ def test_nothing_of_ray_listens_beyond_loopback(running: Running) -> None:
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
-def test_a_killed_replica_loses_nothing(running: Running) -> None:
-    """SIGKILL while twelve texts run: all are the same, and Ray starts another replica."""
+def test_a_killed_replica_loses_nothing(
+    running: Running, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL while twelve texts run: all are the same, and Ray starts another replica. One short line tells of it."""
     count, num_texts = 150, 12
     victim = running.reports()[0]
+    pid = pid_of(victim)
 
     async def scenario() -> list[GenerationResult]:
         started: set[int] = set()
@@ -197,7 +200,7 @@ def test_a_killed_replica_loses_nothing(running: Running) -> None:
 
         texts = [asyncio.create_task(generate(running.url, count, index, on_token)) for index in range(num_texts)]
         await asyncio.wait_for(everyone.wait(), WAIT_S)
-        os.kill(pid_of(victim), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         return await asyncio.wait_for(asyncio.gather(*texts), WAIT_S)
 
     results = asyncio.run(scenario())
@@ -205,6 +208,13 @@ def test_a_killed_replica_loses_nothing(running: Running) -> None:
         assert result.tokens == tuple(target_tokens((*PROMPT, index), count))
     assert sum(result.num_sessions > 1 for result in results) >= 1
     running.wait_until(lambda reports: len(reports) == 2 and victim.tag not in {r.tag for r in reports})
+
+    def told() -> list[str]:
+        return [line for line in caplog.messages if f"process {pid}" in line]
+
+    running.wait_until(lambda _: bool(told()))
+    assert len(told()) == 1 and len(told()[0]) < 200
+    assert "Worker exit detail" not in "".join(capfd.readouterr())
 
 
 def test_a_rolling_update_drains_and_texts_go_on(running: Running) -> None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from enum import Enum
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_type_hints
 
 import click
@@ -45,6 +46,7 @@ class CommandGroup(typer.core.TyperGroup):
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             _restore_argument_help(command)
+            _let_choices_wrap(command)
         return command
 
     def resolve_command(
@@ -64,6 +66,17 @@ def _restore_argument_help(command: click.Command) -> None:
         if isinstance(parameter, typer.core.TyperArgument) and parameter.help is None:
             declared = getattr(hints.get(parameter.name or ""), "__metadata__", ())
             parameter.help = next((info.help for info in declared if isinstance(info, ArgumentInfo)), None)
+
+
+def _let_choices_wrap(command: click.Command) -> None:
+    """Puts spaces between the values of a choice: the help broke them anywhere, and cut options off beside them."""
+    for parameter in command.params:
+        if isinstance(parameter.type, click.Choice) and parameter.metavar is None:
+            parameter.metavar = f"[{' | '.join(_names_of(parameter.type))}]"
+
+
+def _names_of(choice: click.Choice[Any]) -> list[str]:
+    return [str(each.value if isinstance(each, Enum) else each) for each in choice.choices]
 
 
 def make_app(help: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:

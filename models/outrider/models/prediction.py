@@ -128,17 +128,9 @@ def stop_and_wait(setting: Setting) -> Reach:
 
 def stream(setting: Setting) -> Reach:
     """Streamed drafts; the target waits for as many as pays, or for none. Never slower than no draft."""
-    depths = _depths(setting)
-    reaches = (_waiting_for(setting, depths, wanted) for wanted in range(MAX_WANTED + 1))
+    depths = best_depths(setting)
+    reaches = (waiting_for(setting, depths, wanted) for wanted in range(MAX_WANTED + 1))
     return max(reaches, key=lambda reach: reach.speed_up)
-
-
-def waiting_for(setting: Setting, wanted: int) -> Reach:
-    """Streamed drafts; the target begins no step before it has `wanted` of them. 0: it never waits.
-
-    It waits at most as long as the device needs to draft so many after a rejected guess.
-    """
-    return _waiting_for(setting, _depths(setting), wanted)
 
 
 def predict(
@@ -161,12 +153,17 @@ def predict(
     return Prediction(curve, _first_below(WORTH_IT, streamed, last_ms), _first_below(1.0, waited, last_ms))
 
 
-def _depths(setting: Setting) -> tuple[int, ...]:
-    """The best depth for each number of drafted tokens at hand."""
+def best_depths(setting: Setting) -> tuple[int, ...]:
+    """`best_depth` for each number of drafted tokens at hand."""
     return tuple(best_depth(setting, available) for available in range(MAX_DEPTH + 1))
 
 
-def _waiting_for(setting: Setting, depths: Sequence[int], wanted: int) -> Reach:
+def waiting_for(setting: Setting, depths: Sequence[int], wanted: int) -> Reach:
+    """Streamed drafts; the target begins no step before it has `wanted` of them. 0: it never waits.
+
+    depths: of a step, by the number of drafts at hand. It waits at most as long as the device needs to draft so many
+    after a rejected guess.
+    """
     reached = 1.0  # probability that every guess before this step was accepted
     ms = passes = tokens = 0.0
     for took_ms, num_committed in _cycle(setting, depths, wanted):

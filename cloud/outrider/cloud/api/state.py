@@ -28,7 +28,7 @@ from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.manifest import Manifest
-from outrider.models.protocol import MAX_STOP_IDS, ModelFacts
+from outrider.models.protocol import ModelFacts
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
 
@@ -196,7 +196,7 @@ class Core:
         """The ids after which a sequence ends: these and the model's own; `ignore_eos` leaves the model's out,
         unless a grammar ends the text.
 
-        Raises RequestError 400 `token_out_of_range`, `invalid_parameter`.
+        Raises RequestError 400 `token_out_of_range`.
         """
         chosen, own = frozenset(stop_ids or ()), self.model.eos_ids
         vocab_size = self.engine.limits.vocab_size
@@ -209,14 +209,7 @@ class Core:
             )
         if ignore_eos and grammar is None:
             return chosen - own
-        chosen |= own
-        if len(chosen) > MAX_STOP_IDS:
-            raise FieldError(
-                "invalid_parameter",
-                f"stop_ids: with the model's own there are {len(chosen)}; expected at most {MAX_STOP_IDS}",
-                param="stop_ids",
-            )
-        return chosen
+        return chosen | own
 
     def require_tokenizer(self, fingerprint: str | None) -> None:
         """Raises RequestError 409 `tokenizer_mismatch` if the caller's tokenizer is another."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -22,6 +23,7 @@ from typing import Any, Final
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.hosts import is_loopback
+from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.replicas")
 
@@ -41,6 +43,8 @@ ENVIRONMENT: Final = {
 """Read by Ray when it is imported, and by glibc in the processes that it starts."""
 DEPLOYMENT: Final = "replicas"
 _MAX_STARTS: Final = 3
+_MOST_CHARS: Final = 200
+"""Of a message of Ray's that is logged."""
 _STORE_BYTES: Final = 80 << 20
 """Of Ray's object store, which holds nothing of ours; no smaller one is allowed."""
 
@@ -106,6 +110,7 @@ def local_ray(num_cpus: float, num_gpus: float = 0.0) -> Iterator[None]:
 def _start(num_cpus: int, place: Path) -> None:
     """Starts Ray. Its processes have 30 s to start, a fixed number, which a busy machine may exceed: tried again."""
     import ray
+    from ray._private import worker
 
     for num_left in reversed(range(_MAX_STARTS)):
         try:
@@ -119,12 +124,32 @@ def _start(num_cpus: int, place: Path) -> None:
                     configure_logging=False,
                     _temp_dir=str(place),
                 )
+            worker.print_to_stdstream = _Told()
             return
         except Exception as error:  # Ray raises a bare Exception
             ray.shutdown()
             if not num_left:
                 raise RuntimeUnavailable(f"Ray did not start: {error} Its logs are in {place}") from None
             _log.warning("Ray did not start in time: %s Trying again", error)
+
+
+class _Told:
+    """Logs what Ray would print of its processes: a message's first sentence, and each once.
+
+    Where a replica dies Ray prints 1,000 characters, once for each of its tasks. Ray calls it in one thread.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
+        for line in data["lines"]:
+            pid = re.search(r"Worker PID: (\d+)", line)
+            said = line.split(". ", 1)[0].strip()[:_MOST_CHARS].removesuffix(".")
+            said += f" (process {pid[1]})" if pid is not None else ""
+            if said != self._last:
+                self._last = said
+                _log.warning("Ray says: %s", visible(said))
 
 
 @contextmanager

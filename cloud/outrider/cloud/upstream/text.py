@@ -362,7 +362,7 @@ def wire_item(request: GenerateRequest, facts: ModelFacts) -> VerifyItem:
 def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
     """What ends the text: upstream adds the target's own end, which the request has whole or ignores."""
     return {
-        "stop_ids": sorted(request.stop_ids),
+        "stop_ids": sorted(request.stop_ids.difference(facts.eos_token_ids)),
         "ignore_eos": request.stop_ids.isdisjoint(facts.eos_token_ids),
     }
 

@@ -98,10 +98,6 @@ class Conversation:
         self.messages = messages
         self._forget(why if self._kept else None)
 
-    def drop_held(self) -> None:
-        """Has all ids sent at the next turn, as if the server had lost them."""
-        self._held, self._unheld = None, "all ids were to be sent"
-
     def set_system(self, text: str) -> None:
         """Sets the system message; "" removes it."""
         rest = [message for message in self.messages if message.role != SYSTEM]

@@ -76,11 +76,6 @@ class DraftScheduler:
         self._is_working = False
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no text has anything to draft now."""
-        return not self._runs
-
     def enter(self) -> None:
         """A text begins."""
         with self._changed:

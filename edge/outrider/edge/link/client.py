@@ -241,13 +241,6 @@ class CloudClient:
         headers = _BINARY_HEADERS.get(message.media_type, _DRAFT_HEADERS)
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", message.body, headers=headers)
 
-    async def end_session(self, session: str) -> None:
-        """DELETE /v1/sessions/{id}; a session that is gone already is fine."""
-        try:
-            await self._exchange("DELETE", f"/v1/sessions/{session}", headers=PLAIN)
-        except EndpointLost:
-            pass  # gone, or unreachable: the server frees it when the stream's connection closes
-
     @asynccontextmanager
     async def open_session(
         self, request: SessionRequest, target: str | None = None

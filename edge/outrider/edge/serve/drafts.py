@@ -97,11 +97,6 @@ class DraftSequences:
         return self._pools[0].max_sequences if self._pools else 0
 
     @property
-    def num_opened(self) -> int:
-        """Sequences of all models."""
-        return sum(len(pool.opened) for pool in self._pools)
-
-    @property
     def num_lent(self) -> int:
         """Sequences that texts have now."""
         return sum(len(pool.opened) - len(pool.idle) for pool in self._pools)

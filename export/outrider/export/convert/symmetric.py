@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -31,12 +30,6 @@ class SymmetricWeights:
 
     integers: NDArray[np.int8]
     scale: NDArray[np.float32]
-
-    @property
-    def dequantized(self) -> NDArray[np.float32]:
-        """scale * integers, float32: what the runtime computes with."""
-        product: NDArray[np.float32] = self.integers.astype(np.float32) * self.scale
-        return product
 
 
 def quantize_symmetric(weights: NDArray[np.floating[Any]], axis: int) -> SymmetricWeights:
@@ -92,27 +85,6 @@ def compress_int8_symmetric(model: Any) -> None:
     model.set_rt_info("int8_sym", ["nncf", "weight_compression", "mode"])
 
 
-def read_dequantized(xml: Path) -> dict[str, SymmetricWeights]:
-    """Every matrix that `compress_int8_symmetric` wrote into the IR at `xml`, by its name in the graph.
-
-    Names are the source's with "self." in front ("self.model.layers.0.mlp.up_proj.weight"); a tied embedding appears
-    once. Raises ExportError for INT8 weights in another format.
-    """
-    import openvino as ov
-
-    weights: dict[str, SymmetricWeights] = {}
-    for node in ov.Core().read_model(xml).get_ordered_ops():
-        if node.get_type_name() != "Constant" or node.output(0).get_element_type() != ov.Type.i8:
-            continue
-        name = node.get_friendly_name()
-        multiply = _only_reader(_only_reader(node, "Convert", name), "Multiply", name)
-        scale = multiply.input_value(1).get_node()
-        if scale.get_type_name() != "Constant" or scale.output(0).get_element_type() != ov.Type.f32:
-            raise ExportError(f"{xml}: {name} has no constant FP32 scale; expected symmetric INT8 weights")
-        weights[name] = SymmetricWeights(node.get_data().copy(), scale.get_data().copy())
-    return weights
-
-
 def _largest(weights: NDArray[np.floating[Any]], axis: int) -> NDArray[np.float64]:
     """max|w| of each channel, kept as an axis of one; NaN where a weight is."""
     parts = [np.abs(weights[rows]).max(axis=axis, keepdims=True) for rows in _row_blocks(weights)]
@@ -154,10 +126,3 @@ def _channel_axis(reader: Any) -> int | None:
     if node.get_type_name() == "Gather" and index == 0:
         return 1
     return None
-
-
-def _only_reader(node: Any, kind: str, name: str) -> Any:
-    readers = [target.get_node() for target in node.output(0).get_target_inputs()]
-    if len(readers) != 1 or readers[0].get_type_name() != kind:
-        raise ExportError(f"INT8 weights {name} are not followed by one {kind}; expected symmetric INT8 weights")
-    return readers[0]

@@ -6,7 +6,6 @@
 `ShareableRuntime`, whose model holds several sequences; `JoiningRuntime`, which runs several of them in one call.
 `HiddenRuntime`, which keeps hidden states for draft heads.
 `PromptRuntime`, which reads a prompt at another price than what follows it.
-`Proposer`, the agent's fallback: one sequence with guesses, but no model.
 None knows about sessions or the network.
 """
 
@@ -274,28 +273,6 @@ BRANCH_COUNTS: Final = (1, 4, 8)
 def padded_branches(count: int) -> int:
     """The entry of BRANCH_COUNTS that `count` branches are padded to; `count` itself beyond the last."""
     return next((size for size in BRANCH_COUNTS if size >= count), count)
-
-
-@runtime_checkable
-class Proposer(Protocol):
-    """A draft without a model: it has no logits, only guesses of the next tokens."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence so far."""
-        ...
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the sequence."""
-        ...
-
-    def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on; `length` at most the present one."""
-        ...
-
-    def propose(self, max_tokens: int) -> list[int]:
-        """A guess of what follows the sequence: at most `max_tokens` tokens, or none. Changes no state."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Guesses by prompt lookup: repeats what followed the same tokens before (Saxena 2023, "Prompt Lookup Decoding").
 
 The last resort before no draft at all: no model, little memory, microseconds per call. It finds an earlier occurrence
-of the last few tokens and copies what followed. It has no logits, so it is a `Proposer`, not a `SequenceRuntime`.
+of the last few tokens and copies what followed. It has guesses but no logits, so it is no `SequenceRuntime`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_PLACES: Final = 64
 
 
 class NgramLookup:
-    """`Proposer` by the longest repeated suffix, most recent occurrence first.
+    """Proposes by the longest repeated suffix, most recent occurrence first.
 
     An index of every n-gram's end positions grows and shrinks with the sequence: O(max_n - min_n + 1) per token either
     way, whatever the sequence's length.
