@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -332,6 +334,63 @@ def test_prompts_run_while_a_text_waits_for_its_device() -> None:
     while long.end is None:
         harness.engine.step()
     assert max(map(sum, harness.batches[first:])) <= 45  # of 1 ms each, beside a step of 41 ms
+
+
+def test_a_prompt_owes_nothing_for_steps_that_nobody_shares() -> None:
+    """Eight texts wait for their devices most of the time: after a long prompt its owner's next one is as quick."""
+
+    def step_s(num_tokens: int) -> float:
+        return 0.006 + 0.0005 * num_tokens
+
+    harness = Harness(config=EngineConfig(policy=Policy.VERIFY), num_blocks=8192, max_positions=4096, step_s=step_s)
+    harness.engine.calibrate()
+    truths = [plain(prompt_of(index), SAMPLED, 1300) for index in range(8)]
+    texts = [harness.submit(prompt_of(index), 1200, draft_lag_ms=60.0, owner=b"text %d" % index) for index in range(8)]
+    answered = [0] * 8
+    due: deque[tuple[float, int, int]] = deque()  # when a device's draft arrives, whose, and its base
+
+    def step() -> None:
+        for index, (_, text) in enumerate(texts):
+            if len(text.tokens) > answered[index]:
+                answered[index] = len(text.tokens)
+                due.append((harness.clock.now + 0.060, index, answered[index]))
+        while due and due[0][0] <= harness.clock.now:
+            _, index, base = due.popleft()
+            with suppress(RequestError):  # stale: the engine did not wait
+                harness.engine.draft(texts[index][0], base, [truths[index][base : base + 6]])
+        before = harness.clock.now
+        delay = harness.engine.step()
+        if harness.clock.now == before:
+            harness.clock.now += delay or 0.001
+
+    for _ in range(60):
+        step()
+    for length in (1500, 20):
+        before = len(harness.batches)
+        _, prompt = harness.submit(prompt_of(100 + length, length), 1000, owner=ALICE, patience_ms=0.0)
+        while not prompt.tokens:
+            step()
+    assert len(harness.batches) - before <= 40
+
+
+def test_a_prompt_of_lower_priority_bounds_no_higher_one() -> None:
+    """ALICE's is above all texts; BOB's, beside which it runs, is not."""
+    num_steps = []
+    for has_lower in (False, True):
+        harness = Harness(num_blocks=8192, max_positions=8192)
+        harness.engine.calibrate()
+        for index in range(3):
+            harness.submit(prompt_of(index), 3000, owner=b"text %d" % index, patience_ms=0.0)
+        harness.run_steps(3)
+        if has_lower:
+            harness.submit(prompt_of(50, 4000), 1, owner=BOB)
+        harness.run_steps(2)
+        before = len(harness.batches)
+        _, higher = harness.submit(prompt_of(9, 1000), 1, owner=ALICE, priority=1)
+        while higher.end is None:
+            harness.step()
+        num_steps.append(len(harness.batches) - before)
+    assert num_steps[1] <= 2 * num_steps[0]
 
 
 def test_a_wait_for_a_device_does_not_cost_the_context() -> None:

@@ -13,9 +13,12 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 _LITTLE: Final = 0.01
 """Of a step: who owes less owes nothing."""
@@ -232,26 +235,39 @@ class Owners(Generic[M]):
         for sequence in sorted(sequences, key=lambda s: s.turn):
             sequence.turn = next(self._turns)
 
-    def in_time(self, prompts: Sequence[M], decoding: Sequence[M], *, by_age: bool) -> tuple[list[M], bool]:
-        """The prompts whose owners owe the others no time, in their order; and whether they delay any other's text.
+    def in_time(self, prompts: Sequence[M], texts: Sequence[M], *, by_age: bool) -> tuple[list[M], set[M]]:
+        """The prompts whose owners owe the others no time, in their order; and those that delay another's text.
 
-        decoding: sequences whose texts go on; those of a lower priority are delayed by nobody, unless `by_age`. A step
-        is shared by the owners that decode, and pays back an even part of what is owed. Call it once for each step.
+        texts: sequences that decode. A prompt delays those of its own priority and above, of all unless `by_age`; what
+        delays none is always in time. Pays back an even part of what is owed: call it once for each step.
         """
-        lowest = min((sequence.priority for sequence in prompts), default=0)
-        rivals = {self.of(sequence) for sequence in decoding if by_age or sequence.priority >= lowest}
-        mine = {self.of(sequence) for sequence in prompts}
-        for owner in mine:
-            num_others = len(rivals) - (owner in rivals)
-            owner.owed = max(0.0, owner.owed - 1.0 / num_others) if num_others else 0.0
-        delays = bool(rivals) and bool(mine) and (len(rivals) > 1 or rivals != mine)
-        return [s for s in prompts if self.of(s).owed < _LITTLE], delays
+        highest: dict[Owner[M], float] = {}
+        for text in texts:
+            owner = self.of(text)
+            highest[owner] = max(highest.get(owner, -math.inf), math.inf if by_age else text.priority)
+        lowest: dict[Owner[M], float] = {}
+        for prompt in prompts:
+            owner = self.of(prompt)
+            lowest[owner] = min(lowest.get(owner, math.inf), prompt.priority)
+        priorities = {-math.inf, *(float(prompt.priority) for prompt in prompts)}
+        num_above = {each: sum(top >= each for top in highest.values()) for each in priorities}
 
-    def charge(self, given: dict[M, int], num_steps: float) -> None:
-        """Notes what a step's prompt tokens added to it, in steps."""
-        total = sum(given.values())
-        for sequence, count in given.items():
-            self.of(sequence).owed += num_steps * count / total if total else 0.0
+        def num_delayed(owner: Owner[M], priority: float) -> int:
+            return num_above[priority] - (owner in highest and highest[owner] >= priority)
+
+        for owner in self:
+            if owner.owed:
+                num_others = num_delayed(owner, lowest.get(owner, -math.inf))
+                owner.owed = max(0.0, owner.owed - 1.0 / num_others) if num_others else 0.0
+        delaying = {s for s in prompts if num_delayed(self.of(s), s.priority)}
+        return [s for s in prompts if s not in delaying or self.of(s).owed < _LITTLE], delaying
+
+    def charge(self, given: Mapping[M, int], added: NDArray[np.float64]) -> None:
+        """Notes what a step's prompt tokens added to it. added: by 1, 2, ... tokens, in steps."""
+        if total := sum(given.values()):
+            num_steps = float(added[min(total, len(added)) - 1])
+            for sequence, count in given.items():
+                self.of(sequence).owed += num_steps * count / total
 
     def split_tokens(self, prompts: Sequence[M], total: int, *, by_age: bool = False) -> dict[M, int]:
         """Divides a step's prompt tokens: the highest priority first, unless `by_age`; evenly between owners.

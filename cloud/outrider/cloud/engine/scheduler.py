@@ -301,24 +301,25 @@ class Scheduler:
         budget = max(0, self._config.token_budget - len(decoding))
         fixed = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
         texts = [s for s in self.running if s.num_missing == 1]  # also those that wait for a draft, or for a place
-        in_time, delays_others = self._owners.in_time(prompts, texts, by_age=self._by_age)
+        in_time, delaying = self._owners.in_time(prompts, texts, by_age=self._by_age)
         if decoding:
-            prompts = in_time if not delays_others or self._step % PLAIN_STEPS else []
+            prompts = in_time if self._step % PLAIN_STEPS else [s for s in prompts if s not in delaying]
         # However full a step is, prompts advance by a block: every sequence gets its first token.
         for_prompts = min(sum(s.num_wanted for s in prompts), max(budget - budget // 2, self._cache.pool.block_size))
-        if delays_others:
+        if delaying:
             beside = fixed if decoding else StepSize.of(1, texts[0].computed)
             past = sum(s.computed for s in prompts) / max(1, len(prompts))
             added = steps_added(self._drafting.curve, for_prompts, beside, past)
-            for_prompts = tokens_within_a_step(added)
+            num_free = sum(s.num_wanted for s in prompts if s not in delaying)
+            for_prompts = max(tokens_within_a_step(added), min(for_prompts, num_free))
         if prompts:
             fixed += StepSize.of(for_prompts, sum(s.computed for s in prompts) // len(prompts))
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
         drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
         left = max(budget - sum(len(chosen.tokens) for chosen in drafts.values()), for_prompts)
-        chunks = self._owners.split_tokens(prompts, for_prompts if delays_others else left, by_age=self._by_age)
-        if delays_others and for_prompts:
-            self._owners.charge(chunks, float(added[min(for_prompts, sum(chunks.values())) - 1]))
+        chunks = self._owners.split_tokens(prompts, for_prompts if delaying else left, by_age=self._by_age)
+        if delaying and decoding:  # else the step delays a text by itself at most, and nobody's step is shared
+            self._owners.charge({s: count for s, count in chunks.items() if s in delaying}, added)
         shares: list[Share] = []
         taking_part: set[SequenceState] = set()
         for sequence in [*decoding, *prompts]:

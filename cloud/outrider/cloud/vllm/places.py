@@ -136,15 +136,15 @@ class Places:
         decoding: who decodes in it. Where prompts delay other owners' texts, they have `added`, as `steps_added` gives
         it, for at most one step, and no tokens while their owners owe the others time.
         """
-        in_time, delays_others = self._owners.in_time(prompts, decoding, by_age=self._by_age)
-        if not delays_others or not decoding:
+        in_time, delaying = self._owners.in_time(prompts, decoding, by_age=self._by_age)
+        if not delaying:
             return self._owners.split_tokens(prompts, total, by_age=self._by_age)
         if self._step % PLAIN_STEPS == 0:
-            in_time = []
-        total = min(total, tokens_within_a_step(added))
+            in_time = [s for s in prompts if s not in delaying]
+        num_free = sum(s.num_wanted for s in prompts if s not in delaying)
+        total = min(total, max(tokens_within_a_step(added), num_free))
         given = self._owners.split_tokens(in_time, total, by_age=self._by_age)
-        if num_given := sum(given.values()):
-            self._owners.charge(given, float(added[num_given - 1]))
+        self._owners.charge({s: count for s, count in given.items() if s in delaying}, added)
         return dict.fromkeys(prompts, 0) | given
 
     # -- who gives way -----------------------------------------------------------------------------------------------

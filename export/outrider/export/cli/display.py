@@ -62,14 +62,20 @@ def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
         try:
             yield progress
         except KeyboardInterrupt:
-            console.print(
-                "Stopped. Nothing was put in place; finished stages are kept, and the same command goes on from there.",
-                style="yellow",
-                highlight=False,
-                soft_wrap=True,
-            )
+            say_stopped(console)
             raise
         finish()
+
+
+def say_stopped(console: Console, *, keeps_stages: bool = True) -> None:
+    """What Ctrl-C has left."""
+    kept = "finished stages are kept, and the same command goes on from there"
+    console.print(
+        f"Stopped. Nothing was put in place; {kept if keeps_stages else 'the same command begins anew'}.",
+        style="yellow",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def print_report(console: Console, bundle: Bundle) -> None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from outrider.export.cli.display import say_stopped
 from outrider.export.distill.options import DistillOptions, TargetDtype, TrainingDevice
 from outrider.export.make.pair import reference_directories
 from outrider.models.errors import ConfigError
@@ -72,8 +73,6 @@ def distill(
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, without progress.")] = False,
 ) -> None:
     """Fine-tune a draft on its target's own continuations of your prompts."""
-    from outrider.export.distill.distill import distill_draft
-
     options = DistillOptions(
         heldout=_heldout(heldout),
         minutes=minutes,
@@ -99,6 +98,9 @@ def distill(
     draft_model = reference_directories().draft if draft == REFERENCE else draft
     target_model = reference_directories().target if target == REFERENCE else target
     with shown(is_quiet=as_json) as report:
+        # Here, because this loads torch: seconds, in which Ctrl-C may come.
+        from outrider.export.distill.distill import distill_draft
+
         result = distill_draft(draft_model, target_model, prompts, out, options, report)
     _print(result, as_json=as_json)
     if result.signal is not None:
@@ -124,7 +126,7 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 @contextlib.contextmanager
-def shown(*, is_quiet: bool) -> Iterator[Report]:
+def shown(*, is_quiet: bool, keeps_stages: bool = True) -> Iterator[Report]:
     """A report that shows a bar for the present stage and leaves a line for what is news."""
     # The console keeps the present sys.stderr: quiet_upstream redirects it while upstream runs.
     console = Console(file=sys.stderr)
@@ -150,7 +152,12 @@ def shown(*, is_quiet: bool) -> Iterator[Report]:
             if event.is_news:
                 console.print(f"  {event.stage:>10}  {escape(event.text)}", highlight=False, soft_wrap=True)
 
-        yield report
+        try:
+            yield report
+        except KeyboardInterrupt:
+            bar.stop()
+            say_stopped(console, keeps_stages=keeps_stages)
+            raise
 
 
 def _print(result: DistillResult, *, as_json: bool) -> None:

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from outrider.export.cli.display import say_stopped
 from outrider.export.cli.distill import shown
 from outrider.export.distill.options import TargetDtype
 from outrider.export.make.pair import reference_directories
@@ -40,31 +41,32 @@ def heads(
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON, without progress.")] = False,
 ) -> None:
     """Train draft heads for a target and put them into its bundle; the target's texts do not change."""
-    from outrider.export.distill.heads import HeadOptions, add_heads
-    from outrider.export.distill.trainer.progress import Event
-    from outrider.export.interruption import Interruption
+    with shown(is_quiet=as_json, keeps_stages=False) as report:
+        # Here, because this loads torch: seconds, in which Ctrl-C may come.
+        from outrider.export.distill.heads import HeadOptions, add_heads
+        from outrider.export.distill.trainer.progress import Event
+        from outrider.export.interruption import Interruption
 
-    options = HeadOptions(
-        count=count,
-        minutes=5.0 if minutes is None and steps is None else minutes,
-        steps=steps,
-        tokens=tokens,
-        row_length=row_length,
-        rate=rate,
-        seed=seed,
-        heldout=heldout,
-        is_chat=chat,
-        target_dtype=target_dtype,
-        device=device,
-        num_threads=threads,
-    )
-    source = reference_directories().target if model == REFERENCE else model
-    with (
-        shown(is_quiet=as_json) as report,
-        Interruption(lambda text: report(Event("stop", 1.0, text, is_news=True))) as stop,
-    ):
-        made = add_heads(bundle, source, read_prompts(prompts), options, out=out, report=report, stop=stop)
+        options = HeadOptions(
+            count=count,
+            minutes=5.0 if minutes is None and steps is None else minutes,
+            steps=steps,
+            tokens=tokens,
+            row_length=row_length,
+            rate=rate,
+            seed=seed,
+            heldout=heldout,
+            is_chat=chat,
+            target_dtype=target_dtype,
+            device=device,
+            num_threads=threads,
+        )
+        source = reference_directories().target if model == REFERENCE else model
+        with Interruption(lambda _: report(Event("stop", 1.0, "stopping at the next step", is_news=True))) as stop:
+            made = add_heads(bundle, source, read_prompts(prompts), options, out=out, report=report, stop=stop)
     if made is None:
+        if not as_json:
+            say_stopped(Console(stderr=True), keeps_stages=False)
         raise typer.Exit(128 + (stop.signal or 0))
     assert made.manifest.draft_heads is not None
     if as_json:
