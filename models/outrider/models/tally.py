@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -19,6 +19,17 @@ SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 
 LONG_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 METHODS: Final = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 MAX_CODES: Final = 64
+_OPENMETRICS: Final = "application/openmetrics-text"
+
+
+def text_format(accept: str) -> tuple[Callable[[Any], bytes], str]:
+    """What writes the text format that an Accept header prefers, and its content type: one of two.
+
+    Needs prometheus_client, which would copy a version into the content type, or fail on it.
+    """
+    from prometheus_client.exposition import choose_encoder
+
+    return choose_encoder(_OPENMETRICS if _OPENMETRICS in accept else "")
 
 
 class Tally:

@@ -8,7 +8,7 @@ it, and the answer is a bare 204.
 for a stale draft without a body.
 
 A message beyond the budget of its session or owner is dropped before its body is read, which changes no text, and
-answered 429 late: a client that floods waits on all its connections.
+answered 429 late: a client that floods waits on all its connections. So does one whose requests are refused before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outrider.models.http.errors import ERROR_CODE, Throttled, as_answer, error_
 from outrider.models.http.limits import body_too_large
 from outrider.models.http.request_context import HEADER, enter_request
 from outrider.models.http.requests import parse
-from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, media_type_of
+from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, PacedRefusals, media_type_of
 from outrider.models.protocol import DraftRequest
 from outrider.models.rule_draft import RULE_MEDIA_TYPE, decode_rule_draft
 from outrider.models.tree_draft import TREE_MEDIA_TYPE, decode_tree
@@ -67,7 +67,7 @@ class DraftsEndpoint:
 
     def __init__(self, core: Core, gate: Callable[[ASGIApp], ASGIApp], budget: DraftBudget) -> None:
         self._core = core
-        self._gated = gate(self._take)
+        self._gated = PacedRefusals(gate(self._take))
         self._budget = budget
         self._max_bytes = min(MAX_DRAFT_BYTES, core.settings.max_body_bytes)
         self._delay_s = core.settings.draft_limits.delay_s

@@ -17,7 +17,6 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
@@ -25,7 +24,7 @@ from outrider.cloud.distributions import MAX_POSITIONS, Distributions
 from outrider.cloud.recent.store import RecentStats
 from outrider.cloud.seam import EngineStats
 from outrider.models.http.limits import Pacer
-from outrider.models.tally import RequestTally, histogram
+from outrider.models.tally import RequestTally, histogram, text_format
 
 _EXPOSITIONS_AT_ONCE: Final = 20
 """So that who reads counters before and after something finds both."""
@@ -112,8 +111,8 @@ class Metrics(RequestTally):
 
         Written in a thread: it takes the loop 1 ms, not 20. A flood of those who ask gets one each `max_age_s`.
         """
-        encoder, content_type = choose_encoder(accept)
-        is_due = self._pacer is None or self._pacer.wait_s(content_type.encode(), 0.0) is not None
+        encoder, content_type = text_format(accept)
+        is_due = self._pacer is None or self._pacer.wait_s(b"", 0.0) is not None
         if is_due or content_type not in self._expositions:
             written = asyncio.to_thread(encoder, _Collected(self.families()))
             self._expositions[content_type] = asyncio.create_task(written)

@@ -58,7 +58,7 @@ def install_openapi(app: FastAPI, *, needs_key: bool, open_paths: Collection[str
 
     async def answer(request: Request) -> Response:
         nonlocal rendered
-        if rendered is None:
+        if rendered is None or (rendered.done() and rendered.exception()):
             rendered = asyncio.create_task(asyncio.to_thread(lambda: bytes(JSONResponse(document()).body)))
         return Response(await asyncio.shield(rendered), media_type="application/json")
 

@@ -193,8 +193,8 @@ class Core:
     def stop_set(
         self, stop_ids: list[int] | None, ignore_eos: bool, grammar: CompiledGrammar | None = None
     ) -> frozenset[int]:
-        """The ids after which a sequence ends: these and the model's own; `ignore_eos` leaves the model's out,
-        unless a grammar ends the text.
+        """The ids after which a sequence ends: these, and the model's own unless `ignore_eos` leaves them out; a
+        grammar that ends the text has them always.
 
         Raises RequestError 400 `token_out_of_range`.
         """
@@ -208,7 +208,7 @@ class Core:
                 param="stop_ids",
             )
         if ignore_eos and grammar is None:
-            return chosen - own
+            return chosen
         return chosen | own
 
     def require_tokenizer(self, fingerprint: str | None) -> None:

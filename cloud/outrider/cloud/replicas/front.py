@@ -37,7 +37,7 @@ from outrider.models.http.limits import BodyLimit, RateLimiter
 from outrider.models.http.request_context import HEADER as REQUEST_ID
 from outrider.models.http.request_context import RequestIds, enter_request
 from outrider.models.http.requests import read_body
-from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, Paced, PagePolicy, media_type_of
+from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, Paced, PacedRefusals, PagePolicy, media_type_of
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
@@ -103,7 +103,9 @@ class Front:
         bounded = BodyLimit(gate(self._answer), settings.max_body_bytes)
         whole: ASGIApp = ErrorBoundary(Paced(bounded, settings.keys, PROBE_PATHS))
         drafts: ASGIApp = ErrorBoundary(
-            BodyLimit(gate(self._draft, media_types=MEDIA_TYPES), min(MAX_DRAFT_BYTES, settings.max_body_bytes))
+            PacedRefusals(
+                BodyLimit(gate(self._draft, media_types=MEDIA_TYPES), min(MAX_DRAFT_BYTES, settings.max_body_bytes))
+            )
         )
         whole = CountedRequests(whole, self.tally, route_of)
         if settings.audit is not None:  # of what reaches no replica: refused requests, and those whose replica is lost

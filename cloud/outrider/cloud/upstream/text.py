@@ -215,7 +215,8 @@ class CascadedText:
         raise UpstreamLost("the upstream verifier cut a stream")
 
     def _on_commit(self, commit: Commit) -> None:
-        if self.request.num_logprobs is not None and not commit.logprobs:  # before its tokens count as sent
+        num_known = len(commit.logprobs or ())
+        if self.request.num_logprobs is not None and num_known < len(commit.tokens):  # before they count as sent
             raise UpstreamRefused("no_logprobs", "the upstream verifier sends no logprobs; update it")
         base, counts, tokens = len(self.confirmed), self._upstream.counts, commit.tokens
         num_first = min(len(self._mid.ahead), len(tokens))
@@ -360,11 +361,10 @@ def wire_item(request: GenerateRequest, facts: ModelFacts) -> VerifyItem:
 
 
 def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
-    """What ends the text: upstream adds the target's own end, which the request has whole or ignores."""
-    return {
-        "stop_ids": sorted(request.stop_ids.difference(facts.eos_token_ids)),
-        "ignore_eos": request.stop_ids.isdisjoint(facts.eos_token_ids),
-    }
+    """What ends the text: upstream adds the target's own ids, which the request has too, or ignores in part."""
+    own = set(facts.eos_token_ids)
+    has_own = own <= request.stop_ids
+    return {"stop_ids": sorted(request.stop_ids - own if has_own else request.stop_ids), "ignore_eos": not has_own}
 
 
 def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:

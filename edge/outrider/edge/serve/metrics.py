@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.results import GenerationResult, TokenBatch
-from outrider.models.tally import CommitTimer, RequestTally
+from outrider.models.tally import CommitTimer, RequestTally, text_format
 
 _COUNTERS: Final = {
     "prompt_tokens": "Tokens of prompts, passages included.",
@@ -75,12 +75,11 @@ class LocalMetrics(RequestTally):
         Needs prometheus_client.
         """
         from prometheus_client import CollectorRegistry, ProcessCollector
-        from prometheus_client.exposition import choose_encoder
 
         registry = CollectorRegistry()
         registry.register(_Families(lambda: self._families(gauges)))
         ProcessCollector(registry=registry)
-        encoder, content_type = choose_encoder(accept)
+        encoder, content_type = text_format(accept)
         return encoder(registry), content_type
 
     def _families(self, gauges: Mapping[str, tuple[str, float]]) -> Iterator[Any]:

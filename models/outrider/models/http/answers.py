@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from starlette.requests import Request
@@ -26,8 +26,8 @@ from outrider.models.predicted import PredictionFollower
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
-MAX_LOGPROB_BYTES: Final = 512 << 20
-"""Of an owner's answers that are not streamed, as JSON; a tenth of it in memory."""
+MAX_LOGPROB_BYTES: Final = 64 << 20
+"""Held of an owner's answers that are not streamed: 180 MB of JSON at least."""
 MAX_ALL_LOGPROB_BYTES: Final = 8 * MAX_LOGPROB_BYTES
 _TURN_S: Final = 0.002
 """Work on one answer after which other requests have their turn."""
@@ -36,13 +36,18 @@ _WITHOUT: Final = b'"logprobs":null'
 
 
 class HeldLogprobs:
-    """Counts what answers hold of logprobs until they are sent, for each owner and in all, as bytes of JSON."""
+    """Counts the bytes that answers hold of logprobs until they are sent, of each owner and of all."""
 
     def __init__(self) -> None:
-        self._held: Counter[bytes] = Counter()
+        self._of_owner: Counter[bytes] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all owners."""
+        return self._of_owner.total()
 
     def add(self, owner: bytes, num_bytes: int, num_before: int) -> None:
-        """Counts what an answer of `num_before` bytes grew by. Raises RequestError, and counts nothing: 400
+        """Counts what an answer of `num_before` bytes grew by, or shrank. Raises RequestError, and counts nothing: 400
         `answer_too_large` if it is over an owner's bound alone, 503 `too_many_bytes` if it is so with others.
         """
         if num_before + num_bytes > MAX_LOGPROB_BYTES:
@@ -51,26 +56,38 @@ class HeldLogprobs:
                 f"the logprobs of this answer take over {MAX_LOGPROB_BYTES >> 20} MiB; ask for fewer, or stream it",
                 param="logprobs",
             )
-        is_too_much = self._held[owner] + num_bytes > MAX_LOGPROB_BYTES
-        if is_too_much or self._held.total() + num_bytes > MAX_ALL_LOGPROB_BYTES:
+        is_too_much = self._of_owner[owner] + num_bytes > MAX_LOGPROB_BYTES
+        if is_too_much or self.num_bytes + num_bytes > MAX_ALL_LOGPROB_BYTES:
             raise RequestError(
                 "too_many_bytes",
                 "the logprobs of answers in the making, of this client or in all, take as many bytes as the server "
                 "holds; stream them, or retry later",
                 status=503,
             )
-        self._held[owner] += num_bytes
+        self._of_owner[owner] += num_bytes
 
     def release(self, owner: bytes, num_bytes: int) -> None:
         """An answer was sent, or has failed."""
-        self._held[owner] -= num_bytes
-        if not self._held[owner]:
-            del self._held[owner]
+        self._of_owner[owner] -= num_bytes
+        if self._of_owner[owner] <= 0:
+            del self._of_owner[owner]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all owners."""
-        return self._held.total()
+
+@dataclass(slots=True)
+class _Holding:
+    """What one answer holds of logprobs."""
+
+    held: HeldLogprobs
+    owner: bytes
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.held.add(self.owner, num_bytes, self.num_bytes)
+        self.num_bytes += num_bytes
+
+    def release(self) -> None:
+        self.held.release(self.owner, self.num_bytes)
+        self.num_bytes = 0
 
 
 class Texts(Protocol):
@@ -121,30 +138,40 @@ async def answer(
     if body.stream:
         chunks = _stream(texts, shape, body)
         return sse.EventStream(chunks, texts.reader, texts.close, keep_alive_s=keep_alive_s)
+    holding = _Holding(held, texts.owner)
+    try:
+        return await _whole(texts, num_prompts, shape, body, request, holding)
+    except BaseException:
+        holding.release()
+        raise
+    finally:
+        texts.close()
+
+
+async def _whole(
+    texts: Texts,
+    num_prompts: int,
+    shape: Shape,
+    body: openai.GenerationRequest,
+    request: Request,
+    holding: _Holding,
+) -> Response:
     found = [FoundText() for _ in range(num_prompts * body.num_each)]
     none = shape.logprobs(0, ())
     logprobs = [PackedLogprobs(none) for _ in found] if none is not None else []
-    num_bytes, turn_ends_s = 0, time.monotonic() + _TURN_S
-    is_whole = False
-    try:
-        async with sse.closed_on_disconnect(texts.reader, request.receive):
-            async for deltas in texts.deltas():
-                for delta in deltas:
-                    found[delta.index].add(delta)
-                    if logprobs:
-                        place = delta.index // body.num_each * body.num_kept  # its prompt's first choice
-                        num_more = logprobs[delta.index].add(shape.logprobs(place, delta.pieces) or {})
-                        held.add(texts.owner, num_more, num_bytes)
-                        num_bytes += num_more
-                    if time.monotonic() > turn_ends_s:
-                        await asyncio.sleep(0)
-                        turn_ends_s = time.monotonic() + _TURN_S
-        is_whole = not texts.is_abandoned
-    finally:
-        texts.close()
-        if not is_whole:
-            held.release(texts.owner, num_bytes)
+    turn_ends_s = time.monotonic() + _TURN_S
+    async with sse.closed_on_disconnect(texts.reader, request.receive):
+        async for deltas in texts.deltas():
+            for delta in deltas:
+                found[delta.index].add(delta)
+                if logprobs:
+                    place = delta.index // body.num_each * body.num_kept  # its prompt's first choice
+                    holding.add(logprobs[delta.index].add(shape.logprobs(place, delta.pieces) or {}))
+                if time.monotonic() > turn_ends_s:
+                    await asyncio.sleep(0)
+                    turn_ends_s = time.monotonic() + _TURN_S
     if texts.is_abandoned:
+        holding.release()
         return Response(status_code=499)  # the client has left
     if body.num_each > body.num_kept:
         means = [texts.mean_logprob(index) for index in range(len(found))]
@@ -161,7 +188,7 @@ async def answer(
         content = whole.model_dump_json().encode()
     if not logprobs:
         return Response(content, media_type="application/json")
-    return _AnswerWithLogprobs(content, logprobs, partial(held.release, texts.owner, num_bytes))
+    return _AnswerWithLogprobs(content, logprobs, holding.release)
 
 
 class _AnswerWithLogprobs(StreamingResponse):

@@ -174,6 +174,8 @@ class CallScanner:
 def _loaded(text: str) -> object:
     try:
         found: object = json.loads(text)
+        if isinstance(found, str):
+            found.encode()  # half of a surrogate pair is no text: an answer could not be written
     except (ValueError, RecursionError):
         return None
     return found

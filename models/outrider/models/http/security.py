@@ -35,6 +35,8 @@ STRANGERS_PER_S: Final = 100.0
 REQUESTS_BURST: Final = 16
 _LEAST_WAIT_S: Final = 1e-3
 _REQUEST_WAIT_S: Final = 2.0
+_FREE: Final = frozenset({401, 403, 404, 405, 415})
+"""Statuses of requests that are refused by their head."""
 _PROBE_WAIT_S: Final = 0.5
 """Half of what Kubernetes' probes wait for an answer. All connections of an address together get 1,280 a second so."""
 
@@ -178,6 +180,24 @@ class Paced:
             except RequestError:
                 return None
         return scope[SUBJECT].owner if scope.get(SUBJECT) else _address(scope)
+
+
+class PacedRefusals:
+    """ASGI layer for a route that is not `Paced`: what it refuses before it spends a budget waits, but for a burst."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._refused = Pacer(STRANGERS_PER_S, REQUESTS_BURST)
+
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await self._app(scope, receive, send)
+        except RequestError as error:
+            if error.status in _FREE:
+                wait_s = self._refused.wait_s(scope.get(OWNER) or _address(scope), _REQUEST_WAIT_S)
+                await asyncio.sleep(_REQUEST_WAIT_S if wait_s is None else wait_s)
+            raise
 
 
 def _address(scope: AsgiScope) -> bytes:
