@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -76,10 +76,9 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
     # Of a small cache the other key's texts need less than half: beyond it they would give way, as they should.
     small = () if subject.engine == VLLM else ("--kv-cache-mb", "64")
     with tempfile.TemporaryDirectory() as place:
-        change_bundle(subject.bundles[0], Path(place, "target"), template=TEMPLATE)
+        target = _with_template(subject.bundles[0], place)
         shutil.copytree(subject.bundles[1], Path(place, "drafts", "draft"))
         options = (*small, "--drafts", str(Path(place, "drafts")))
-        target = Path(place, "target")
         with subject.serve(*options, keys=KEYS, bundle=target) as server, subject.serve(keys=KEYS) as idle:
             facts = ask(server.port, "GET", "/v1/model", key=ATTACKER).json
             names = {"model": facts["name"], "name": "draft", "path": "manifest.json"}
@@ -88,7 +87,7 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
             def text(number: int) -> dict[str, Any]:
                 return {"prompt": prompt_of(number), "max_tokens": facts["max_positions"] // 4, "ignore_eos": True}
 
-            _warm_up(server, "/v1/sessions", text)
+            _warm_up(server, "/v1/sessions", [text(number) for number in range(64)])
             yield from _rows("50", "outrider-cloud serve", Place(server, idle, requests, _PLAIN, "/v1/sessions", text))
 
 
@@ -96,11 +95,21 @@ def generated_local(subject: Subject) -> Iterator[Row]:
     """The same for `outrider serve`, over an emulated verifier."""
     from bench.attacks.described import local_document
 
-    with endpoint_and_idle(subject) as (endpoint, idle):
+    with (
+        tempfile.TemporaryDirectory() as place,
+        endpoint_and_idle(subject, "--draft", str(_with_template(subject.bundles[1], place))) as (endpoint, idle),
+    ):
         model = ask(endpoint.port, "GET", "/v1/models", key=ATTACKER).json["data"][0]["id"]
         facts = {"max_positions": 2048, "vocab_size": 4096}  # bench.emulated's
         requests = _requests(local_document(), facts, {"model": model})
+        long = [{"prompt": prompt_of(number, 1900), "max_tokens": 16} for number in range(32)]
+        _warm_up(endpoint, "/v1/completions", long)
         yield from _rows("51", "outrider serve", Place(endpoint, idle, requests, _PLAIN, GENERATE, text_body))
+
+
+def _with_template(bundle: Path, place: str) -> Path:
+    change_bundle(bundle, Path(place, "changed"), template=TEMPLATE)
+    return Path(place, "changed")
 
 
 def _requests(document: dict[str, Any], facts: dict[str, Any], names: dict[str, str]) -> Requests:
@@ -108,12 +117,13 @@ def _requests(document: dict[str, Any], facts: dict[str, Any], names: dict[str, 
     return Requests(document, room=SIZE - 4096, context=context, vocab_size=facts["vocab_size"], names=names)
 
 
-def _warm_up(server: Server, path: str, text: Callable[[int], dict[str, Any]]) -> None:
-    """The KV cache is in use to its last block: memory that any use takes is not the attack's."""
-    bodies = [json.dumps(text(number)).encode() for number in range(64)]
-    requests = [request_bytes(server.port, "POST", path, body, key) for body in bodies for key in KEYS]
+def _warm_up(server: Server, path: str, texts: Sequence[dict[str, Any]]) -> None:
+    """Long texts in every place: memory that any use takes is not the attack's."""
+    requests = [
+        request_bytes(server.port, "POST", path, json.dumps(text).encode(), key) for text in texts for key in KEYS
+    ]
     with attacking(repeat, server.port, requests, 16, 30.0) as reports:
-        for _ in range(64):
+        for _ in texts:
             reports.recv()
 
 
@@ -192,6 +202,7 @@ def _judged(
     offences = [(group.name, case, words) for group in groups for case, words in group.offences.items()]
     health_s = [value for one in everything for value in one.health.values]
     offenders = "; ".join(f"{case}: {words}" for _, case, words in offences) or "none"
+    refused = [name for name, one in seen.items() if name.startswith("POST") and one.sent and one.is_refused]
     statuses = Counter(one.status for each in everything for one in each.sent)
     failures = sorted(status for status in statuses if status >= 500 and status not in (501, 503, 504))
     yield Row(
@@ -200,6 +211,7 @@ def _judged(
         f"{num_pairs} pairs, four at a time: GET /health/live, the other key's gaps and first token",
         f"p99 {percentile(health_s, 0.99) * 1e3:.0f} ms; again when sent alone: {offenders}"
         + (f"; statuses {failures}" if failures else "")
+        + (f"; refused whatever they had: {', '.join(refused)}" if refused else "")
         + (f"; not sent in time: {', '.join(unsent)}" if unsent else ""),
         "p99 under 50 ms; longest under 50 ms over an idle server's; gaps under 50 ms over those beside plain "
         "requests, first token at most 2x of those; no 5xx but 503 and 504; all sent",

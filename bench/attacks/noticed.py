@@ -101,6 +101,11 @@ class Seen:
         """So long or longer `_RECURS` gaps were."""
         return _recurring([after - before for before, after in self.gaps])
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether every request was, so that others of its fields may have found less than they could."""
+        return all(400 <= one.status < 500 for one in self.sent)
+
     def longest_s(self, case: Case) -> float:
         """The longest that this request took."""
         return max((one.ended_s - one.began_s for one in self.sent if one.case == case), default=0.0)
