@@ -235,7 +235,7 @@ def _judged(
     yield Row(
         number,
         "the same: memory",
-        f"+{growth:.0f} MB, most with: {name}",
+        f"+{growth:.0f} MB, most with: {name}" + _first_over(groups, before_mb + MAX_GROWTH_MB),
         f"+{MAX_GROWTH_MB:.0f} MB",
         growth <= MAX_GROWTH_MB,
         {"before_mb": before_mb, "peaks_mb": {name: one.memory.peak_mb for name, one in seen.items()}},
@@ -248,6 +248,15 @@ def _judged(
         f"at most {MAX_FIRST:g}x",
         worst.first_ratio <= MAX_FIRST,
     )
+
+
+def _first_over(groups: Sequence[Group], limit_mb: float) -> str:
+    """What was in flight when memory first passed the limit; nothing where it did not."""
+    for group in groups:
+        for at, mb in group.seen.memory.samples:
+            if mb > limit_mb:
+                return "; first over it beside: " + ", ".join(sorted(map(str, group.seen.during(at - 0.5, at))))
+    return ""
 
 
 def _times(count: int, cases: Sequence[Case]) -> list[Case]:
