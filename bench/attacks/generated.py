@@ -100,7 +100,7 @@ def generated_local(subject: Subject) -> Iterator[Row]:
 
     with (
         tempfile.TemporaryDirectory() as place,
-        endpoint_and_idle(subject, "--draft", str(_with_template(subject.bundles[1], place))) as (endpoint, idle),
+        endpoint_and_idle(subject, draft=_with_template(subject.bundles[1], place)) as (endpoint, idle),
     ):
         model = ask(endpoint.port, "GET", "/v1/models", key=ATTACKER).json["data"][0]["id"]
         facts = {"max_positions": 2048, "vocab_size": 4096}  # bench.emulated's
