@@ -255,7 +255,9 @@ def _first_over(groups: Sequence[Group], limit_mb: float) -> str:
     for group in groups:
         for at, mb in group.seen.memory.samples:
             if mb > limit_mb:
-                return "; first over it beside: " + ", ".join(sorted(map(str, group.seen.during(at - 0.5, at))))
+                return "; first over it beside: " + ", ".join(
+                    sorted({str(case) for case in group.seen.during(at - 0.5, at)})
+                )
     return ""
 
 
