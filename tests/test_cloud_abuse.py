@@ -303,6 +303,14 @@ def test_a_text_of_far_too_many_tokens_is_tokenized_in_part(unit: str, monkeypat
     assert error.value.code == "context_length_exceeded"
     most = 4 * (1 << 15)  # of a part: a character may have four tokens
     assert len(tokenized) == 2 and sum(tokenized) <= most
+    for more in ({"prompt": text, "truncate_prompt_tokens": 3}, {"prompt": "a", "suffix": text}):
+        body = openai.CompletionRequest.model_validate(more)
+        with pytest.raises(RequestError, match=r"characters, which are more than the (16384 tokens .* cuts|4000 )"):
+            encode_prompts(tokenizer, 4000, body)
+    assert max(tokenized) <= most
+    long = unit * 9_000  # over the context, yet not by far
+    body = openai.CompletionRequest.model_validate({"prompt": long, "truncate_prompt_tokens": 3})
+    assert encode_prompts(tokenizer, 4000, body) == [encode(tokenizer, long)[-3:]]
     predicted = {"prompt": "a", "prediction": {"type": "content", "content": text}}
     with pytest.raises(RequestError, match="expected at most 16384 tokens"):
         encode_prediction(tokenizer, openai.CompletionRequest.model_validate(predicted))

@@ -49,7 +49,8 @@ class Case:
 
 class Requests:
     """All requests of a document. room: bytes of a body. context, vocab_size: the model's. max_tokens: of a text whose
-    length is not at its bound. names: values of the path's parameters that exist, by name; others are "none".
+    length is not at its bound, but a count is, such as how many texts; of others a quarter. names: values of the path's
+    parameters that exist, by name; others are "none".
     """
 
     def __init__(
@@ -143,6 +144,8 @@ class Requests:
         for field, value in inside:
             body = self._put(schema, body, field, value)
         body = self._in_room(body, [field for field, _ in inside])
+        if "max_tokens" in body and "max_tokens" not in roots and not any(map(_is_count, inside)):
+            body["max_tokens"] = max(1, self._max_tokens // 4)
         ids = body.get("prompt")
         if isinstance(ids, list) and all(isinstance(each, int) and 0 < each < self._vocab_size for each in ids):
             body["prompt"] = [(each + nonce * 7919 - 1) % (self._vocab_size - 1) + 1 for each in ids]
@@ -339,6 +342,11 @@ def _filled(items: list[Any], room: int, most: int = MAX_COMMAS) -> list[Any]:
 
 def _cut(ids: list[int], room: int) -> list[int]:
     return ids[: room // 6]
+
+
+def _is_count(placed: tuple[Field, Any]) -> bool:
+    """Whether a value is one that a document bounds closely, such as a number of texts."""
+    return type(placed[1]) is int and 1 < placed[1] < 1 << 16
 
 
 def _are_words(values: list[Any]) -> bool:

@@ -18,6 +18,7 @@ from tools.api_page import application
 
 from outrider.edge.serve.app import create_local_app
 from outrider.edge.serve.state import LocalSettings
+from outrider.models.errors import RequestError
 
 _REF: Final = "#/components/schemas/{model}"
 
@@ -63,10 +64,6 @@ def _add_routes(paths: dict[str, dict[str, Any]], routes: Iterable[Any]) -> None
             paths.setdefault(path, {}).setdefault(method.lower(), {})
 
 
-class _Parsed(Exception):
-    """Ends a route that has parsed its body."""
-
-
 class _Parser:
     """Stands for `Bodies`: notes the message that a route wants."""
 
@@ -75,7 +72,7 @@ class _Parser:
 
     async def parse(self, owner: bytes, message: type[BaseModel], body: bytes) -> BaseModel:
         self._seen.append(message)
-        raise _Parsed
+        raise RequestError("invalid_parameter", "the route has parsed its body, and ends here")
 
     async def messages_of(self, app: Any, posts: list[str]) -> list[type[BaseModel]]:
         """The message of each route."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.crowd import Crowd, crowd_of
@@ -74,13 +75,15 @@ def beside(endpoint: Server, idle: Server) -> Iterator[Beside]:
 
 
 @contextmanager
-def endpoint_and_idle(subject: Subject, *options: str, extra_ms: float = 0.0) -> Iterator[tuple[Server, Server]]:
+def endpoint_and_idle(
+    subject: Subject, *options: str, extra_ms: float = 0.0, draft: Path | None = None
+) -> Iterator[tuple[Server, Server]]:
     """An endpoint with two keys over an emulated verifier, and an idle one. Every place has had a text."""
     with ExitStack() as stack:
         cloud = stack.enter_context(subject.emulated(STEP_MS, extra_ms))
         wide = ("--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN), *options)
-        endpoint = stack.enter_context(subject.endpoint(cloud.url, *wide, keys=KEYS))
-        idle = stack.enter_context(subject.endpoint(cloud.url, *wide, keys=KEYS))
+        endpoint = stack.enter_context(subject.endpoint(cloud.url, *wide, keys=KEYS, draft=draft))
+        idle = stack.enter_context(subject.endpoint(cloud.url, *wide, keys=KEYS, draft=draft))
         warm_up(endpoint)
         yield endpoint, idle
 

@@ -160,10 +160,13 @@ class Subject:
             yield server
 
     @contextmanager
-    def endpoint(self, cloud: str, *options: str, keys: Sequence[str] = ()) -> Iterator[Server]:
-        """Runs `outrider serve` on the reference draft, for the verifier at the URL `cloud`."""
+    def endpoint(
+        self, cloud: str, *options: str, keys: Sequence[str] = (), draft: Path | None = None
+    ) -> Iterator[Server]:
+        """Runs `outrider serve` on a draft, by default the reference draft, for the verifier at the URL `cloud`."""
         with tempfile.TemporaryDirectory() as place:
-            arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud, "--draft", str(self.bundles[1])]
+            arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud]
+            arguments += ["--draft", str(draft or self.bundles[1])]
             arguments += ["--port", "0", "--threads", "1", "--drain-s", "0", *options]
             if keys:
                 arguments += ["--api-key-file", str(written_keys(Path(place), keys))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
-from pydantic import BaseModel, Field, StrictBool, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.models.acceptance import Rule
@@ -28,6 +28,8 @@ Spans = list[tuple[float, float, int]]
 
 class PageRequest(StrictMessage):
     """POST /v1/outrider/generate. Of prompt and messages exactly one. round_trip_ms: added to that of the link."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
 
     prompt: str | None = Field(default=None, min_length=1)
     messages: Messages | None = None

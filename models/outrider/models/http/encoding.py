@@ -29,6 +29,8 @@ MAX_THREADS: Final = 2
 _USUAL_BYTES: Final = 8
 """Of a token, in a text that is tokenized at once: with so many most texts still fit."""
 _PART_CHARS: Final = 1 << 15
+_MIN_CUT_TOKENS: Final = 1 << 14
+"""Of a prompt before `truncate_prompt_tokens` cuts it, if the model's context is small. Otherwise twice the context."""
 
 
 class Workers:
@@ -110,21 +112,25 @@ def encode_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionReques
 def _encode_prompt(
     tokenizer: Tokenizer, max_tokens: int, prompt: str | list[int], body: CompletionRequest
 ) -> list[int]:
+    is_cut = body.truncate_prompt_tokens is not None
+    for text in (prompt, body.suffix):
+        if isinstance(text, str):
+            _check_parts(tokenizer, max_tokens, text, is_cut=is_cut)
     if body.suffix:
         return fill_in_prompt(tokenizer, prompt, body.suffix)
     if isinstance(prompt, list):
         return prompt
-    if body.truncate_prompt_tokens is None:
-        _check_parts(tokenizer, max_tokens, prompt)
     return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
 
 
-def _check_parts(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:
-    if has_far_too_many(tokenizer, max_tokens, text):
+def _check_parts(tokenizer: Tokenizer, max_tokens: int, text: str, *, is_cut: bool) -> None:
+    """is_cut: only its last tokens are kept. They depend on the whole text with some tokenizers, so it is bounded."""
+    most = max(2 * max_tokens, _MIN_CUT_TOKENS) if is_cut else max_tokens
+    if has_far_too_many(tokenizer, most, text):
         raise RequestError(
             "context_length_exceeded",
-            f"the prompt has {len(text)} characters, which are more than the {max_tokens} tokens that this server "
-            "takes. Send a shorter prompt",
+            f"the prompt has {len(text)} characters, which are more than the {most} tokens that this server takes"
+            f"{' before it cuts a prompt' if is_cut else ''}. Send a shorter prompt",
         )
 
 
@@ -147,8 +153,8 @@ def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> li
     except TokenizerError as error:
         raise FieldError("chat_template_refused", str(error), param="messages") from None
     check_length(tokenizer, max_tokens, text)
-    if not isinstance(body, GenerationRequest) or body.truncate_prompt_tokens is None:
-        _check_parts(tokenizer, max_tokens, text)
+    is_cut = isinstance(body, GenerationRequest) and body.truncate_prompt_tokens is not None
+    _check_parts(tokenizer, max_tokens, text, is_cut=is_cut)
     if not isinstance(body, GenerationRequest):
         return tokenizer.encode(text, add_special_tokens=False)
     return truncated(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), max_tokens, body)
