@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,7 +111,8 @@ def test_a_hang_ends_what_is_open(engine: Bare) -> None:
     number = engine.submit(REQUEST, found)
     assert engine._llm.added.wait(TIMEOUT_S)
     for _ in range(3 * wire.MAX_ORDERS):
-        engine.draft(number, 0, [[5] * 8])
+        with suppress(RequestError):  # the later ones: the engine has too many to read
+            engine.draft(number, 0, [[5] * 8])
     engine.cancel(number)
     engine._watch._silent = DEAD_AFTER - 2
     end = found.wait()
@@ -161,6 +163,19 @@ def test_a_step_that_raises_is_logged_without_texts(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.DEBUG), pytest.raises(MemoryError), failing:
         raise MemoryError
     assert "2 requests, 4 tokens" in caplog.text and "424242" not in caplog.text
+
+
+def test_a_step_asks_the_workers_for_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proposer has none, and each question is a message to the worker and back."""
+    monkeypatch.setattr(core.EngineCore, "post_step", core.EngineCore.post_step)  # put back at the end
+    asked: list[str] = []
+    workers = SimpleNamespace(take_draft_token_ids=lambda: asked.append("drafts"))
+    process = SimpleNamespace(check_for_draft_tokens=True, async_scheduling=False, model_executor=workers)
+    core.EngineCore.post_step(process, True)
+    assert asked == ["drafts"]  # vLLM's own way: what is replaced is still there
+    scheduler.ask_for_no_drafts()
+    core.EngineCore.post_step(process, True)
+    assert asked == ["drafts"]
 
 
 def test_padding_of_the_v2_runner_is_a_token() -> None:

@@ -52,6 +52,7 @@ class OutriderScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         silence_dumps()
+        ask_for_no_drafts()
         super().__init__(*args, **kwargs)
         refuse("vLLM's scheduler", missing_attributes(self, SCHEDULER_STATE))
         place = Path(os.environ[PLACE_VARIABLE])
@@ -519,6 +520,15 @@ class OutriderScheduler(Scheduler):
 def silence_dumps() -> None:
     """Replaces vLLM's dump of a step that raised: it holds drafts and parameters, so guesses of clients' texts."""
     core.dump_engine_exception = _log_failed_step
+
+
+def ask_for_no_drafts() -> None:
+    """Spares each step a message to the worker and back: vLLM asks for its proposer's drafts there, and has none."""
+    core.EngineCore.post_step = _after_step
+
+
+def _after_step(engine: Any, model_executed: bool) -> None:
+    """Nothing: `_choose` sets the drafts at the start of a step."""
 
 
 def _log_failed_step(config: Any, scheduler_output: Any, stats: Any) -> None:
