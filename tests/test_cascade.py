@@ -487,16 +487,21 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
     facts = fetch_facts(usual.big.url, None)
     upstream = Upstream(None, facts, b"secret", UpstreamRetry(), CascadeCounts())  # type: ignore[arg-type]
     wired = wire_request(request, [7], upstream)
-    assert wired.prompt == [*PROMPT, 7] and wired.max_tokens == 8 and wired.stop_ids == [EOS_ID]
+    assert wired.prompt == [*PROMPT, 7] and wired.max_tokens == 8
     assert wired.sampling() == SETTINGS[2] and wired.cache_salt == upstream.cache_salt(request.client)
     assert upstream.cache_salt(request.client) != upstream.cache_salt(replace(request, salt=b"other").client)
     assert (wired.presence_penalty, wired.generated, wired.logprobs) == (0.5, 3, 3)
     assert wired.grammar is not None and wired.grammar.kind == "choice"
     assert wire_item(request, facts).generated == 2 and wire_item(request, facts).grammar == wired.grammar
-    endless = replace(request, stop_ids=frozenset({7}), grammar=None)
-    assert (
-        not wired.ignore_eos and wire_request(endless, [], upstream).ignore_eos and wire_item(endless, facts).ignore_eos
-    )
+    two_ends = facts.model_copy(update={"eos_token_ids": [EOS_ID, 9]})
+    for own, stop_ids, expected in (
+        (facts, {EOS_ID}, ([], False)),  # upstream adds it
+        (facts, {EOS_ID, 7}, ([7], False)),
+        (facts, {7}, ([7], True)),
+        (two_ends, {9}, ([9], True)),  # asked for by its id, beside ignore_eos
+    ):
+        item = wire_item(replace(request, stop_ids=frozenset(stop_ids), grammar=None), own)
+        assert (item.stop_ids, item.ignore_eos) == expected
 
 
 def test_an_upstream_without_logprobs_is_an_error(usual: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:

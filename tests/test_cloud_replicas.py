@@ -657,10 +657,12 @@ def test_a_device_names_its_target_only_where_a_text_goes_on() -> None:
     with replicas(2, gate=gate) as group, serve_front(group[:1]) as front:
 
         async def scenario() -> GenerationResult:
-            begun = asyncio.Event()
+            begun, went_on = asyncio.Event(), asyncio.Event()
 
             async def hook(request: httpx.Request) -> None:
                 note(request)
+                if len(seen) == 2:
+                    went_on.set()
 
             async with CloudClient(front.url) as client:
                 client._http.event_hooks = {"request": [hook]}
@@ -669,6 +671,7 @@ def test_a_device_names_its_target_only_where_a_text_goes_on() -> None:
                 gate.allow(4)
                 await asyncio.wait_for(begun.wait(), TIMEOUT_S)
                 front.publish([group[1].report])
+                await asyncio.wait_for(went_on.wait(), TIMEOUT_S)  # before: the first replica could end the text
                 gate.open()
                 return await text
 
