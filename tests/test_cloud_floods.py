@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -15,11 +16,12 @@ from tests.serving import serve_fake
 from outrider.cloud.api import openapi
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.seam import EngineStats, Totals
-from outrider.models.http import answers, security
+from outrider.models.errors import RequestError
+from outrider.models.http import answers, security, shapes
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
 from outrider.models.http.logprobs import PackedLogprobs
-from outrider.models.http.security import KeyRing, Paced
+from outrider.models.http.security import KeyRing, Paced, PacedRefusals
 
 KEY = "a-key-of-this-test"
 
@@ -60,6 +62,36 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch:
     paced = Paced(app, KeyRing(), ["/health"])
     paced._requests = Pacer(10.0, 1, clock=lambda: 0.0)
     assert asked(2) == [0.1]
+
+
+def test_refused_drafts_wait_and_accepted_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their route is not paced: a device posts many times a second, within budgets of its own."""
+    waits: list[float] = []
+    refusal: RequestError | None = RequestError("unauthorized", "no key", status=401)
+
+    async def sleep(seconds: float) -> None:
+        waits.append(round(seconds, 6))
+
+    async def app(*_: Any) -> None:
+        if refusal is not None:
+            raise refusal
+
+    def asked(num: int, address: str = "10.0.0.1") -> list[float]:
+        waits.clear()
+        for _ in range(num):
+            with suppress(RequestError):
+                asyncio.run(paced({"type": "http", "client": (address, 1)}, None, None))  # type: ignore[arg-type]
+        return [each for each in waits if each]
+
+    paced = PacedRefusals(app)
+    paced._refused = Pacer(10.0, 3, clock=lambda: 0.0)
+    monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
+    assert asked(5) == [0.1, 0.2] and asked(3, "10.0.0.2") == []
+    assert max(asked(40)) == 2.0
+    refusal = RequestError("stale_draft", "late", status=409)
+    assert asked(40) == []
+    refusal = None
+    assert asked(40) == []
 
 
 def test_a_client_is_forgotten_once_it_could_send_a_burst_again() -> None:
@@ -150,6 +182,9 @@ def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.Mo
             return answer.status_code, answer.json().get("error", {}).get("code")
 
         assert asked(40) == (200, None) and held.num_bytes == 0
+        with monkeypatch.context() as patched:
+            patched.setattr(shapes.CompletionShape, "whole", lambda *_: 1 / 0)
+            assert asked(40) == (500, "internal_error") and held.num_bytes == 0
         assert asked(400) == (400, "answer_too_large") and held.num_bytes == 0
         owner = b"127.0.0.1"
         held.add(owner, 9_000, 0)

@@ -77,6 +77,8 @@ def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> 
     assert both.tokens == stopped.tokens and both.open.stop_ids == sorted({EOS_ID, other})
     alone = run_session(client, body(prompt=prompt, max_tokens=6, stop_ids=[other]))
     assert alone.tokens == ignored.tokens and alone.open.stop_ids == [other]
+    asked_for = run_session(client, body(prompt=prompt, max_tokens=6, stop_ids=[EOS_ID]))
+    assert asked_for.tokens == stopped.tokens, "what a request names ends it, the model's own end or not"
     end = stopped.tokens.index(EOS_ID)
     for ignores, count in ((False, end + 1), (True, 6)):
         item = {"prefix": prompt, "draft": ignored.tokens[:5], "stop_ids": [other], "ignore_eos": ignores}
