@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -95,16 +96,19 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
 
 
 def generated_local(subject: Subject) -> Iterator[Row]:
-    """The same for `outrider serve`, over an emulated verifier."""
+    """The same for `outrider serve`."""
     from bench.attacks.described import local_document
 
-    with (
-        tempfile.TemporaryDirectory() as place,
-        endpoint_and_idle(subject, draft=_with_template(subject.bundles[1], place)) as (endpoint, idle),
-    ):
-        model = ask(endpoint.port, "GET", "/v1/models", key=ATTACKER).json["data"][0]["id"]
-        facts = {"max_positions": 2048, "vocab_size": 4096}  # bench.emulated's
-        requests = _requests(local_document(), facts, {"model": model})
+    from outrider.models.bundle import Bundle
+
+    with ExitStack() as stack:
+        target, draft = (
+            _with_template(bundle, stack.enter_context(tempfile.TemporaryDirectory())) for bundle in subject.bundles
+        )
+        endpoint, idle = stack.enter_context(endpoint_and_idle(subject, draft=draft, target=target))
+        card = ask(endpoint.port, "GET", "/v1/models", key=ATTACKER).json["data"][0]
+        facts = {"max_positions": card["max_model_len"], "vocab_size": Bundle.open(target).tokenizer().size}
+        requests = _requests(local_document(), facts, {"model": card["id"]})
         long = [{"prompt": prompt_of(number, 1900), "max_tokens": 16} for number in range(32)]
         _warm_up(endpoint, "/v1/completions", long)
         yield from _rows("51", "outrider serve", Place(endpoint, idle, requests, _PLAIN, GENERATE, text_body))

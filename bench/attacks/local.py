@@ -76,11 +76,15 @@ def beside(endpoint: Server, idle: Server) -> Iterator[Beside]:
 
 @contextmanager
 def endpoint_and_idle(
-    subject: Subject, *options: str, extra_ms: float = 0.0, draft: Path | None = None
+    subject: Subject, *options: str, extra_ms: float = 0.0, draft: Path | None = None, target: Path | None = None
 ) -> Iterator[tuple[Server, Server]]:
-    """An endpoint with two keys over an emulated verifier, and an idle one. Every place has had a text."""
+    """An endpoint with two keys over an emulated verifier, or over `target`, and an idle one. Every place has had a
+    text.
+    """
     with ExitStack() as stack:
-        cloud = stack.enter_context(subject.emulated(STEP_MS, extra_ms))
+        cloud = stack.enter_context(
+            subject.emulated(STEP_MS, extra_ms) if target is None else subject.serve(bundle=target)
+        )
         wide = ("--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN), *options)
         endpoint = stack.enter_context(subject.endpoint(cloud.url, *wide, keys=KEYS, draft=draft))
         idle = stack.enter_context(subject.endpoint(cloud.url, *wide, keys=KEYS, draft=draft))
