@@ -73,7 +73,7 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     allowed_origin: Annotated[
         list[str],
         typer.Option(
-            help="Origin whose pages may call, such as https://chat.example.com; repeatable. The server's own and "
+            help="Origin whose pages may call, such as https://ui.example; repeatable. The server's own and "
             "loopback's are always allowed. CORS headers are left to the proxy in front."
         ),
     ] = field(default_factory=list)
@@ -82,7 +82,7 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     ] = EngineName.EMBEDDED
     vllm_option: Annotated[
         list[str],
-        typer.Option(help="NAME=VALUE of vLLM's engine, such as tensor_parallel_size=4; repeatable."),
+        typer.Option(help="NAME=VALUE of vLLM's engine, such as max_num_seqs=64; repeatable."),
     ] = field(default_factory=list)
     upstream: Annotated[
         str | None,

@@ -38,7 +38,7 @@ class ServeOptions(SourceOptions, DraftingOptions, AcceptanceOptions, KeyOptions
     allowed_origin: Annotated[
         list[str],
         typer.Option(
-            help="Origin whose pages may call, such as https://chat.example.com; repeatable. They get CORS headers."
+            help="Origin whose pages may call, such as https://ui.example; repeatable. They get CORS headers."
         ),
     ] = field(default_factory=list)
     max_requests: Annotated[int, typer.Option(min=1, help="Texts at a time, of all clients.")] = 16
