@@ -258,8 +258,8 @@ def test_a_draining_replica_hands_its_texts_to_one_of_the_same_target() -> None:
                 gate.allow(5)
                 await asyncio.wait_for(begun.wait(), TIMEOUT_S)
                 front.publish([replace(group[0].report, is_draining=True), *(each.report for each in group[1:])])
-                gate.open()
                 group[0].drain()
+                gate.open()  # not before: the first replica could end the text
                 return await text
 
         result = run(scenario())
