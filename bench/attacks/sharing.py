@@ -86,7 +86,6 @@ def long_prompts(subject: Subject) -> Iterator[Row]:
 
 
 def _beside_prompts(server: Server, what: str) -> Row:
-    text = {"prompt": prompt_of(1), "max_tokens": 1000, "ignore_eos": True}
     gaps: dict[str, list[float]] = {}
     prompts = [
         request_bytes(server.port, "POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 1}).encode())
@@ -94,6 +93,8 @@ def _beside_prompts(server: Server, what: str) -> Row:
     ]
     for phase, attack in (("alone", []), ("beside", prompts)):
         server.wait_until_idle()
+        # Another prompt each time: a text that was written before is drafted from.
+        text = {"prompt": prompt_of(len(gaps)), "max_tokens": 1000, "ignore_eos": True}
         with crowd_of(server.port, [text], address=OTHER_ADDRESS) as crowd:
             if not crowd.wait(lambda: crowd.num_running() == 1, CAP_S):
                 raise NotMeasured(f"the text had no token within {CAP_S:g} s")
