@@ -91,7 +91,9 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
             def text(number: int) -> dict[str, Any]:
                 return {"prompt": prompt_of(number), "max_tokens": facts["max_positions"] // 4, "ignore_eos": True}
 
-            _warm_up(server, "/v1/sessions", [text(number) for number in range(64)])
+            lengths = _lengths(facts["max_positions"])
+            texts = [{"prompt": prompt_of(length, length), "max_tokens": 16} for length in lengths]
+            _warm_up(server, "/v1/sessions", [*texts, *(text(number) for number in range(64))])
             yield from _rows("50", "outrider-cloud serve", Place(server, idle, requests, _PLAIN, "/v1/sessions", text))
 
 
@@ -109,8 +111,8 @@ def generated_local(subject: Subject) -> Iterator[Row]:
         card = ask(endpoint.port, "GET", "/v1/models", key=ATTACKER).json["data"][0]
         facts = {"max_positions": card["max_model_len"], "vocab_size": Bundle.open(target).tokenizer().size}
         requests = _requests(local_document(), facts, {"model": card["id"]})
-        long = [{"prompt": prompt_of(number, 1900), "max_tokens": 16} for number in range(32)]
-        _warm_up(endpoint, "/v1/completions", long)
+        texts = [{"prompt": prompt_of(length, length), "max_tokens": 16} for length in _lengths(facts["max_positions"])]
+        _warm_up(endpoint, "/v1/completions", texts)
         yield from _rows("51", "outrider serve", Place(endpoint, idle, requests, _PLAIN, GENERATE, text_body))
 
 
@@ -122,6 +124,13 @@ def _with_template(bundle: Path, place: str) -> Path:
 def _requests(document: dict[str, Any], facts: dict[str, Any], names: dict[str, str]) -> Requests:
     context = facts["max_positions"] - 2 * NUM_TEXTS - 16
     return Requests(document, room=SIZE - 4096, context=context, vocab_size=facts["vocab_size"], names=names)
+
+
+def _lengths(max_positions: int) -> list[int]:
+    """Of many prompts, in no order: a runtime keeps something for each number of tokens that it meets, 65 MB in all."""
+    lengths = [2 + number * (max_positions - 64) // 160 for number in range(160)]
+    random.Random(0).shuffle(lengths)
+    return lengths
 
 
 def _warm_up(server: Server, path: str, texts: Sequence[dict[str, Any]]) -> None:
