@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
 from outrider.models.errors import RuntimeUnavailable
 
@@ -26,7 +25,7 @@ def run_child_command(arguments: Sequence[str], failure: str) -> str:
     # A session of its own, so that Ctrl-C in a terminal reaches it through us, once.
     is_posix = os.name == "posix"
     with (
-        _ending_on_signals(),
+        _ending_on_signals() as release,
         subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.DEVNULL,
@@ -38,6 +37,7 @@ def run_child_command(arguments: Sequence[str], failure: str) -> str:
         ) as process,
     ):
         try:
+            release()
             printed, _ = process.communicate()
         except BaseException:
             _end(process)
@@ -62,24 +62,40 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Signals that would end us at once raise SystemExit instead, so that the child is ended.
+def _ending_on_signals() -> Iterator[Callable[[], None]]:
+    """Signals that would end us raise an exception instead, so that the child is ended: from the call of what is given
+    on. Before it they wait: between the child's start and our guard one would leave the child behind.
 
     A signal that is ignored, or that has a handler, stays as it is; so does everything outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
+    came: int | None = None
+    is_held = True
 
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if is_held:
+            came = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    changed = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    def release() -> None:
+        nonlocal is_held
+        is_held = False
+        if came is not None:
+            end(came, None)
+
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    changed = {number: before for number in numbers if (before := signal.getsignal(number)) in usual}
     for number in changed:
         signal.signal(number, end)
     try:
-        yield
+        yield release
     finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)
+        for number, before in changed.items():
+            signal.signal(number, before)
