@@ -35,6 +35,8 @@ from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.errors import EndpointUnfit, EndpointWrong
+from outrider.edge.link.origin import TextOrigin
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, _without_first, whole_result
 from outrider.edge.modes.stream import StreamAgent
@@ -369,6 +371,15 @@ def test_run_writes_and_marks_a_text_without_a_cloud(
     assert set(document["sources"]) == {"unverified"} and document["eased_by"] is None
     assert run_main(monkeypatch, *command, "--offline-ok", "--mode", "cloud-only") == 2
     assert "--offline-ok needs a draft that streams" in capsys.readouterr().err
+
+
+def test_an_address_that_was_wrong_is_tried_again() -> None:
+    """What cannot go on with the text stays out; a name that was not found may be found once the network is back."""
+    origin = TextOrigin()
+    unfit = EndpointUnfit("another target")
+    origin.unfit |= {"http://one": EndpointWrong("no host has this name"), "http://two": unfit}
+    origin.forget_addresses()
+    assert origin.unfit == {"http://two": unfit}
 
 
 def test_without_the_option_a_missing_cloud_is_an_error() -> None:

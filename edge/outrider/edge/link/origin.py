@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.edge.link.errors import EndpointLost, TargetMismatch, short
+from outrider.edge.link.errors import EndpointLost, EndpointWrong, TargetMismatch, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,10 @@ class TextOrigin:
     def target(self) -> str | None:
         """The identity of that target, where it has sent one."""
         return self._began.target if self._began is not None else None
+
+    def forget_addresses(self) -> None:
+        """Lets endpoints be tried again whose address was wrong: a network, or what stands before a server, changes."""
+        self.unfit = {url: error for url, error in self.unfit.items() if not isinstance(error, EndpointWrong)}
 
     def needs_probe(self, url: str) -> bool:
         """Whether to look at the endpoint's readiness before the text goes on there: it is another than the last."""

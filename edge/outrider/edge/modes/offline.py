@@ -134,6 +134,7 @@ class OfflineWriter:
             raise
         except CloudError as error:
             text.error = str(error)
+            origin.forget_addresses()
             return False
         self._replace(text)  # the target's text ends before them
         text.reason = text.result.finish_reason
