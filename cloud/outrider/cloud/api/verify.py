@@ -103,7 +103,7 @@ class _Batch:
         self._asked = asked
         self._salt = b""
         self._trace = trace
-        self._errors: dict[int, RequestError] = {}
+        self._failed: dict[int, tuple[int, int]] = {}  # item -> its HTTP status, and when to try again, in seconds
         self._results: list[VerifyResult] = []
         self._running: dict[int, int] = {}  # item -> the engine's sequence; each has a slot
 
@@ -169,14 +169,14 @@ class _Batch:
         model = self._core.model
         times = self._core.step_times()._asdict()
         body = VerifyAnswer(results=self._results, model=model.name, target=model.target, **times)
-        statuses = {error.status for error in self._errors.values()}
+        statuses = {status for status, _ in self._failed.values()}
         status = 200
-        if len(self._errors) == len(self._results) and len(statuses) == 1:
+        if len(self._failed) == len(self._results) and len(statuses) == 1:
             status = statuses.pop()
             body = body.model_copy(update={"error": self._results[0].error})
         headers = {}
         if status in (429, 503):
-            headers["retry-after"] = str(max(error.retry_after_s or 1 for error in self._errors.values()))
+            headers["retry-after"] = str(max(retry_s for _, retry_s in self._failed.values()))
         return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
 
     async def _request(self, raw: Any) -> GenerateRequest:
@@ -232,7 +232,8 @@ class _Batch:
         self._results[index] = so_far.model_copy(update=update)
 
     def _fail(self, index: int, error: RequestError) -> None:
-        self._errors[index] = error
+        # Not the error: its traceback would hold this batch, and so all that the item had, until the collector runs.
+        self._failed[index] = (error.status, error.retry_after_s or 1)
         self._core.metrics.failed(error.code)
         self._results[index] = VerifyResult(error=error_body(error))
 
