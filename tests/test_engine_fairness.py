@@ -262,11 +262,13 @@ def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones() -> None:
     assert steps_to_first_token(harness, short) <= 3
 
 
-class PromptFlood:
-    """An owner that has four prompts of 400 fresh tokens in the engine at any time, for one token each."""
+class Flood:
+    """An owner that has four prompts of 400 fresh tokens in the engine at any time, for one token each; or 32 items of
+    /v1/verify with a draft of 64 tokens each.
+    """
 
-    def __init__(self, harness: Harness, owner: bytes) -> None:
-        self._harness, self._owner = harness, owner
+    def __init__(self, harness: Harness, owner: bytes, *, has_items: bool = False) -> None:
+        self._harness, self._owner, self._has_items = harness, owner, has_items
         self._open: list[Collector] = []
         self.num_done = self._num = 0
         self.refill()
@@ -274,13 +276,18 @@ class PromptFlood:
     def refill(self) -> None:
         self.num_done += sum(each.end is not None for each in self._open)
         self._open = [each for each in self._open if each.end is None]
-        while len(self._open) < 4:
+        while len(self._open) < (32 if self._has_items else 4):
             self._num += 1
-            prompt = prompt_of(1000 + self._num, 400)
-            self._open.append(self._harness.submit(prompt, 1, owner=self._owner)[1])
+            if self._has_items:
+                one = self._harness.submit(prompt_of(self._num, 2), 99, once=True, draft=[5] * 64, owner=self._owner)
+            else:
+                one = self._harness.submit(prompt_of(1000 + self._num, 400), 1, owner=self._owner)
+            self._open.append(one[1])
 
 
-def flooded(num_texts: int, num_steps: int, *, priority: int = 0) -> tuple[list[float], list[list[int]], int]:
+def flooded(
+    num_texts: int, num_steps: int, *, priority: int = 0, has_items: bool = False
+) -> tuple[list[float], list[list[int]], int]:
     """Seconds of each step, its tokens by sequence, and prompts done, beside texts of so many other owners."""
     clock_s = lambda num_tokens: 0.006 + 0.0005 * num_tokens  # noqa: E731
     harness = Harness(num_blocks=8192, max_positions=2048, step_s=clock_s)
@@ -291,7 +298,7 @@ def flooded(num_texts: int, num_steps: int, *, priority: int = 0) -> tuple[list[
     ]
     harness.run_steps(2)
     assert all(text.tokens for text in texts)
-    flood, steps_s = PromptFlood(harness, ALICE), list[float]()
+    flood, steps_s = Flood(harness, ALICE, has_items=has_items), list[float]()
     first = len(harness.batches)
     for _ in range(num_steps):
         began = harness.clock.now
@@ -312,6 +319,21 @@ def test_another_owners_prompts_take_no_more_time_than_a_step(num_texts: int) ->
     share = for_prompts_s / sum(steps_s)
     assert 0.9 / (num_texts + 1) <= share <= 1.1 / (num_texts + 1)
     assert num_done >= 4
+
+
+@pytest.mark.parametrize("num_texts", [1, 3])
+def test_another_owners_verify_items_take_their_share_of_time(num_texts: int) -> None:
+    """An item's draft is verified in one pass: beside others' texts a step has one, and prompts of as long as such a
+    step without; its owner pays for the time.
+    """
+    steps_s, batches, num_done = flooded(num_texts, 600, has_items=True)
+    decode_s = 0.006 + 0.0005 * num_texts
+    assert max(steps_s) <= 2 * decode_s + 65 * 0.0005 + 1e-9
+    assert all(batch.count(1) >= num_texts for batch in batches), "a text sat out a step"
+    for_items_s = sum(each - decode_s for each in steps_s)
+    share = for_items_s / sum(steps_s)
+    assert 0.8 / (num_texts + 1) <= share <= 1.25 / (num_texts + 1)
+    assert num_done >= 40
 
 
 def test_prompts_delay_nobody_without_another_owners_text() -> None:

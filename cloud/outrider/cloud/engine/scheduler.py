@@ -291,8 +291,13 @@ class Scheduler:
         for sequence in self.running:
             sequence.drafts.has_company = len(self.running) > 1
         ready = [s for s in self.running if not self._is_waiting(s, now)]
-        late = self._items_without_room(ready)
-        if late:
+        items = [s for s in ready if s.drafts.num_own and s.num_missing == 1]
+        texts = [s for s in self.running if s.num_missing == 1]  # also those that wait for a draft, or for a place
+        added_to = [*(s for s in ready if s.num_missing > 1), *items]
+        punctual, delaying = self._owners.in_time(added_to, texts, by_age=self._by_age)
+        in_time = set(punctual) if self._step % PLAIN_STEPS else set(punctual) - delaying
+        if items:
+            late = self._late_items(ready, items, in_time, delaying)
             ready = [s for s in ready if s not in late]
         self._level = self._owners.level(self._config.max_running)
         ready = self._owners.take_places(ready, self._config.max_running, by_age=self._by_age)
@@ -300,13 +305,12 @@ class Scheduler:
         prompts = [s for s in ready if s.num_missing > 1]
         budget = max(0, self._config.token_budget - len(decoding))
         fixed = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
-        texts = [s for s in self.running if s.num_missing == 1]  # also those that wait for a draft, or for a place
-        in_time, delaying = self._owners.in_time(prompts, texts, by_age=self._by_age)
         if decoding:
-            prompts = in_time if self._step % PLAIN_STEPS else [s for s in prompts if s not in delaying]
+            prompts = [s for s in prompts if s in in_time]
         # However full a step is, prompts advance by a block: every sequence gets its first token.
         for_prompts = min(sum(s.num_wanted for s in prompts), max(budget - budget // 2, self._cache.pool.block_size))
-        if delaying:
+        has_delaying = any(s in delaying for s in prompts)
+        if has_delaying:
             beside = fixed if decoding else StepSize.of(1, texts[0].computed)
             past = sum(s.computed for s in prompts) / max(1, len(prompts))
             added = steps_added(self._drafting.curve, for_prompts, beside, past)
@@ -317,9 +321,12 @@ class Scheduler:
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
         drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
         left = max(budget - sum(len(chosen.tokens) for chosen in drafts.values()), for_prompts)
-        chunks = self._owners.split_tokens(prompts, for_prompts if delaying else left, by_age=self._by_age)
-        if delaying and decoding:  # else the step delays a text by itself at most, and nobody's step is shared
+        chunks = self._owners.split_tokens(prompts, for_prompts if has_delaying else left, by_age=self._by_age)
+        if has_delaying and decoding:  # else the step delays a text by itself at most, and nobody's step is shared
             self._owners.charge({s: count for s, count in chunks.items() if s in delaying}, added)
+        given = {s: s.num_wanted - 1 for s in decoding if s in delaying}  # items
+        if 0 < len(given) < len(decoding):
+            self._owners.charge(given, steps_added(self._drafting.curve, sum(given.values()), fixed, context))
         shares: list[Share] = []
         taking_part: set[SequenceState] = set()
         for sequence in [*decoding, *prompts]:
@@ -343,31 +350,46 @@ class Scheduler:
         self._owners.took_part(taking_part)
         return shares
 
-    def _items_without_room(self, ready: Sequence[SequenceState]) -> set[SequenceState]:
+    def _late_items(
+        self,
+        ready: Sequence[SequenceState],
+        items: list[SequenceState],
+        in_time: set[SequenceState],
+        delaying: set[SequenceState],
+    ) -> set[SequenceState]:
         """The /v1/verify items that leave this step to others, because an item's whole draft is verified in its pass.
 
-        Owners take turns, and so do each owner's items; the first is never left out. Sessions' drafts and prompts keep
-        their parts of the room.
+        Owners take turns, and so do each owner's items. Sessions' drafts and prompts keep their parts of the room. Of
+        items that delay others' texts, those whose owners owe no time, as many as at most double the step's time, and
+        one at least.
         """
-        items = [s for s in ready if s.drafts.num_own and s.num_missing == 1]
-        if not items:
-            return set()
         items.sort(key=lambda s: s.turn)
-        has_prompts = any(s.num_missing > 1 for s in ready)
+        num_prompts = sum(s.num_missing > 1 for s in ready)
         has_sessions = any(s.drafts.num_own is None for s in ready)
-        room = max(0, self._config.token_budget - self._config.max_running) // (1 + has_prompts + has_sessions)
+        room = max(0, self._config.token_budget - self._config.max_running) // (1 + (num_prompts > 0) + has_sessions)
+        others = [s for s in ready if s.num_missing == 1 and s not in delaying]
+        past = sum(s.computed for s in items) / len(items)
+        beside = StepSize(len(others), sum(1 + s.computed for s in others)) if others else StepSize.of(1, int(past))
+        shared_room = tokens_within_a_step(steps_added(self._drafting.curve, room, beside, past))
         ranks: Counter[bytes] = Counter()  # of each owner's next item
         order: list[tuple[int, SequenceState]] = []
         for item in items:
             order.append((ranks[item.request.owner], item))
             ranks[item.request.owner] += 1
         late: set[SequenceState] = set()
-        for index, (_, item) in enumerate(sorted(order, key=lambda entry: entry[0])):
-            num_drafted = item.num_wanted - 1
-            if index > 0 and num_drafted > room:
+        taken: list[bool] = []  # of each whether it delays others
+        for _, item in sorted(order, key=lambda entry: entry[0]):
+            num_drafted, is_delaying = item.num_wanted - 1, item in delaying
+            is_first = True not in taken if is_delaying else not taken
+            fits = num_drafted <= (min(room, shared_room) if is_delaying else room)
+            if (is_delaying and item not in in_time) or not (is_first or fits):
                 late.add(item)
-            else:
-                room = max(0, room - num_drafted)
+                continue
+            taken.append(is_delaying)
+            room = max(0, room - num_drafted)
+            shared_room -= is_delaying * num_drafted
+        if len(late) == len(ready):  # those that they would delay wait for drafts
+            late.discard(items[0])
         return late
 
     def _part_of(self, sequence: SequenceState, chosen: Chosen, room: int) -> tuple[list[int], Chosen]:
