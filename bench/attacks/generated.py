@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,9 +92,8 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
             def text(number: int) -> dict[str, Any]:
                 return {"prompt": prompt_of(number), "max_tokens": facts["max_positions"] // 4, "ignore_eos": True}
 
-            lengths = _lengths(facts["max_positions"])
-            texts = [{"prompt": prompt_of(length, length), "max_tokens": 16} for length in lengths]
-            _warm_up(server, "/v1/sessions", [*texts, *(text(number) for number in range(64))])
+            warm = _warm_texts(facts["max_positions"])
+            _warm_up(server, "/v1/sessions", [*warm, *(text(number) for number in range(64))])
             yield from _rows("50", "outrider-cloud serve", Place(server, idle, requests, _PLAIN, "/v1/sessions", text))
 
 
@@ -111,8 +111,7 @@ def generated_local(subject: Subject) -> Iterator[Row]:
         card = ask(endpoint.port, "GET", "/v1/models", key=ATTACKER).json["data"][0]
         facts = {"max_positions": card["max_model_len"], "vocab_size": Bundle.open(target).tokenizer().size}
         requests = _requests(local_document(), facts, {"model": card["id"]})
-        texts = [{"prompt": prompt_of(length, length), "max_tokens": 16} for length in _lengths(facts["max_positions"])]
-        _warm_up(endpoint, "/v1/completions", texts)
+        _warm_up(endpoint, "/v1/completions", _warm_texts(facts["max_positions"]))
         yield from _rows("51", "outrider serve", Place(endpoint, idle, requests, _PLAIN, GENERATE, text_body))
 
 
@@ -126,17 +125,24 @@ def _requests(document: dict[str, Any], facts: dict[str, Any], names: dict[str, 
     return Requests(document, room=SIZE - 4096, context=context, vocab_size=facts["vocab_size"], names=names)
 
 
-def _lengths(max_positions: int) -> list[int]:
-    """Of many prompts, in no order: a runtime keeps something for each number of tokens that it meets, 65 MB in all."""
+def _warm_texts(max_positions: int) -> list[dict[str, Any]]:
+    """Prompts of many lengths, in no order: a runtime keeps something for each number of tokens that it meets, 65 MB in
+    all. Then as many long texts at once as fill the KV cache, whose pages are the system's until they are written.
+    """
     lengths = [2 + number * (max_positions - 64) // 160 for number in range(160)]
     random.Random(0).shuffle(lengths)
-    return lengths
+    half, quarter = max_positions // 2, max_positions // 4
+    return [
+        *({"prompt": prompt_of(length, length), "max_tokens": 16} for length in lengths),
+        *({"prompt": prompt_of(n, half), "max_tokens": quarter, "ignore_eos": True} for n in range(32)),
+    ]
 
 
 def _warm_up(server: Server, path: str, texts: Sequence[dict[str, Any]]) -> None:
     """Long texts in every place: memory that any use takes is not the attack's."""
     requests = [
-        request_bytes(server.port, "POST", path, json.dumps(text).encode(), key) for text in texts for key in KEYS
+        request_bytes(server.port, "POST", path, json.dumps(text).encode(), key)
+        for text, key in zip(texts, cycle(KEYS))
     ]
     with attacking(repeat, server.port, requests, 16, 30.0) as reports:
         for _ in texts:

@@ -84,11 +84,23 @@ class Exchange:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             self._left.add(task)
+            task.add_done_callback(self._forget)
             self._is_cut = True
             if self._can_cut:
                 task.cancel()  # once: a second one could reach the cleaning up
             raise
-        return task.result()
+        self._forget(task)
+        try:
+            return task.result()
+        finally:
+            del task  # else its error, whose traceback has this frame, would have itself
+
+    def _forget(self, step: asyncio.Task[Any]) -> None:
+        """A step that has ended has the answer or an error, which has the request, whose `trace` is this exchange's: a
+        body would stay until the collector runs.
+        """
+        if self._step is step:
+            self._step = None
 
     async def send(self, http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
         """The answer's head; `aclose` closes the answer."""
@@ -132,6 +144,7 @@ class Exchange:
                 await self._chunks.aclose()
             if self._response is not None:
                 await self._response.aclose()
+            self._chunks = self._response = None
 
     async def _read_end(self, end_s: float) -> None:
         """Reads once more; what comes, if anything does, concerns nobody."""

@@ -88,6 +88,11 @@ class Mailbox(Inbox[Delivery]):
         self._listener = listener
         self.poke()
 
+    def close(self) -> None:
+        """The reader is gone, and with it the listener."""
+        self._listener = None
+        super().close()
+
     def poke(self) -> None:
         """Hands events to the listener, or lets a waiting `take` return, with nothing if there is nothing."""
         if self._listener is not None:

@@ -214,14 +214,15 @@ class GuessTree:
 
         Call `replant` after the last token of a commit.
         """
-        child = self.root.children.get(token)
+        child = self.root.children.pop(token, None)
+        _uproot(self.root)
         self.root = child if child is not None else Node(token, self.root.depth + 1, None, None, 1.0)
         self.root.parent = None  # else every token of the text would stay in memory
         return child
 
     def clear(self) -> None:
         """Forgets all guesses."""
-        self.root.children.clear()
+        _uproot(self.root)
         self.root.guesses = ()
         self.root.state = _WAITING
         self.replant()
@@ -327,3 +328,12 @@ class GuessTree:
     def likeliest_length(self) -> int:
         """Nodes of the likeliest path."""
         return len(self.likeliest())
+
+
+def _uproot(root: Node) -> None:
+    """Lets go of what is below: parents and children that have each other would stay until the collector runs."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        stack += node.children.values()
+        node.children.clear()

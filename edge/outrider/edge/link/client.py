@@ -397,10 +397,8 @@ class CloudClient:
         if (coding := response.headers.get("content-encoding", "identity")).lower() != "identity":
             raise ProtocolBroken(self.url, f"its answer is encoded as {short(coding)!r}; asked for was 'identity'")
         if status >= 400:
-            error = self._refusal(status, await self._read(response, MAX_ERROR_BYTES, is_cut=True))
-            if isinstance(error, EndpointLost):
-                error.retry_after_s = retry_after_s(response.headers.get("retry-after"))
-            raise error
+            body = await self._read(response, MAX_ERROR_BYTES, is_cut=True)
+            raise self._refusal(status, body, response.headers)  # of no name: this frame is in its traceback
 
     async def _read(self, response: httpx.Response, max_bytes: int, *, is_cut: bool = False) -> bytes:
         """The body. is_cut: leaves out what is beyond `max_bytes`, which else raises ProtocolBroken."""
@@ -444,7 +442,7 @@ class CloudClient:
         line = len(f"HTTP/1.1 {response.status_code} {response.reason_phrase}\r\n")
         self._headers_down += line + _header_bytes(response.headers)
 
-    def _refusal(self, status: int, body: bytes) -> OutriderError:
+    def _refusal(self, status: int, body: bytes, headers: httpx.Headers) -> OutriderError:
         error = _reported(status, body)
         if status == 401 and self._login and not self._has_key:
             words = f"{self.url} does not accept the user name and password of its address: correct them, or set a key"
@@ -453,7 +451,10 @@ class CloudClient:
             # The server's words name an HTTP header; users of the agent set a variable.
             needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"
             return RequestError(error.code, f"The verifier at {self.url} {needed} OUTRIDER_API_KEY.", status=status)
-        return refusal_error(self.url, error, status)
+        refusal = refusal_error(self.url, error, status)
+        if isinstance(refusal, EndpointLost):
+            refusal.retry_after_s = retry_after_s(headers.get("retry-after"))
+        return refusal
 
     def _parse(self, kind: type[Answer], body: bytes) -> Answer:
         try:

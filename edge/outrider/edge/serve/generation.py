@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,12 +41,13 @@ _USAGE_S: Final = 0.5
 
 @dataclass(slots=True)
 class _Choice:
-    """A text. is_cut: its stop string came, and the end of its session has not."""
+    """A text. task: while it runs. is_cut: its stop string came, and the end of its session has not."""
 
     request: GenerationRequest
     assembler: TextAssembler
     prediction: PredictionFollower | None
     task: asyncio.Task[None] | None = None
+    has_begun: bool = False
     is_over: bool = False
     is_cut: bool = False
     num_accepted: int = 0
@@ -71,7 +72,8 @@ class LocalTexts:
     _quoted: Sequence[Sequence[QuotedText]] = ()
     _style: TextStyle = field(default_factory=TextStyle)
     _num_each: int = 1
-    _begin_others: Callable[[int], None] = lambda index: None
+    _facts: ModelFacts | None = None
+    _is_up: bool = True
 
     @classmethod
     def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> Self:
@@ -102,7 +104,7 @@ class LocalTexts:
         for request in requests:  # first: what a draft keeps of a prompt grows with it
             check_tokens(facts.max_positions, request.prompt)
         self._quoted = [each for each in quoted for _ in range(num_each)]
-        self._style, self._num_each = style, num_each
+        self._style, self._num_each, self._facts, self._is_up = style, num_each, facts, is_up
         for request in requests:
             for index in range(num_each):
                 each = replace(request, params=choice_params(request.params, index)) if index else request
@@ -110,27 +112,30 @@ class LocalTexts:
                 follower = PredictionFollower(request.prediction) if request.prediction else None
                 self._choices.append(_Choice(each, assembler, follower))
 
-        def begin(index: int) -> None:
-            choice = self._choices[index]
-            work = self._generate(index, choice.request, facts, is_up=is_up)
-            choice.task = asyncio.get_running_loop().create_task(work)
-            self._num_places -= 1  # the task's own from here
-            self.core.tasks.add(choice.task)
-            choice.task.add_done_callback(partial(self._on_done, index))
-
-        def begin_others(index: int) -> None:
-            if index % num_each == 0:
-                for other in range(index + 1, index + num_each):
-                    if self._choices[other].task is None:
-                        begin(other)
-
-        self._begin_others = begin_others
         for index in range(0, len(self._choices), num_each):
-            begin(index)
+            self._begin(index)
+
+    def _begin(self, index: int) -> None:
+        choice = self._choices[index]
+        assert self._facts is not None
+        choice.has_begun = True
+        work = self._generate(index, choice.request, self._facts, is_up=self._is_up)
+        choice.task = asyncio.get_running_loop().create_task(work)
+        self._num_places -= 1  # the task's own from here
+        self.core.tasks.add(choice.task)
+        choice.task.add_done_callback(partial(self._on_done, index))
+
+    def _begin_others(self, first: int) -> None:
+        """Begins the other texts of a prompt, whose first has its first token."""
+        if first % self._num_each == 0:
+            for index in range(first + 1, first + self._num_each):
+                if not self._choices[index].has_begun:
+                    self._begin(index)
 
     def _on_done(self, index: int, task: asyncio.Task[None]) -> None:
         # Here and not in the task: one that is cancelled before it runs gives nothing back.
         self.core.tasks.discard(task)
+        self._choices[index].task = None  # a cancelled one has the traceback of where it was, and that has this
         self.core.places.release(self.owner)
         if task.cancelled() and self.core.is_draining:
             self.reader.put((index, shutting_down()))
@@ -296,8 +301,8 @@ class LocalTexts:
         """Ends a text that is whole, whatever its session does."""
         if not choice.is_over:
             choice.is_over = True
-            assert choice.task is not None
-            choice.task.cancel()
+            if choice.task is not None:
+                choice.task.cancel()
             self.reader.poke()
 
     def mean_logprob(self, index: int) -> float:

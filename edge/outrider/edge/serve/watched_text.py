@@ -98,13 +98,17 @@ class WatchedText(LocalTexts):
                 if parts:
                     yield b"".join(parts)
         finally:
-            self._ticks.cancel()
+            self._end_ticks()
 
     def close(self) -> None:
         """As `LocalTexts.close`."""
+        self._end_ticks()
+        LocalTexts.close(self)
+
+    def _end_ticks(self) -> None:
         if self._ticks is not None:
             self._ticks.cancel()
-        LocalTexts.close(self)
+            self._ticks = None  # a cancelled one has the traceback of where it was, and that has this
 
     async def _tick(self) -> None:
         while True:
