@@ -66,6 +66,7 @@ class Script:
         self.num_unverified = 0
         self.replaced_at: list[int] = []
         self.confirmed = 0
+        self.pauses: list[float] = []
 
     def on_tokens(self, batch: TokenBatch) -> None:
         self.shown += batch.tokens
@@ -78,12 +79,19 @@ class Script:
     def on_confirmed(self, num: int) -> None:
         self.confirmed += num
 
+    async def sleep(self, seconds: float) -> None:
+        """Its time passes once the text is written."""
+        self.pauses.append(seconds)
+        while self.num_unverified < COUNT:
+            await asyncio.sleep(0)
+
     async def run(self, url: str, find_cloud: Any = None, is_up: bool = True) -> OfflineText:
         async with CloudClient(url) as client:
             drafter = ModelDrafter(fake_draft(self.agreement))
             agent = make_agent(Mode.STREAM, Endpoints([client], QUICK), drafter, depth="4")
             assert isinstance(agent, StreamAgent) and agent.drafter is not None
             writer = OfflineWriter(agent, agent.drafter, frozenset(), find_cloud, self.on_confirmed, self.on_replaced)
+            writer.sleep = self.sleep
             request = GenerationRequest(tuple(TOKENS), PARAMS, COUNT, ignore_eos=True)
             return await asyncio.wait_for(writer.generate(request, self.on_tokens, is_up=is_up), 30.0)
 
@@ -123,6 +131,20 @@ def test_what_was_written_alone_is_verified_once_a_cloud_is_back(agreement: floa
     assert (text.num_replaced == 0) == (agreement == 1.0) == (not script.replaced_at)
     assert set(whole_result(text).sources) <= {Source.DRAFT, Source.TARGET}
     assert "the target confirmed" in offline_line(text)
+
+
+def test_a_cloud_that_answers_and_serves_no_text_holds_nothing_up() -> None:
+    """It is tried again at once, and then after pauses: the draft writes on meanwhile, and the text ends unverified."""
+    script, looks = Script(), list[int]()
+
+    async def find_cloud() -> bool:
+        looks.append(script.num_unverified)
+        return True
+
+    text = asyncio.run(script.run("http://127.0.0.1:9", find_cloud))
+    assert text.local == truth() and not text.verified
+    assert len(looks) <= 3 and script.pauses[0] == 1.0
+    assert text.as_json()["error"] is not None
 
 
 def test_what_is_said_of_each_token_goes_with_it() -> None:

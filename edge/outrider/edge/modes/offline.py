@@ -92,12 +92,16 @@ class OfflineWriter:
         """
         text, origin = OfflineText(), origin or TextOrigin()
         started = time.perf_counter()
+        num_failed = 0  # parts in a row that clouds failed to write: one may answer, and refuse every text
         while True:
-            if is_up and await self._verify(text, request, on_tokens, origin):
-                return text
-            is_over, is_up = await self._write(text, request, on_tokens, started)
+            if is_up:
+                num_verified = len(text.verified)
+                if await self._verify(text, request, on_tokens, origin):
+                    return text
+                num_failed = 1 if len(text.verified) > num_verified else num_failed + 1
+            is_over, is_up = await self._write(text, request, on_tokens, started, num_failed)
             if is_over and not is_up:
-                is_up = self.find_cloud is not None and await self.find_cloud()
+                is_up = num_failed < 2 and self.find_cloud is not None and await self.find_cloud()
                 if not is_up:
                     return text
 
@@ -147,12 +151,12 @@ class OfflineWriter:
             self.on_replaced(text.verified)
 
     async def _write(
-        self, text: OfflineText, request: GenerationRequest, on_tokens: OnTokens, started: float
+        self, text: OfflineText, request: GenerationRequest, on_tokens: OnTokens, started: float, num_failed: int
     ) -> tuple[bool, bool]:
         """Writes locally until the text is over or a cloud is back: whether it is over, whether one is back."""
         scheduler = self.agent.scheduler
         scheduler.enter()  # its thread stays, and only it touches the draft
-        watch = asyncio.create_task(self._watch()) if self.find_cloud is not None else None
+        watch = asyncio.create_task(self._watch(num_failed)) if self.find_cloud is not None else None
         try:
             await self._in_thread(partial(self._begin, text, request))
             while await self._in_thread(self._read_on):  # a piece at a time: other texts draft between them
@@ -230,10 +234,12 @@ class OfflineWriter:
         is_full = self.max_positions is not None and len(request.prompt) + len(tokens) >= self.max_positions
         return "context" if is_full else None
 
-    async def _watch(self) -> None:
-        """Returns once a cloud answers."""
+    async def _watch(self, num_failed: int) -> None:
+        """Returns once a cloud answers. Looks at once after the first failure, and later after each one more."""
         assert self.find_cloud is not None
-        pause_s = FIRST_LOOK_S
+        pause_s = min(MOST_LOOK_S, FIRST_LOOK_S * 2.0 ** max(0, num_failed - 2))
+        if num_failed > 1:
+            await self.sleep(pause_s)
         while not await self.find_cloud():
             await self.sleep(pause_s)
             pause_s = min(MOST_LOOK_S, 2.0 * pause_s)
