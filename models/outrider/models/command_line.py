@@ -39,14 +39,45 @@ PIPE_CLOSED: Final = 1
 """Exit code when the reader of our output has closed it; the same as typer's and rich's own."""
 
 
+_HYPHEN: Final = "\ue000"
+"""Stands for a hyphen while help is wrapped, so that no line ends within `--max-running`."""
+
+
+class HelpFormatter(click.HelpFormatter):
+    """Help in which no name is broken or cut: a name that is too long for its column has a line of its own."""
+
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """As click."""
+        super().write_dl([(name, text.replace("-", _HYPHEN)) for name, text in rows], col_max, col_spacing)
+
+    def write_text(self, text: str) -> None:
+        """As click."""
+        super().write_text(text.replace("-", _HYPHEN))
+
+    def getvalue(self) -> str:
+        """As click."""
+        return super().getvalue().replace(_HYPHEN, "-")
+
+
+class HelpContext(click.Context):
+    """A command's, with our help."""
+
+    formatter_class = HelpFormatter
+
+
 class CommandGroup(typer.core.TyperGroup):
     """Names one command, the closest, where typer and click name several, each on its own."""
+
+    context_class = HelpContext
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             _restore_argument_help(command)
             _let_choices_wrap(command)
+            command.context_class = HelpContext
+            command.format_arguments = lambda ctx, formatter: None  # type: ignore[method-assign]  # typer has written them
+            command.short_help = command.get_short_help_str(1000)  # whole, where click cuts it
         return command
 
     def resolve_command(
@@ -85,9 +116,9 @@ def make_app(help: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:
         "cls": cls,
         "help": help,
         "no_args_is_help": True,
-        "context_settings": {"help_option_names": ["-h", "--help"]},
+        "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 120},
     }
-    app = typer.Typer(**settings, add_completion=True, pretty_exceptions_enable=False)
+    app = typer.Typer(**settings, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     @app.callback(**settings)  # with a callback, a single command is a subcommand too
     def group(

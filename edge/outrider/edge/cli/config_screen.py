@@ -13,10 +13,11 @@ from outrider.edge.link.address import without_password
 from outrider.edge.setup.config_file import VARIABLE, ConfigFile, config_path, read_config
 from outrider.edge.setup.example import example_config, write_new
 from outrider.edge.setup.settings import Path_, Setting, Settings
-from outrider.models.command_line import print_line
+from outrider.models.command_line import CommandGroup, print_line
 from outrider.models.errors import ConfigError
 
 config_app = typer.Typer(
+    cls=CommandGroup,
     name="config",
     help="Show each option's value, and whether a flag, the environment, the configuration file or the default set it.",
     context_settings={"help_option_names": ["-h", "--help"]},

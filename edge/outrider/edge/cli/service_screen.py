@@ -20,9 +20,10 @@ from outrider.edge.setup.service import (
     write_service,
 )
 from outrider.edge.setup.settings import PREFIX, RESERVED, Settings
-from outrider.models.command_line import print_line
+from outrider.models.command_line import CommandGroup, print_line
 
 service_app = typer.Typer(
+    cls=CommandGroup,
     name="service",
     help="Start `outrider serve` at login: systemd user unit, launchd agent or Windows task.",
     no_args_is_help=True,
