@@ -18,7 +18,7 @@ HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray
 # The rooms of each part, top to bottom: a room imports only rooms below it. "" is the part's ground: the modules that
 # stand beside the rooms. docs/architecture.md draws the same order.
 ROOMS = {
-    "export": ("cli", "reference_training", "distill", "make", "check", "convert", "report", "source", ""),
+    "export": ("cli", "distill", "make", "check", "convert", "report", "source", ""),
     "edge": (
         "cli",
         "lab",

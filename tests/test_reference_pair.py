@@ -14,8 +14,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from outrider import reference
-from outrider.export.reference_training.corpus import SourceFile, is_table, is_wanted, load_corpus, split
-from outrider.export.reference_training.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
+from training.corpus import SourceFile, is_table, is_wanted, load_corpus, split
+from training.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
 
 HERE = Path(reference.__file__).parent
 
@@ -145,7 +145,7 @@ def test_prompts_show_the_signature_and_leave_something_to_write() -> None:
 
 def test_the_card_shows_the_stored_numbers() -> None:
     """MODEL_CARD.md is what `card` renders from metrics.json and training.json, so it cannot go stale."""
-    card = pytest.importorskip("outrider.export.reference_training.card")
+    card = pytest.importorskip("training.card")
     rendered = card.render(stored("metrics.json"), stored("training.json"))
     assert (HERE / "MODEL_CARD.md").read_text(encoding="utf-8") == rendered
 
@@ -180,7 +180,7 @@ def test_the_draft_follows_the_target_at_far_positions(tokenizer: Tokenizer) -> 
     """Over real text their likeliest tokens agree in more than half of the positions 600 to 900."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from outrider.export.reference_training.evaluate import heldout_passages, load_heldout
+    from training.evaluate import heldout_passages, load_heldout
 
     ids = torch.tensor(heldout_passages(tokenizer, load_heldout(), count=4, length=900))
     picks = []
@@ -196,7 +196,7 @@ def test_heldout_passages_are_spread_over_the_files(tokenizer: Tokenizer) -> Non
     """Each is a piece of one file, of the length asked for; more files than one are used; too many are refused."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from outrider.export.reference_training.evaluate import heldout_passages
+    from training.evaluate import heldout_passages
 
     files = [SourceFile("a.py", "abc = 1\n" * 30), SourceFile("b.py", "x"), SourceFile("c.py", "def f(): pass\n" * 30)]
     passages = heldout_passages(tokenizer, files, count=6, length=12)
@@ -212,8 +212,8 @@ def test_the_long_stage_continues_a_stored_pair(tmp_path: Path) -> None:
     """Its checkpoints are the pair's weights, its record is the pair's with the two stages after it."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from outrider.export.reference_training import recipe, training_record
-    from outrider.export.reference_training.train import Workshop
+    from training import recipe, training_record
+    from training.train import Workshop
 
     work = Workshop(tmp_path, tmp_path / "out", recipe.REFERENCE_RECIPE)
     work.start_from(HERE)
@@ -244,8 +244,8 @@ def test_long_passages_leave_the_target_something_to_write(tmp_path: Path) -> No
     """They are pieces of the training stream that fill a row but for 64 to 191 tokens, the same in every run."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from outrider.export.reference_training import recipe
-    from outrider.export.reference_training.train import Workshop
+    from training import recipe
+    from training.train import Workshop
 
     stream = np.arange(4000, dtype=np.uint16)
     plan = recipe.REFERENCE_RECIPE.long_pools[-1]

@@ -1,4 +1,4 @@
-"""Measures the reference pair on held-out files: `python -m outrider.export.reference_training.evaluate`.
+"""Measures the reference pair on held-out files: `python -m training.evaluate`.
 
 Prints held-out perplexity and the acceptance table; with `--check` compares them with `metrics.json`, which is kept
 beside the models, and exits with status 1 where they differ by more than another processor's rounding explains.
@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.export.distill.trainer.acceptance import Acceptance, measure
-from outrider.export.reference_training import card
-from outrider.export.reference_training.corpus import SourceFile
-from outrider.export.reference_training.data import SEPARATOR_ID
 from outrider.reference import draft_dir, load_prompts, pair_dir, target_dir
+from training import card
+from training.corpus import SourceFile
+from training.data import SEPARATOR_ID
 
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 NUM_PROMPTS = 256

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 
-from outrider.export.reference_training.corpus import SourceFile, path_rank
 from outrider.reference import Prompt
+from training.corpus import SourceFile, path_rank
 
 MIN_TOKENS = 30
 MAX_TOKENS = 120

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import GenerationConfig, PreTrainedModel
 
-from outrider.export.reference_training.vocabulary import save_tokenizer
+from training.vocabulary import save_tokenizer
 
 
 def save_model(model: PreTrainedModel, tokenizer: Tokenizer, directory: Path) -> None:

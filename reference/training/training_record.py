@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from outrider.export.check.timing import processor
 from outrider.export.distill.trainer.optim import Rates
 from outrider.export.distill.trainer.pool import Pool, PoolPlan
-from outrider.export.reference_training import recipe
-from outrider.export.reference_training.corpus import Corpus, SourceFile
-from outrider.export.reference_training.pretrain import Plan
-from outrider.export.reference_training.vocabulary import VOCABULARY_SIZE
+from training import recipe
+from training.corpus import Corpus, SourceFile
+from training.pretrain import Plan
+from training.vocabulary import VOCABULARY_SIZE
 
 
 def collect(

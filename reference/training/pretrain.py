@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from outrider.export.distill.trainer import parallel
 from outrider.export.distill.trainer.optim import CHECKPOINT_EVERY_S, Budget, MatrixOptimizer, Rates, rate_scale
-from outrider.export.reference_training.data import Windows, scoring_windows
+from training.data import Windows, scoring_windows
 
 
 @dataclass(frozen=True, slots=True)

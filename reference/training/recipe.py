@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from outrider.export.distill.trainer.optim import Rates
 from outrider.export.distill.trainer.plan import DistillPlan
 from outrider.export.distill.trainer.pool import PoolPlan
-from outrider.export.reference_training.pretrain import Plan
-from outrider.export.reference_training.vocabulary import VOCABULARY_SIZE
+from training.pretrain import Plan
+from training.vocabulary import VOCABULARY_SIZE
 
 MAX_POSITIONS = 1024
 DATA_SEED = 20

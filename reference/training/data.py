@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from outrider.export.reference_training.corpus import SourceFile
+from training.corpus import SourceFile
 
 SEPARATOR_ID = 0
 """The id of `vocabulary.END_OF_TEXT`."""

@@ -1,11 +1,11 @@
-"""Trains the reference pair from scratch: `python -m outrider.export.reference_training.train --work FOLDER`.
+"""Trains the reference pair from scratch: `python -m training.train --work FOLDER`.
 
 Stages, each resumed from its checkpoint in the work folder or skipped when it is complete: `target`, `draft` (both
 next-token training), `pool` (text sampled from the target), `distill`, `long_pools`, `long_distill` (the same on rows
 of up to 1,024 tokens), `package`. With `--from-pair` only the last three run, from the models of a stored pair. A stage
 is given minutes of wall clock (see `recipe`), so a slower machine trains a weaker pair. On a machine shared with other
 work, two processes of one thread are faster than one of two: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m
-outrider.export.reference_training.train`.
+training.train`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from outrider.export.distill.trainer.distill import distill
 from outrider.export.distill.trainer.files import save_json, save_tensors
 from outrider.export.distill.trainer.pool import Pool, PoolPlan, is_complete, sample_pool
 from outrider.export.distill.trainer.progress import Event
-from outrider.export.reference_training import recipe, training_record
-from outrider.export.reference_training.corpus import Corpus, load_corpus
-from outrider.export.reference_training.data import encode_files
-from outrider.export.reference_training.package import save_model
-from outrider.export.reference_training.pretrain import Plan, pretrain
-from outrider.export.reference_training.prompts import cut_prompts
-from outrider.export.reference_training.vocabulary import train_tokenizer
 from outrider.reference import pair_dir
+from training import recipe, training_record
+from training.corpus import Corpus, load_corpus
+from training.data import encode_files
+from training.package import save_model
+from training.pretrain import Plan, pretrain
+from training.prompts import cut_prompts
+from training.vocabulary import train_tokenizer
 
 STAGES = ("target", "draft", "pool", "distill", "long_pools", "long_distill", "package")
 LONG_STAGES = STAGES[-3:]
