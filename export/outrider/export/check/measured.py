@@ -1,4 +1,4 @@
-"""Reads the stored measurement of which families work in which way: `make.support_table` makes it.
+"""Reads the stored measurement of which families work in which way: `tools.families` makes it.
 
 Advice names what it says works, and the check's bound on errors comes from what it measured.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -17,6 +17,18 @@ from pydantic import BaseModel, ConfigDict
 from outrider.models.manifest import Precision, Role
 
 MEASURED: Final = Path(__file__).with_name("support_table.json")
+
+WIDE: Final = (
+    ("draft", "npu", "openvino", "int8"),
+    ("draft", "cpu", "openvino", "int8"),
+    ("draft", "cpu", "onnxruntime", "int8"),
+    ("draft", "cpu", "onnxruntime", "fp32"),
+    ("target", "cpu", "openvino", "fp32"),
+    ("target", "cpu", "torch", "fp32"),
+)
+"""The ways in which every family is measured. A quantized export's graph is checked unquantized first: a draft that
+works in INT8 works in FP32.
+"""
 
 Outcome = Literal["works", "wrong", "refused"]
 
@@ -66,14 +78,6 @@ class SupportTable(BaseModel):
         cells = tuple(cell for cell in self.cells if cell.family in families)
         return SupportTable(cells=cells, left_out={k: v for k, v in self.left_out.items() if k in families})
 
-    def updated(self, newer: SupportTable) -> SupportTable:
-        """This table with the families of `newer` in place of its own."""
-        again = {cell.family for cell in newer.cells} | set(newer.left_out)
-        kept = self.only([family for family in (*self.rows(), *self.left_out) if family not in again])
-        return SupportTable(
-            cells=(*kept.cells, *newer.cells), left_out=dict(sorted((kept.left_out | newer.left_out).items()))
-        )
-
     def to_json(self) -> str:
         """The text of `support_table.json`."""
         return json.dumps(self.model_dump(), indent=1) + "\n"
@@ -97,6 +101,11 @@ class SupportTable(BaseModel):
         cells = [cell for cell in cells if (cell.runtime, cell.precision) == (runtime, precision)]
         own = [cell.error for cell in cells if (cell.role, cell.device) == (role, device)]
         return statistics.median(own or [cell.error for cell in cells]) if cells else None
+
+
+def works_somewhere(row: Mapping[str, Cell]) -> bool:
+    """Whether some way takes the family."""
+    return any(cell.outcome == "works" for cell in row.values())
 
 
 @functools.cache

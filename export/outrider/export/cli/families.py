@@ -1,9 +1,8 @@
-"""Runs `outrider-export families`: shows the table of what works, as stored or measured now."""
+"""Runs `outrider-export families`: shows the table of what works. `tools.families` measures it."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+import re
 from typing import Annotated
 
 import typer
@@ -12,17 +11,8 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from outrider.export.check.measured import MEASURED, Cell, SupportTable, load_measured
-from outrider.export.make.support_table import (
-    as_markdown,
-    in_one_line,
-    measure,
-    wide_ways,
-    works_somewhere,
-)
-from outrider.export.source.family_facts import FAMILIES
+from outrider.export.check.measured import WIDE, Cell, SupportTable, load_measured, works_somewhere
 from outrider.models.errors import ConfigError
-from outrider.models.places import default_cache_dir
 
 _STYLES = {"works": "green", "wrong": "red", "refused": "yellow"}
 
@@ -32,35 +22,16 @@ def families(
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this model_type, in all measured ways; may be repeated."),
     ] = None,
-    measures: Annotated[
-        bool, typer.Option("--measure", help="Measure now, with tiny models: about an hour for all families.")
-    ] = False,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="With --measure: go on with a measurement that was interrupted.")
-    ] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option(metavar="DOC", help="Write the table to this document; with --measure also store the result."),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cells as JSON.")] = False,
 ) -> None:
     """Show which families of models work in which runtime and precision, with the measured error."""
-    if resume and not measures:
-        raise ConfigError("--resume is for measuring; add --measure")
-    stored = load_measured()
-    if measures:
-        table = _measured_now(_chosen(family), resumes=resume, is_quiet=as_json)
-        stored = table if family is None else stored.updated(table)
-    else:
-        table = stored
-        if unknown := sorted(set(family or ()) - set(table.rows()) - set(table.left_out)):
-            raise ConfigError(
-                f"the family {unknown[0]!r} was not measured; its models are checked when they are exported. Run "
-                "outrider-export families for the names of those that were"
-            )
-        table = table.only(family) if family else table
-    if write is not None:
-        _store(stored, write)
+    table = load_measured()
+    if unknown := sorted(set(family or ()) - set(table.rows()) - set(table.left_out)):
+        raise ConfigError(
+            f"the family {unknown[0]!r} was not measured; its models are checked when they are exported. Run "
+            "outrider-export families for the names of those that were"
+        )
+    table = table.only(family) if family else table
     if as_json:
         typer.echo(table.to_json(), nl=False)
     elif family:
@@ -69,48 +40,10 @@ def families(
         _show_all(Console(), table)
 
 
-def _chosen(family: list[str] | None) -> list[str]:
-    from outrider.export.source.tiny import list_tiny_families
-
-    listed = list_tiny_families()
-    known = (*listed.names, *listed.left_out)
-    if unknown := [name for name in family or () if name not in known]:
-        raise ConfigError(
-            f"transformers has no language models of the family {unknown[0]!r}; expected a model_type such as llama"
-        )
-    return family or sorted(known, key=lambda name: (name not in FAMILIES, name))
-
-
-def _measured_now(chosen: list[str], *, resumes: bool, is_quiet: bool) -> SupportTable:
-    progress = Console(stderr=True, quiet=is_quiet)
-
-    def report(cell: Cell) -> None:
-        progress.print(f"{cell.family}: {cell.way}: {cell.outcome} {cell.error:.1g}", style="dim", highlight=False)
-
-    journal = default_cache_dir() / "families.jsonl"
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    if not resumes:
-        journal.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(prefix="outrider-families-") as work:
-        table = measure(chosen, Path(work), report, journal)
-    journal.unlink()
-    return table
-
-
-def _store(table: SupportTable, document: Path) -> None:
-    try:
-        document.write_text(as_markdown(table), encoding="utf-8", newline="\n")
-        MEASURED.write_text(table.to_json(), encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename} cannot be written ({error.strerror}); use --write in a checkout of Outrider only"
-        ) from error
-
-
 def _show_all(console: Console, table: SupportTable) -> None:
     """A row per family, a column per path: 80 columns wide."""
     rows = table.rows()
-    columns = [f"{o.role} {o.device} {o.resolved_runtime} {o.resolved_precision}" for o in wide_ways()]
+    columns = [" ".join(way) for way in WIDE]
     grid = Table(title="largest logit error of a tiny random model, relative to FP32", title_justify="left")
     grid.add_column("family", no_wrap=True)
     for column in columns:
@@ -153,3 +86,8 @@ def _show_families(console: Console, table: SupportTable) -> None:
             console.print(Padding(f"[dim]\\[{number}][/dim] {words}", (0, 0, 0, 2)), highlight=False)
     for family, reason in table.left_out.items():
         console.print(f"[bold]{escape(family)}[/]: not measured: {escape(reason)}", highlight=False)
+
+
+def in_one_line(words: str) -> str:
+    """A message without line breaks and colours."""
+    return " ".join(re.sub(r"\x1b?\[[0-9;]*m", "", words).split())
