@@ -39,6 +39,7 @@ from bench.report import write_json
 from bench.verifier import add_verifier_options, verifier_of
 from rich.console import Console
 from rich.table import Table
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
@@ -58,7 +59,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tokenizer import Tokenizer
 from outrider.reference import target_dir
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from tests.fake_runtime import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
@@ -30,13 +31,12 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
+from outrider.export.report.simulation.ranks import EDGES, Picked, Ranks, bucket
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
-from outrider.models.runtimes.fake import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, candidates, pick
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.tree_ranks import EDGES, Picked, Ranks, bucket
 from outrider.reference import target_dir
 
 Logits = NDArray[np.float32]

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
+from tests.faulty_posts import FaultRates, FaultyPosts
+
 from outrider.edge.cli.__main__ import main as run_command
-from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.sender import DraftMessage
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime

@@ -32,12 +32,12 @@ import typer
 from bench.processes import Program, source_path, started
 from rich.console import Console
 from tests.drafts import make_draft
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import StepGate, fake_tokenizer, read_events, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import SessionOpen
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.reference import target_dir
 
 console = Console()

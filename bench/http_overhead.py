@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import psutil
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
@@ -30,7 +31,6 @@ from outrider.cloud.server.serving import VerifierServer
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.sockets import open_socket
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tokenizer import Tokenizer
 
 REFERENCE = Path(__file__).parents[1] / "reference/outrider/reference/target"

@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
+from tests.always_wrong import AlwaysWrongDrafter
+from tests.faulty_posts import FaultRates, FaultyPosts
+
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
-from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
-from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints

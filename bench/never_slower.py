@@ -11,8 +11,8 @@ mode back to back on the same prompts with the same seeds; tables show medians o
                  they do not, nor does the simulation
   beside         the same draft beside the target in turn, one process, one thread, no network: at its best fixed depth
                  and with depth by gaps, each the best of a search on the same texts (`bench.beside`)
-  computed       `outrider.models.tree_simulation` with the ranks of these very texts, as bench.ranks measures them, and
-                 the times of this run; share: measured over computed
+  computed       `outrider.export.report.simulation` with the ranks of these very texts, as bench.ranks measures them,
+                 and the times of this run; share: measured over computed
 
 Exits 1 when a bound is missed: 0.97 of cloud-only everywhere; tree 1.5 at 10 ms and 1.2 at 50 ms; tree over path 1.10
 at 25 ms, 1.15 at 50 ms, 1.10 at 100 ms; tree and path 0.9 of computed; every text the same. The goals against `beside`
@@ -54,17 +54,17 @@ from bench.round_trips import (
     measured_extra_ms,
 )
 from bench.simulate import patient
+from bench.tree_beside import Beside, beside
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT
+from outrider.export.report.simulation.plan import Form, Plan, Times
+from outrider.export.report.simulation.ranks import Ranks
+from outrider.export.report.simulation.trees import Outcome, path, simulate
 from outrider.models.prediction import Reach
-from outrider.models.tree_beside import Beside, beside
-from outrider.models.tree_plan import Form, Plan, Times
-from outrider.models.tree_ranks import Ranks
-from outrider.models.tree_simulation import Outcome, path, simulate
 
 FLOOR, OF_COMPUTED = 0.97, 0.9
 TREE_BOUNDS: Final = {10.0: 1.5, 50.0: 1.2}

@@ -23,13 +23,13 @@ from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
+from outrider.export.report.simulation.plan import Form
 from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
-from outrider.models.tree_plan import Form
 from outrider.reference import draft_dir, load_prompts, target_dir
 
 NO_LOOKUP = "--no-lookup"

@@ -31,10 +31,10 @@ from outrider.export.check.runner import model_file, open_draft, open_target
 from outrider.export.make.pair import PairPaths, reference_directories
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.recipes import ExportOptions
+from outrider.export.report.simulation.ranks import EDGES, MOST_GUESSES, Picked, Ranks, bucket
 from outrider.models.bundle import Bundle
 from outrider.models.runtimes.base import SequenceRuntime
 from outrider.models.sampling import candidates
-from outrider.models.tree_ranks import EDGES, MOST_GUESSES, Picked, Ranks, bucket
 from outrider.reference import load_prompts
 
 DATA: Final = Path(__file__).parent / "data"

@@ -17,12 +17,12 @@ from typing import Final
 
 from bench.beside import Beside, Stop, Written
 from bench.server_clock import ServerClock, ServerTimes
+from tests.always_wrong import AlwaysWrongDrafter
 
 from outrider.edge.drafting.depth import CostModelDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
-from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.lab.cores import CorePlan
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, connected, three_modes
 from outrider.edge.link.endpoints import Endpoints
@@ -30,9 +30,9 @@ from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.check.acceptance import Continuation
+from outrider.export.report.simulation.plan import Times
+from outrider.export.report.simulation.ranks import Ranks
 from outrider.models.prediction import Setting
-from outrider.models.tree_plan import Times
-from outrider.models.tree_ranks import Ranks
 
 PATH: Final = "path"
 TREE: Final = "tree"

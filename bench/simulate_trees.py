@@ -18,10 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from outrider.models.tree_beside import beside
-from outrider.models.tree_plan import Form, Plan, Times
-from outrider.models.tree_ranks import Ranks
-from outrider.models.tree_simulation import BYTES_PER_TOKEN, Outcome, path, simulate
+from bench.tree_beside import beside
+
+from outrider.export.report.simulation.plan import Form, Plan, Times
+from outrider.export.report.simulation.ranks import Ranks
+from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, Outcome, path, simulate
 
 DATA: Final = Path(__file__).parent / "data"
 ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 100.0, 200.0)

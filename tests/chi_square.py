@@ -10,9 +10,9 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.fake_runtime import FakeSequenceRuntime
 
 from outrider.models.rejection import SparseDistribution, draw, probabilities, sparse
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
 Row = NDArray[np.float32]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tests.fake_runtime import FakeBatchRuntime
+
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams, pick
 
 VOCAB = 64

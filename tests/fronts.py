@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import TIMEOUT_S, FakeServer, StepGate, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
@@ -24,7 +25,6 @@ from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.trust import ForwardedOwners
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket, url_of
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 
 @dataclass(frozen=True)

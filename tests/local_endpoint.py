@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import TIMEOUT_S, fake_tokenizer
 
 from outrider.edge.devices.placement import Placement
@@ -25,7 +26,6 @@ from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.runtimes.base import SequenceRuntime
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 
 RETRY = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 
 class ScriptedRuntime(FakeBatchRuntime):

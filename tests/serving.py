@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import httpx
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
@@ -36,7 +37,6 @@ from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, pick
 from outrider.models.tokenizer import Tokenizer
 

@@ -43,6 +43,8 @@ from outrider.export.report.card import (
 )
 from outrider.export.report.card_html import card_html
 from outrider.export.report.card_plots import COLOURS, Item, speed_up_plot
+from outrider.export.report.simulation.ranks import Picked, Ranks
+from outrider.export.report.simulation.trees import Outcome
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
 from outrider.models import tree_forecast
@@ -53,8 +55,6 @@ from outrider.models.manifest import Acceptance, AtDepth, Manifest, Timing
 from outrider.models.prediction import Setting, stream
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tree_ranks import Picked, Ranks
-from outrider.models.tree_simulation import Outcome
 
 
 def acceptance(rate: float, *, temperature: float = 0.8) -> Acceptance:

@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import (
     EOS_ID,
     FakeServer,
@@ -44,7 +45,6 @@ from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import RowRules
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft

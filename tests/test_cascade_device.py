@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import serve_local
 from tests.test_cascade import VOCAB, cascade
 from tests.test_edge_agent import SETTINGS, asking, truth
@@ -24,7 +25,6 @@ from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationResult, TokenBatch
 from outrider.models.protocol import Commit, SessionEvent, SessionOpen, SessionRequest
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
 

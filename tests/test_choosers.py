@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, plain
+from tests.fake_runtime import FakeBatchRuntime
 from tests.test_engine import PROMPTS, PickingFake
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ModelFault
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.base import RowState
 from outrider.models.transforms.chooser import RowChooser, logprobs_of

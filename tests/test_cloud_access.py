@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.state import ServedModel
@@ -26,7 +27,6 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.models import watched_files
 from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 

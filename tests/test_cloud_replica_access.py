@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
 from tests.serving import EOS_ID, TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session
 from tests.test_edge_tls import OPENSSL, make_own, make_signed
@@ -43,7 +44,6 @@ from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import Gate, PagePolicy
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.protocol import SessionEnd
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 ALICE, BOB, ROOT = "alice-has-a-long-key", "bob-has-another-long-key", "root-reads-the-metrics"
 PROMPT = [5, 17, 99, 3]

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
 from tests.serving import TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session, target_tokens
 from typer.testing import CliRunner
@@ -52,7 +53,6 @@ from outrider.models.errors import ConfigError, RequestError, RuntimeUnavailable
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]

@@ -21,6 +21,7 @@ from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
@@ -46,7 +47,6 @@ from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 from outrider.models.reference_export import export_arguments
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
@@ -518,9 +518,8 @@ def test_serve_runs_a_bundle_from_start_to_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole of `serve` but the model: ready line, port file, requests, end."""
+    from tests.fake_runtime import FakeBatchRuntime
     from tests.serving import fake_tokenizer
-
-    from outrider.models.runtimes.fake import FakeBatchRuntime
 
     started: list[VerifierServer] = []
 

@@ -303,7 +303,7 @@ def _tokens(line: str) -> list[int]:
 
 def test_a_failing_model_ends_its_session_only() -> None:
     """NaN logits end the session with an error that reveals no internals; others continue."""
-    from outrider.models.runtimes.fake import FakeBatchRuntime
+    from tests.fake_runtime import FakeBatchRuntime
 
     runtime = FakeBatchRuntime(vocab_size=300, fail_on_token=299)
     with serve_fake(runtime=runtime) as server, httpx.Client(base_url=server.url) as client:

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import FakeServer, fake_tokenizer, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.metrics import Metrics
@@ -36,7 +37,6 @@ from outrider.models.extras import is_installed
 from outrider.models.http.logs import LogFormat, formatter_of
 from outrider.models.http.request_context import session_tag
 from outrider.models.http.security import KeyRing
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tally import MAX_CODES, RequestTally
 from outrider.models.tracing import parse_traceparent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.fake_runtime import FakeSequenceRuntime
 
 from outrider.edge.drafting.calibration import Calibration, forced_guess, shared_guess
 from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter
@@ -14,7 +15,6 @@ from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
 from outrider.models.protocol import SessionRequest
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.transforms.plan import RowPlan

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, plain
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
@@ -38,7 +39,6 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.draft_heads import FORMAT, DraftHeads
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams, pick
 
 GREEDY = SamplingParams()

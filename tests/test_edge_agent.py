@@ -16,6 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.always_wrong import AlwaysWrongDrafter
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
@@ -25,8 +28,6 @@ from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedD
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
-from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
-from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
@@ -39,7 +40,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.models.errors import CloudError, ModelFault, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import DraftRequest, SessionOpen
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, pick
 from outrider.models.tree_draft import TREE_MEDIA_TYPE, TreeDraft, decode_tree
 

@@ -22,6 +22,7 @@ import pytest
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import TURNS_TEMPLATE, FakeServer, StepGate, fake_tokenizer, run_session, serve_fake, target_tokens
 from tests.tiny_models import make_chat_pair
 
@@ -41,7 +42,6 @@ from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import HeldPrefix, OnTokens, Origin, TokenBatch
 from outrider.models.errors import CloudError, ConfigError, RequestError
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
 SAMPLED = SamplingParams(0.8, seed=5)

@@ -16,6 +16,7 @@ import click
 import pytest
 import typer.main
 from rich.console import Console
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.cli import main as cli
@@ -49,7 +50,6 @@ from outrider.export.quiet import missing_extra as missing_export_extra
 from outrider.export.quiet import quiet_upstream
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.extras import missing_extra
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
 

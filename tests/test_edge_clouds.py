@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
 from tests.test_edge_config import KEY, key_file
@@ -25,7 +26,6 @@ from outrider.edge.link.fleet import Fleet, text_ms
 from outrider.edge.setup.endpoints import Endpoint, Keys
 from outrider.models.errors import ConfigError
 from outrider.models.protocol import ReadyAnswer
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
 

@@ -15,6 +15,7 @@ import onnxruntime
 import openvino
 import pytest
 from rich.console import Console
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 
@@ -37,7 +38,6 @@ from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.manifest import Device, FileEntry, Manifest, StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.runtimes.npu_compile import npu_core
 from outrider.models.sampling import SamplingParams
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.always_wrong import AlwaysWrongDrafter
+from tests.fake_runtime import FakeSequenceRuntime
 
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.belief import Belief
@@ -23,10 +25,8 @@ from outrider.edge.drafting.estimates import CallTimes, Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import DraftWorker, TreeLimits
-from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.results import GenerationRequest
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import Candidates, SamplingParams, pick
 
 VOCAB = 30

@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, StepGate, fake_tokenizer, read_events, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
@@ -39,7 +40,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Tok
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.sse import KEEP_ALIVE
 from outrider.models.protocol import SessionOpen
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 
 VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import fake_draft, serve_local
 from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_edge_devices import CPU_ONLY, manifest_for
@@ -41,7 +42,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.drafts import DraftSequences
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
 

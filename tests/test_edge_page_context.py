@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import pytest
 from tests.chromium import CTRL, Browser, open_browser
+from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_page import ask, code_of, events_of, fill, opened, runs, text_of
 
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.protocol import RenderAnswer
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 CONTEXT = 160
 COUNT_REQUESTS = """

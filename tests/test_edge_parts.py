@@ -18,8 +18,8 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.faulty_posts import FaultRates, FaultyPosts
 
-from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.link.sender import DraftMessage, DraftSender

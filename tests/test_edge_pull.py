@@ -17,6 +17,7 @@ import httpx
 import pytest
 from rich.console import Console
 from tests.drafts import make_draft
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_cli import run_main
 
@@ -42,7 +43,6 @@ from outrider.models.bundle import Bundle, hash_file
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
 from outrider.models.manifest import StaticShapes
 from outrider.models.protocol import DraftList, ModelFacts, OfferedDraft, OfferedFile
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 
 CONTENT = bytes(range(251)) * 6000  # about 1.5 MB: several pieces of an answer
 SHA = "0" * 64

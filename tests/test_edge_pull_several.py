@@ -14,6 +14,7 @@ from threading import Thread
 import pytest
 from rich.console import Console
 from tests.drafts import make_draft
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_cli import run_main
 from tests.test_edge_pull import files_of
@@ -29,7 +30,6 @@ from outrider.edge.store.pull import find_offer
 from outrider.edge.store.shelf import Shelf
 from outrider.models.errors import CloudError
 from outrider.models.manifest import StaticShapes
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 
 Capture = pytest.CaptureFixture[str]
 

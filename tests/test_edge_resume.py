@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import fake_tokenizer, serve_fake
 
 from outrider.edge.cli.summary import summary_lines
@@ -39,7 +40,6 @@ from outrider.models.protocol import (
     VerifyRequest,
     VerifyResult,
 )
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 EOS = 9

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
@@ -30,7 +31,6 @@ from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
 from outrider.models.ingress.sockets import READY_PREFIX
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.runtimes.ngram import LONGEST_MATCH, QuotedText
 from outrider.models.sampling import SamplingParams
 

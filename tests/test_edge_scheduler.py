@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import StepGate, fake_tokenizer, serve_fake
 
 from outrider.cloud.engine import EngineConfig, Policy
@@ -24,7 +25,6 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.errors import ModelFault
 from outrider.models.runtimes.base import Reading
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, pick
 
 VOCAB = fake_tokenizer().size

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.local_endpoint import LocalEndpoint, fake_draft, local_core, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
@@ -42,7 +43,6 @@ from outrider.models.http import openai_answers
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket
 from outrider.models.protocol import ModelFacts, RenderAnswer
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import TreeDraft
 

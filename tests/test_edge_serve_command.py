@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.drafts import make_draft
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import serve_local
 from tests.serving import fake_tokenizer, serve_fake
 from tests.test_edge_config import KEY, OTHER_KEY, Capture, config, key_file, run_main
@@ -28,7 +29,6 @@ from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import ModelFacts
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 
 __all__ = ["config"]  # a fixture
 

@@ -7,6 +7,7 @@ import time
 
 import httpx
 import pytest
+from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import serve_local
 from tests.serving import fake_tokenizer, serve_fake
 
@@ -16,7 +17,6 @@ from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 TOLERANT = ServerSettings(allow_tolerance=True)
 TEXT = {"prompt": "def a", "max_tokens": 60, "temperature": 1.0, "seed": 3, "ignore_eos": True}

@@ -10,20 +10,20 @@ import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.always_wrong import AlwaysWrongDrafter
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.protocol import VerifyAnswer, VerifyRequest, VerifyResult
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 
 VOCAB = fake_tokenizer().size
 PERIOD = 5

@@ -11,6 +11,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from rich.console import Console
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 
@@ -34,7 +35,6 @@ from outrider.models.errors import CloudError
 from outrider.models.manifest import FileEntry, Manifest
 from outrider.models.protocol import ReadyAnswer, SessionOpen, VerifyAnswer
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 
 VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)

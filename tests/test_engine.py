@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams, pick
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]

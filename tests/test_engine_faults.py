@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
@@ -22,7 +23,6 @@ from outrider.edge.link.errors import EndpointLost
 from outrider.models.errors import RequestError
 from outrider.models.protocol import ReadyAnswer
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams, pick
 
 TIMEOUT_S = 60.0

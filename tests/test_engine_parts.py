@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, Collector, plain
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineThread
 from outrider.cloud.engine.pool import BlockPool, chain_hash
@@ -28,7 +29,6 @@ from outrider.cloud.pending.trie import MAX_NODES, DraftTrie
 from outrider.cloud.seam import Event, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 PROMPT = [3, 1, 4, 1, 5, 9]

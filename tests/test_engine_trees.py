@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import TreeForm
@@ -23,7 +24,6 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, RuntimeOptions, SequenceSlice, TreeRuntime
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(5)]

@@ -16,6 +16,7 @@ from bench.attacks.bounds import Case, Requests
 from bench.attacks.described import described, local_document, verifier_document
 from pydantic import BaseModel, Field
 from tests.drafts import make_draft
+from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import serve_local
 from tests.serving import FakeServer, serve_fake
 from tools.api_page import KEYLESS, application
@@ -25,7 +26,6 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import ErrorAnswer
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 DRAFT = "cpu-int8"
 ROOM = 20_000

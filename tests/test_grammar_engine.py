@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.engine_harness import SAMPLED, Clock, Collector
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.api.recall import _sampling_of
 from outrider.cloud.engine import Engine, EngineConfig, Policy
@@ -21,7 +22,6 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import pick
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.transforms.base import apply_all

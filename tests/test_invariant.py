@@ -21,6 +21,7 @@ from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, REPEATED, WRO
 from bench.plain_text import first_difference, plain_texts
 from numpy.typing import NDArray
 from rich.console import Console
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
 from outrider.cloud.engine.config import EngineConfig
@@ -37,7 +38,6 @@ from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 

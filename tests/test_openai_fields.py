@@ -12,6 +12,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import LocalEndpoint, fake_draft, serve_local
 from tests.scripted import ScriptedRuntime
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
@@ -31,7 +32,6 @@ from outrider.models.http.errors import FieldError
 from outrider.models.http.fill_in import fill_in_prompt
 from outrider.models.http.text import TextStyle, _StopString
 from outrider.models.predicted import PredictionFollower
-from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.transforms.chooser import logprobs_of

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness
+from tests.fake_runtime import FakeBatchRuntime
 from tests.test_engine import PROMPTS, PickingFake
 
 from outrider.cloud.api.recall import _sampling_of
@@ -14,7 +15,6 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams, pick
 from outrider.models.transforms.base import apply_all
 from outrider.models.transforms.plan import RowPlan

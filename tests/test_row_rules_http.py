@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from bench.plain_text import plain_texts
+from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import fake_draft, serve_local
 from tests.serving import EOS_ID, FakeServer, Transcript, fake_tokenizer, run_session, serve_fake
 from tests.test_edge_resume import PROMPT as SCRIPTED
@@ -30,7 +31,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.errors import ConfigError, SamplingError
 from outrider.models.protocol import Commit, ErrorAnswer
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.bad_words import bad_word_ids
 from outrider.models.transforms.plan import NO_PLAN, RowPlan

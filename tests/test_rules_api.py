@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.chi_square import CHANCE, PROMPT, Languages
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.serving import FakeServer, StepGate, fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
@@ -21,7 +23,6 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.drafting.by_rule import RuleDrafter
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
-from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.sender import DraftMessage, Posts
@@ -33,7 +34,6 @@ from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.rejection import WHOLE, SparseDistribution
 from outrider.models.rule_draft import RULE_MEDIA_TYPE, encode_rule_draft
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tolerance import WARM_UP
 from outrider.models.tree_draft import ROOT, TreeDraft

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 from tests.chi_square import CHANCE, PROMPT, Languages
 from tests.engine_harness import VOCAB, Collector, Harness
+from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.pending.drafting import Drafting
@@ -18,7 +19,6 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.rejection import WHOLE, Evidence, SparseDistribution
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import ROOT, TreeDraft
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import BatchRuntime, BranchingRuntime, SequenceRuntime, SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 
 VOCAB = 64
 

@@ -59,7 +59,7 @@ def test_a_missing_package_prints_the_pip_command(
 def test_the_package_itself_imports_no_runtime() -> None:
     """Neither openvino nor torch is loaded before a runtime is opened."""
     code = (
-        "import sys, outrider.models.runtimes, outrider.models.runtimes.fake, outrider.models.runtimes.ngram\n"
+        "import sys, outrider.models.runtimes, tests.fake_runtime, outrider.models.runtimes.ngram\n"
         "assert not {'openvino', 'torch', 'transformers'} & set(sys.modules)"
     )
     environment = {"PYTHONPATH": ":".join(sys.path)}

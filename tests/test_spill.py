@@ -25,6 +25,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, Collector, Harness, plain
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig
@@ -39,7 +40,6 @@ from outrider.cloud.server.identity import instruction_set
 from outrider.cloud.server.options import EngineName, ServeOptions, SpillWhen
 from outrider.cloud.server.vllm_target import VllmTarget
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 PROMPT = tuple(range(1, 14))
 TARGET = SpillTarget("t", ("u8[8]",), 4, 8, 100, 64)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, plain
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import serve_fake
 from tests.test_spill import engine
 from typer.testing import CliRunner
@@ -33,7 +34,6 @@ from outrider.cloud.server.embedded import _config
 from outrider.cloud.server.main import app
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 LOSSY = (SpillType.FP16, SpillType.FP8)
 NARROWED = [

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.ranks import auc, log_loss
+from bench.tree_beside import beside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.export.report.simulation.plan import Form, Plan, Times
+from outrider.export.report.simulation.ranks import MISSED, Picked, Ranks, bucket
+from outrider.export.report.simulation.trees import path, simulate
+from outrider.export.report.simulation.world import Device, Node, choose
 from outrider.models.errors import ConfigError
 from outrider.models.sampling import Candidates
-from outrider.models.tree_beside import beside
 from outrider.models.tree_draft import ROOT, TreeDraft
-from outrider.models.tree_plan import Form, Plan, Times
-from outrider.models.tree_ranks import MISSED, Picked, Ranks, bucket
-from outrider.models.tree_simulation import path, simulate
-from outrider.models.tree_world import Device, Node, choose
 
 TIMES = Times(step_ms=40.0, extra_ms=1.0, draft_ms=1.0)
 PLAN = Plan()

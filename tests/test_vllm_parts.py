@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import Clock
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
 from typer.testing import CliRunner
 
@@ -45,7 +46,6 @@ from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_argumen
 from outrider.cloud.vllm.terms import Terms, params_of, terms_of
 from outrider.cloud.vllm.watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, Watch
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import MAX_SEED, SamplingParams
 from outrider.models.tree_draft import ROOT, TreeDraft
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.app import OPEN_PATHS, PROBE_PATHS, create_app
@@ -23,7 +24,6 @@ from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.models.http.keys import KeyRing
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "api.md"
 KEYLESS: Final = frozenset((*PROBE_PATHS, *OPEN_PATHS))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.app import create_app
@@ -19,7 +20,6 @@ from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.serving import VerifierServer
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing
-from outrider.models.runtimes.fake import FakeBatchRuntime
 
 
 @dataclass(frozen=True)

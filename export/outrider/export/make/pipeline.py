@@ -25,6 +25,7 @@ from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for
+from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.weight_range import require_range
 from outrider.export.source.widen import describe_widening, widen
@@ -35,7 +36,6 @@ from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manife
 from outrider.models.places import default_cache_dir
 from outrider.models.runtimes.base import PROMISED_POSITIONS
 from outrider.models.tokenizer import TOKENIZER_FILES
-from outrider.models.tree_ranks import Ranks
 
 
 class StagedExport:

@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import Final
 
 from outrider.export import recipes
+from outrider.export.report.simulation.forecast import predict_trees
+from outrider.export.report.simulation.plan import Times
+from outrider.export.report.simulation.ranks import Ranks
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Acceptance, Forecast, Manifest, Timing
 from outrider.models.prediction import WORTH_IT, Setting, alpha_for, predict
-from outrider.models.tree_forecast import predict_trees
-from outrider.models.tree_plan import Times
-from outrider.models.tree_ranks import Ranks
 
 JUDGED_AT: Final = 0.8
 """The temperature whose acceptance decides."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from outrider.export.report.simulation.plan import Form, Plan, Times
+from outrider.export.report.simulation.ranks import Ranks
+from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, simulate
 from outrider.models.manifest import AtRoundTrip
-from outrider.models.tree_plan import Form, Plan, Times
-from outrider.models.tree_ranks import Ranks
-from outrider.models.tree_simulation import BYTES_PER_TOKEN, simulate
 
 MOST_TOKENS: Final = 480
 """Played per figure: with nine round trips some 2 s in all."""

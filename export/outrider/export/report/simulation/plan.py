@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from outrider.export.report.simulation.ranks import MOST_GUESSES
 from outrider.models.errors import ConfigError
-from outrider.models.tree_ranks import MOST_GUESSES
 
 
 class Form(StrEnum):

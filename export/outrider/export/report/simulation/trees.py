@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Final
 
+from outrider.export.report.simulation.plan import Form, Plan, Times
+from outrider.export.report.simulation.ranks import Ranks
+from outrider.export.report.simulation.world import Device, Node, choose
 from outrider.models.errors import ConfigError
-from outrider.models.tree_plan import Form, Plan, Times
-from outrider.models.tree_ranks import Ranks
-from outrider.models.tree_world import Device, Node, choose
 
 NUM_TOKENS: Final = 400
 SEEDS: Final = (0, 1, 2)

@@ -12,9 +12,9 @@ import random
 from collections import deque
 from typing import Final
 
+from outrider.export.report.simulation.plan import Form, Plan, Times
+from outrider.export.report.simulation.ranks import MISSED, Ranks
 from outrider.models.tree_draft import CHANCES, level_of
-from outrider.models.tree_plan import Form, Plan, Times
-from outrider.models.tree_ranks import MISSED, Ranks
 
 HANDLING_MS: Final = 0.5
 """What a message takes beside half a round trip."""

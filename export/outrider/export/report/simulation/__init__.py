@@ -1,0 +1,1 @@
+"""What a draft's measured ranks promise: how fast it would be behind each round trip, by simulation."""
