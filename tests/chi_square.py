@@ -43,15 +43,13 @@ class Languages:
         """The draft's distribution after a text: without the id that it finds least likely."""
         return sparse(self.draft_row(tuple(text)), self.params, self.size - 1)
 
-    def block(
-        self, text: Sequence[int], count: int, seed: int, block: int | None = None
-    ) -> tuple[list[int], list[SparseDistribution]]:
+    def block(self, text: Sequence[int], count: int, seed: int) -> tuple[list[int], list[SparseDistribution]]:
         """Tokens drawn by the draft after a text, and what they were drawn from."""
         tokens: list[int] = []
         qs: list[SparseDistribution] = []
         for _ in range(count):
             qs.append(self.q([*text, *tokens]))
-            tokens.append(draw(qs[-1], seed, len(PROMPT) + len(text) + len(tokens), block))
+            tokens.append(draw(qs[-1], seed, len(PROMPT) + len(text) + len(tokens)))
         return tokens, qs
 
     def expected(self) -> dict[tuple[int, ...], float]:

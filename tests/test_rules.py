@@ -21,7 +21,7 @@ from outrider.models.tolerance import WARM_UP, DeltaCalibrator, is_tolerated, lo
 from outrider.models.transforms.by_rule import RuleChooser
 from outrider.models.tree_draft import ROOT, TreeDraft
 
-REJECTION, BLOCK = RuleTerms(Rule.REJECTION), RuleTerms(Rule.REJECTION, is_block=True)
+REJECTION = RuleTerms(Rule.REJECTION)
 
 
 def write(
@@ -34,7 +34,7 @@ def write(
     while len(text) < languages.length:
         at = len(PROMPT) + len(text)
         count = min(lengths.randrange(4), languages.length - len(text) - 1)
-        tokens, qs = languages.block(text, count, seed, at if terms.is_block else None)
+        tokens, qs = languages.block(text, count, seed)
         count = num_verified(tokens, [q.of(token) for q, token in zip(qs, tokens, strict=True)])
         tokens, qs = tokens[:count], qs[:count]
         rows = [languages.target_row((*text, *tokens[:index])) for index in range(count + 1)]
@@ -46,12 +46,11 @@ def whole(tokens: list[int], chances: list[float]) -> int:
     return len(tokens)
 
 
-@pytest.mark.parametrize("terms", [REJECTION, BLOCK], ids=["token by token", "block"])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_rejection_writes_every_text_as_often_as_the_target(terms: RuleTerms, top_p: float) -> None:
+def test_rejection_writes_every_text_as_often_as_the_target(top_p: float) -> None:
     """Chi-square over all texts of three tokens, with drafts of 0 to 2 tokens per pass."""
     languages = Languages(top_p=top_p)
-    assert languages.excess([write(languages, seed, terms, whole) for seed in range(4000)]) < CHANCE
+    assert languages.excess([write(languages, seed, REJECTION, whole) for seed in range(4000)]) < CHANCE
 
 
 def test_a_policy_that_looks_at_the_drawn_token_is_biased_and_the_test_shows_it() -> None:
@@ -76,20 +75,6 @@ def test_a_policy_that_looks_at_the_drawn_token_is_biased_and_the_test_shows_it(
         return text
 
     assert languages.excess([shared(seed) for seed in range(2000)]) > 2 * CHANCE
-
-
-def test_a_block_accepts_no_less_than_token_by_token() -> None:
-    """Sun et al., theorem 2: on average more."""
-    languages = Languages(length=4)
-    accepted = {}
-    for terms in (REJECTION, BLOCK):
-        accepted[terms.is_block] = 0
-        for seed in range(1500):
-            chooser = RuleChooser(languages.with_seed(seed), terms=terms)
-            tokens, qs = languages.block([], 3, seed, 2)
-            rows = [languages.target_row(tuple(tokens[:index])) for index in range(4)]
-            accepted[terms.is_block] += len(chooser.choose(rows, tokens, range(-1, 2), 2, evidence=qs).nodes)
-    assert accepted[True] > 1.02 * accepted[False]
 
 
 def test_the_target_s_distribution_is_what_pick_draws_from() -> None:
@@ -130,13 +115,10 @@ def test_masked_ids_get_no_weight_and_the_length_stays() -> None:
     assert q.ids[:2] == (1, 3) and len(set(q.ids)) == 4 and q.weights[2:] == (0, 0) and sum(q.weights) == WHOLE
 
 
-def test_draws_follow_the_weights_and_blocks_have_noise_of_their_own() -> None:
+def test_draws_follow_the_weights() -> None:
     q = SparseDistribution((7, 3, 9), (WHOLE // 2, WHOLE // 4, WHOLE // 4))
     drawn = [draw(q, seed, 11) for seed in range(4000)]
     assert [drawn.count(token) / 4000 for token in q.ids] == pytest.approx([0.5, 0.25, 0.25], abs=0.03)
-    again = [draw(q, seed, 11, block=10) for seed in range(4000)]
-    same = sum(a == b for a, b in zip(drawn, again, strict=True)) / 4000
-    assert same == pytest.approx(0.25 + 2 / 16, abs=0.03), "the two are independent"
 
 
 BAD = {
@@ -161,12 +143,11 @@ def test_states_change_both_rules_rows_and_follow_the_tokens() -> None:
     """p is the distribution after the row's states: a token that they forbid is never accepted, nor written twice."""
     rows = np.zeros((4, 3), dtype=np.float32)
     q = SparseDistribution((0, 1, 2), (WHOLE - 2, 1, 1))
-    for terms in (REJECTION, BLOCK):
-        for seed in range(50):
-            state = NoneTwice()
-            chooser = RuleChooser(SamplingParams(temperature=1.0, seed=seed), [state], terms=terms)
-            branch = chooser.choose(rows, [0, 0], [-1, 0], 5, evidence=[q, q], max_tokens=3)
-            assert branch.tokens == state.seen and len(set(branch.tokens)) == len(branch.tokens)
+    for seed in range(50):
+        state = NoneTwice()
+        chooser = RuleChooser(SamplingParams(temperature=1.0, seed=seed), [state], terms=REJECTION)
+        branch = chooser.choose(rows, [0, 0], [-1, 0], 5, evidence=[q, q], max_tokens=3)
+        assert branch.tokens == state.seen and len(set(branch.tokens)) == len(branch.tokens)
     state = NoneTwice()
     chooser = RuleChooser(SamplingParams(temperature=1.0), [state], 1, terms=RuleTerms(Rule.TOLERANCE, delta=9.0))
     branch = chooser.choose(rows, [1, 1], [-1, 0], 5, evidence=[-0.1, -0.1])
@@ -177,7 +158,7 @@ def test_states_change_both_rules_rows_and_follow_the_tokens() -> None:
 def test_a_fault_in_a_row_leaves_states_and_delta_where_they_were() -> None:
     rows = np.zeros((2, 3), dtype=np.float32)
     rows[1] = np.nan
-    for terms in (REJECTION, BLOCK, RuleTerms(Rule.TOLERANCE, delta=5.0, acceptance=0.5)):
+    for terms in (REJECTION, RuleTerms(Rule.TOLERANCE, delta=5.0, acceptance=0.5)):
         q = -1.0 if terms.is_lossy else SparseDistribution((0,), (WHOLE,))
         state = NoneTwice()
         chooser = RuleChooser(SamplingParams(temperature=1.0, seed=2), [state], terms=terms)

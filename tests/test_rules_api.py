@@ -38,7 +38,7 @@ from outrider.models.sampling import SamplingParams
 from outrider.models.tolerance import WARM_UP
 from outrider.models.tree_draft import ROOT, TreeDraft
 
-REJECTION, BLOCK = RuleTerms(Rule.REJECTION), RuleTerms(Rule.REJECTION, is_block=True)
+REJECTION = RuleTerms(Rule.REJECTION)
 LOSSY = RuleTerms(Rule.TOLERANCE, delta=1.0)
 TOLERANT = ServerSettings(allow_tolerance=True)
 
@@ -122,8 +122,7 @@ def numbers(q: SparseDistribution) -> list[int]:
     return [number for pair in zip(q.ids, q.weights, strict=True) for number in pair]
 
 
-@pytest.mark.parametrize("is_block", [False, True])
-def test_verify_by_rejection_writes_every_text_as_often_as_the_target(is_block: bool) -> None:
+def test_verify_by_rejection_writes_every_text_as_often_as_the_target() -> None:
     """Chi-square over whole texts; 250 items a call, blocks of no, one or two tokens."""
     languages, num = Languages(), 600
     texts: list[list[int]] = [[] for _ in range(num)]
@@ -133,14 +132,13 @@ def test_verify_by_rejection_writes_every_text_as_often_as_the_target(is_block: 
             for seed in open_texts:
                 text = texts[seed]
                 count = min((seed + len(text)) % 3, languages.length - len(text) - 1)
-                tokens, qs = languages.block(text, count, seed, len(PROMPT) + len(text) if is_block else None)
+                tokens, qs = languages.block(text, count, seed)
                 items.append(
                     {
                         "prefix": [*PROMPT, *text],
                         "draft": tokens,
                         "draft_q": [numbers(q) for q in qs],
                         "rule": "rejection",
-                        "block_verification": is_block,
                         "temperature": languages.params.temperature,
                         "seed": seed,
                         "max_tokens": languages.length - len(text),
@@ -175,8 +173,7 @@ def test_a_device_s_sessions_by_rejection_write_every_text_as_often_as_the_targe
     assert totals.proposed >= totals.tested >= totals.accepted > 0
 
 
-@pytest.mark.parametrize("terms", [REJECTION, BLOCK], ids=["token by token", "block"])
-def test_stop_and_wait_by_rejection_is_a_function_of_the_seed(terms: RuleTerms) -> None:
+def test_stop_and_wait_by_rejection_is_a_function_of_the_seed() -> None:
     """Every block waits for its answer, so nothing depends on time."""
     languages = Languages(length=12)
     with serve_fake(runtime=small(languages)) as server:
@@ -186,7 +183,7 @@ def test_stop_and_wait_by_rejection_is_a_function_of_the_seed(terms: RuleTerms) 
                     server.url,
                     Mode.STOP_AND_WAIT,
                     ModelDrafter(DraftRuntime(languages)),
-                    terms,
+                    REJECTION,
                     requests_of(languages, range(5)),
                 )
             )
@@ -379,8 +376,6 @@ def test_a_draft_without_probabilities_is_refused_on_the_device() -> None:
     endpoints = Endpoints([CloudClient("http://nobody")])
     with pytest.raises(ConfigError, match="lookup has no probabilities"):
         make_agent(Mode.STREAM, endpoints, NgramDrafter(), terms=REJECTION)
-    with pytest.raises(ConfigError, match="stop-and-wait"):
-        make_agent(Mode.STREAM, endpoints, ModelDrafter(FakeSequenceRuntime()), terms=BLOCK)
 
 
 def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
@@ -392,12 +387,9 @@ def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
 def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None:
     found = RunOptions(prompt="a", rule=Rule.TOLERANCE, acceptance=0.7, seed=1)
     assert found.terms == RuleTerms(Rule.TOLERANCE, acceptance=0.7)
-    block = RunOptions(prompt="a", rule=Rule.REJECTION, mode=Mode.STOP_AND_WAIT, block_verification=True, seed=1)
-    assert block.terms == BLOCK
     idle: tuple[dict[str, Any], ...] = (
         {"delta": 1.0},
         {"rule": Rule.REJECTION, "acceptance": 0.7},
-        {"rule": Rule.REJECTION, "block_verification": True},
         {"rule": Rule.REJECTION, "width": "4"},
         {"rule": Rule.REJECTION, "offline_ok": True},
         {"rule": Rule.REJECTION, "mode": Mode.CLOUD_ONLY},

@@ -165,45 +165,6 @@ def test_a_text_by_rejection_is_the_same_given_the_same_messages() -> None:
     assert run_texts(languages, range(64)) == run_texts(languages, range(64))
 
 
-def items(languages: Languages, terms: RuleTerms, seeds: Sequence[int]) -> list[list[int]]:
-    """Texts by stop-and-wait: blocks of up to two tokens, each a `once` request."""
-    runtime = FakeBatchRuntime(vocab_size=languages.size, block_size=4, num_blocks=1024)
-    engine = Engine(runtime, EngineConfig(max_running=64, max_queue=10_000))
-    texts: list[list[int]] = [[] for _ in seeds]
-    while True:
-        open_texts = [index for index, text in enumerate(texts) if len(text) < languages.length]
-        if not open_texts:
-            return texts
-        sinks = []
-        for index in open_texts[:256]:
-            text, seed = texts[index], seeds[index]
-            at = len(PROMPT) + len(text)
-            count = min((seed + len(text)) % 3, languages.length - len(text) - 1)
-            tokens, qs = languages.block(text, count, seed, at if terms.is_block else None)
-            sink = Collector()
-            request = GenerateRequest(
-                (*PROMPT, *text),
-                languages.with_seed(seed),
-                languages.length - len(text),
-                draft=tuple(tokens),
-                once=True,
-                terms=terms,
-                evidence=tuple(qs),
-            )
-            engine.submit(request, sink)
-            sinks.append((index, sink))
-        while engine.has_work:
-            engine.step()
-        for index, sink in sinks:
-            texts[index] += sink.tokens
-
-
-def test_verify_items_by_block_write_every_text_as_often_as_the_target() -> None:
-    languages = Languages()
-    texts = items(languages, RuleTerms(Rule.REJECTION, is_block=True), range(1200))
-    assert languages.excess(texts) < CHANCE
-
-
 @pytest.mark.parametrize(
     ("terms", "evidence"),
     [

@@ -51,13 +51,12 @@ MAX_DELTA: Final = 30.0
 class RuleTerms:
     """A rule and its parameters. Plain values.
 
-    is_block: rejection judges a block as a whole (block verification). delta: of tolerance, in nats, within MAX_DELTA;
+    delta: of tolerance, in nats, within MAX_DELTA;
     where `acceptance` is set, the one to start from. acceptance: share of tested tokens that tolerance is calibrated
     to accept; None: `delta` is fixed.
     """
 
     rule: Rule = Rule.COUPLED
-    is_block: bool = False
     delta: float = DEFAULT_DELTA
     acceptance: float | None = None
 

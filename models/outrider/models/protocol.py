@@ -323,9 +323,6 @@ class VerifyItem(SamplingFields, RuleFields):
     draft_q: Distributions | None = Field(default=None, description=DISTRIBUTIONS)
     draft_log_q: LogQs | None = Field(default=None, description=LOG_QS)
     delta: Delta | None = Field(default=None, description=DELTA)
-    block_verification: StrictBool = Field(
-        default=False, description="rejection: judge the block as a whole; draw each block with noise of its own"
-    )
     max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT, description="commit at most this many")
     stop_ids: StopIds | None = None
     ignore_eos: StrictBool = False

@@ -26,18 +26,13 @@ So:
   send. What an id costs to encode does not delay it.
 * A draft below a committed token stays when its path equals the committed text, however that was chosen: it was drawn
   after that very text, and nothing has looked at it. A rejected position never commits x itself (p(x) < q(x), so its
-  residual weight is 0), so nothing that was looked at stays. Block verification has no such property: it looks at
-  tokens and coins beyond the ones that it accepts. So there drafts and coins have new noise in each block (`block`),
-  and only /v1/verify offers it.
+  residual weight is 0), so nothing that was looked at stays.
 * A step that fails in the model runs again without drafts. It is the one exception, and it is logged.
-
-Block verification: Sun et al. 2024 (arXiv 2403.10444), algorithm 2. It accepts at least as many tokens on average.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -115,12 +110,9 @@ def sparse(logits: NDArray[np.float32], params: SamplingParams, count: int = NUM
     return SparseDistribution(tuple(map(int, order)), tuple(map(int, weights)))
 
 
-def draw(q: SparseDistribution, seed: int, position: int, block: int | None = None) -> int:
-    """The draft's token at absolute `position`, from q exactly.
-
-    block: position of the first token of the block, where blocks are verified as a whole: each block has own noise.
-    """
-    left = noise_key(_stream(seed, _DRAFT, block), position) >> 48  # 16 bits: 0 to WHOLE - 1
+def draw(q: SparseDistribution, seed: int, position: int) -> int:
+    """The draft's token at absolute `position`, from q exactly."""
+    left = noise_key(_stream(seed, _DRAFT), position) >> 48  # 16 bits: 0 to WHOLE - 1
     for token, weight in zip(q.ids, q.weights, strict=True):
         if left < weight:
             return token
@@ -158,49 +150,13 @@ def judge(p: Probabilities, token: int, q: SparseDistribution, seed: int, positi
     """The token at `position`, and whether it is the drafted one."""
     if _coin(seed, position) * q.of(token) < p[token]:
         return token, True
-    return _draw_residual(_residual(p, q, 1.0), p, seed, position), False
-
-
-def judge_block(
-    row_after: Callable[[int], Probabilities],
-    drafted: Sequence[int],
-    qs: Sequence[SparseDistribution],
-    pick_last: Callable[[], int],
-    seed: int,
-    position: int,
-) -> tuple[int, int]:
-    """How many drafted tokens are accepted, and the token after them.
-
-    row_after: p after the first i drafted tokens, i = 0, 1, ..., called once each, in order. pick_last: the token
-    after all of them, from p.
-    """
-    num_accepted, reached = 0, 1.0  # reached: the paper's p_i
-    kept: tuple[Probabilities, Probabilities] | None = None  # residual after the accepted ones, and p there
-    for index, (token, q) in enumerate(zip(drafted, qs, strict=True)):
-        p = row_after(index)
-        residual = _residual(p, q, reached)
-        if index:  # whether the first `index` are accepted: the paper's h_i
-            left = float(residual.sum())
-            keep = left / (left + 1.0 - reached) if left + 1.0 - reached > 0.0 else 1.0
-            if _coin(seed, position + index - 1, position) < keep:
-                num_accepted, kept = index, (residual, p)
-        else:
-            kept = residual, p
-        reached = min(1.0, reached * float(p[token]) / q.of(token))
-    assert kept is not None, "a block has at least one token"
-    if _coin(seed, position + len(drafted) - 1, position) < reached:
-        return len(drafted), pick_last()
-    return num_accepted, _draw_residual(*kept, seed, position + num_accepted)
-
-
-def _residual(p: Probabilities, q: SparseDistribution, reached: float) -> Probabilities:
-    residual = p * reached
+    residual = p.copy()
     ids = np.array(q.ids)
     # q may name ids that the target does not have.
     known = ids < p.size
     residual[ids[known]] -= np.array(q.weights)[known] / WHOLE
     np.maximum(residual, 0.0, out=residual)
-    return residual
+    return _draw_residual(residual, p, seed, position), False
 
 
 def _draw_residual(residual: Probabilities, p: Probabilities, seed: int, position: int) -> int:
@@ -212,12 +168,11 @@ def _draw_residual(residual: Probabilities, p: Probabilities, seed: int, positio
     return int(ids[scores.argmax()])
 
 
-def _coin(seed: int, position: int, block: int | None = None) -> float:
+def _coin(seed: int, position: int) -> float:
     """Uniform in [0, 1), 53 bits."""
-    return (noise_key(_stream(seed, _COIN, block), position) >> 11) * 2.0**-53
+    return (noise_key(_stream(seed, _COIN), position) >> 11) * 2.0**-53
 
 
-def _stream(seed: int, salt: int, block: int | None = None) -> int:
-    """The seed of a stream; each block has its own."""
-    stream = (seed ^ salt) & MAX_SEED
-    return stream if block is None else noise_key(stream, block) & MAX_SEED
+def _stream(seed: int, salt: int) -> int:
+    """The seed of a stream."""
+    return (seed ^ salt) & MAX_SEED

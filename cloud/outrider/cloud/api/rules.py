@@ -18,20 +18,14 @@ def session_terms(body: SessionRequest, settings: ServerSettings) -> RuleTerms:
     _require_tolerance(body.rule, "delta", body.delta)
     _require_tolerance(body.rule, "acceptance", body.acceptance)
     _require_allowed(body.rule, settings)
-    return RuleTerms(body.rule, delta=_delta(body.delta), acceptance=body.acceptance)
+    return RuleTerms(body.rule, _delta(body.delta), body.acceptance)
 
 
 def item_terms(item: VerifyItem, settings: ServerSettings) -> RuleTerms:
     """The rule of a verify item. Raises as `session_terms`."""
     _require_tolerance(item.rule, "delta", item.delta)
-    if item.block_verification and item.rule is not Rule.REJECTION:
-        raise FieldError(
-            "invalid_parameter",
-            f"block_verification is true, and the rule is {item.rule.value}; expected rejection",
-            param="block_verification",
-        )
     _require_allowed(item.rule, settings)
-    return RuleTerms(item.rule, item.block_verification, _delta(item.delta))
+    return RuleTerms(item.rule, _delta(item.delta))
 
 
 def evidence_of(qs: Sequence[Sequence[int]] | None, log_qs: Sequence[float] | None) -> tuple[Evidence, ...]:

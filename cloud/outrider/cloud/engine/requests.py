@@ -84,9 +84,6 @@ def check_terms(request: GenerateRequest) -> None:
         raise RequestError(
             "unsupported_parameter", f"typical_p and XTC do not go with the rule {terms.rule}; leave one of them out"
         )
-    if terms.is_block and request.grammar is not None:
-        # A block is judged as a whole, and its tail may be outside the grammar, where there is no distribution.
-        raise RequestError("unsupported_parameter", "block_verification does not go with a grammar; leave it out")
 
 
 def check_rules(rules: RowRules, limits: ModelLimits) -> None:

@@ -16,7 +16,7 @@ from outrider.edge.cli.rule_options import RuleOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
 from outrider.edge.retrieval.documents import DOCS_TOKENS
-from outrider.models.acceptance import Rule, RuleTerms
+from outrider.models.acceptance import RuleTerms
 from outrider.models.errors import ConfigError
 
 
@@ -33,9 +33,6 @@ class RunOptions(
         ),
     ] = None
     _accepting: ClassVar = AcceptanceOptions
-    block_verification: Annotated[
-        bool, typer.Option("--block-verification", help="rejection with --mode stop-and-wait: judge blocks as a whole.")
-    ] = False
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     _drafting: ClassVar = DraftingOptions
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
@@ -71,7 +68,7 @@ class RunOptions(
         self._set_rules()
         self._set_grammar()
         self._refuse_idle()
-        terms = RuleTerms(self.rule, self.block_verification, self.delta, self.acceptance)
+        terms = RuleTerms(self.rule, self.delta, self.acceptance)
         object.__setattr__(self, "terms", terms)
         if self.mode is Mode.CLOUD_ONLY:
             if self.compare and is_typed("compare"):
@@ -92,8 +89,6 @@ class RunOptions(
         if self.docs is None:
             refuse_idle("without --docs there are no passages", given(self, "docs_tokens"))
         self._refuse_idle_acceptance()
-        if self.rule is not Rule.REJECTION or self.mode is not Mode.STOP_AND_WAIT:
-            refuse_idle("it needs --rule rejection and --mode stop-and-wait", given(self, "block_verification"))
         if self.rule.needs_evidence and self.offline_ok:
             if is_typed("offline_ok"):
                 raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")

@@ -26,7 +26,7 @@ class RuleDrafter:
     def __init__(self, model: ProposingDrafter, terms: RuleTerms, num_ids: int = NUM_IDS) -> None:
         """num_ids: of each distribution that is sent."""
         self._model = model
-        self._propose = _tolerance if terms.rule is Rule.TOLERANCE else _rejection(num_ids, is_block=terms.is_block)
+        self._propose = _tolerance if terms.rule is Rule.TOLERANCE else _rejection(num_ids)
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
         """Starts a new text."""
@@ -63,16 +63,16 @@ class RuleDrafter:
         self._model.close()
 
 
-def _rejection(num_ids: int, *, is_block: bool) -> Propose:
-    def propose(logits: Logits, params: SamplingParams, position: int, length: int) -> list[Guess]:
+def _rejection(num_ids: int) -> Propose:
+    def propose(logits: Logits, params: SamplingParams, position: int) -> list[Guess]:
         q = sparse(logits, params, num_ids)
-        token = draw(q, params.seed, position, length if is_block else None)
+        token = draw(q, params.seed, position)
         return [sampled_guess(token, q.weights[0] / WHOLE, q)]
 
     return propose
 
 
-def _tolerance(logits: Logits, params: SamplingParams, position: int, length: int) -> list[Guess]:
+def _tolerance(logits: Logits, params: SamplingParams, position: int) -> list[Guess]:
     token = pick(logits, params, position)
     log_q = max(LEAST_LOG, log_probability(logits, params, token))
     warm = replace(params, temperature=1.0) if params.is_greedy else params

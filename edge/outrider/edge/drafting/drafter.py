@@ -43,7 +43,7 @@ _PIECE_S: Final = 0.1
 """A long text is read in pieces of about this time: between two of them it can be left."""
 
 
-Propose = Callable[[Logits, SamplingParams, int, int], list[Guess]]
+Propose = Callable[[Logits, SamplingParams, int], list[Guess]]
 """Makes the guesses of one row: of the token at a position, in a text of so many tokens."""
 
 
@@ -219,7 +219,7 @@ class ModelDrafter:
                 branch, length = branches[index], len(self._text)
                 row = self._changed(self._run(branch)[: self._num_ids], branch)
                 if row is not None:
-                    found[index] = propose(row, self._params, length + len(branch), length)
+                    found[index] = propose(row, self._params, length + len(branch))
         return found
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:

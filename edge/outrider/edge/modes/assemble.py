@@ -93,7 +93,7 @@ def make_agent(
     Stop-and-wait sends paths, so of the options only the effort concerns it. scheduler: its thread drafts, for stream
     mode; None: one of its own. quoted: texts that its text may quote; lookup copies from them. terms: how the target
     accepts: rejection and tolerance take one path, without lookup. Raises ConfigError there for a draft without a
-    model, and for block verification in stream mode.
+    model.
     """
     estimates, options = estimates or Estimates(), options or AgentOptions()
     if mode is Mode.CLOUD_ONLY or drafter is None:
@@ -101,8 +101,6 @@ def make_agent(
     if terms.rule.needs_evidence:
         if not isinstance(drafter, ProposingDrafter):
             raise ConfigError(f"the rule {terms.rule.value} needs a draft with a model; lookup has no probabilities")
-        if terms.is_block and mode is not Mode.STOP_AND_WAIT:
-            raise ConfigError("blocks are verified as a whole in stop-and-wait mode only; add --mode stop-and-wait")
         drafter = RuleDrafter(drafter, terms)
         options = replace(options, tree=replace(options.tree, width=1), is_looked_up=False)
     if mode is Mode.STOP_AND_WAIT:

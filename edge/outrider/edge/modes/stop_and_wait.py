@@ -152,7 +152,7 @@ class StopAndWaitAgent:
         if terms.rule is Rule.REJECTION:
             qs = [guess.evidence for guess in block if isinstance(guess.evidence, SparseDistribution)]
             pairs = [[number for pair in zip(q.ids, q.weights, strict=True) for number in pair] for q in qs]
-            return {"rule": terms.rule, "draft_q": pairs, "block_verification": terms.is_block}
+            return {"rule": terms.rule, "draft_q": pairs}
         if terms.rule is Rule.TOLERANCE:
             log_qs = [round(guess.evidence, 3) for guess in block if isinstance(guess.evidence, float)]
             return {"rule": terms.rule, "draft_log_q": log_qs, "delta": self.calibrator.delta}

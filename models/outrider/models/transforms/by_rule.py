@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from outrider.models.acceptance import AcceptedBranch, Rule, RuleTerms
+from outrider.models.acceptance import AcceptedBranch, RuleTerms
 from outrider.models.errors import ModelFault
-from outrider.models.rejection import Evidence, Probabilities, SparseDistribution, judge, judge_block, probabilities
+from outrider.models.rejection import Evidence, SparseDistribution, judge, probabilities
 from outrider.models.sampling import pick
 from outrider.models.tolerance import DeltaCalibrator, is_tolerated, log_probability
 from outrider.models.transforms.base import apply_all
@@ -46,9 +46,8 @@ class RuleChooser(RowChooser):
         assert len(evidence) == len(drafted), "each drafted token has its evidence"
         lengths, before = [state.length for state in self.states], replace(self.calibrator)
         self.logprobs, self.num_tested, self.num_tolerated = [], 0, 0
-        by = self._by_block if self.terms.is_block and drafted else self._by_line
         try:
-            tokens = by(rows, drafted, evidence, position, stop_ids, max_tokens)
+            tokens = self._by_line(rows, drafted, evidence, position, stop_ids, max_tokens)
         except BaseException:
             self.calibrator = before
             for state, length in zip(self.states, lengths, strict=True):
@@ -87,44 +86,6 @@ class RuleChooser(RowChooser):
         picked = pick(changed, self.params, position)
         self.num_tolerated += is_accepted and picked != token
         return (token, True) if is_accepted else (picked, False)
-
-    def _by_block(
-        self,
-        rows: Sequence[Row] | Row,
-        drafted: Sequence[int],
-        evidence: Sequence[Evidence],
-        position: int,
-        stop_ids: Collection[int],
-        max_tokens: int | None,
-    ) -> list[int]:
-        assert self.terms.rule is Rule.REJECTION
-        lengths = [state.length for state in self.states]
-
-        def row_after(index: int) -> Probabilities:
-            if index:
-                for state in self.states:
-                    state.advance(drafted[index - 1])
-            return probabilities(self._changed(rows[index], position + index), self.params)
-
-        def pick_last() -> int:
-            for state in self.states:
-                state.advance(drafted[-1])
-            return pick(
-                self._changed(rows[len(drafted)], position + len(drafted)), self.params, position + len(drafted)
-            )
-
-        qs = [each for each in evidence if isinstance(each, SparseDistribution)]
-        num_accepted, last = judge_block(row_after, drafted, qs, pick_last, self.params.seed, position)
-        self.num_tested = min(num_accepted + 1, len(drafted))
-        for state, length in zip(self.states, lengths, strict=True):
-            state.truncate(length)
-        tokens: list[int] = []
-        for index, token in enumerate([*drafted[:num_accepted], last]):
-            tokens.append(token)
-            self._take(rows[index], token)
-            if token in stop_ids or len(tokens) == max_tokens:
-                break
-        return tokens
 
     def _changed(self, row: Row, position: int) -> Row:
         if not math.isfinite(row.max()):
