@@ -15,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
+from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
+from outrider.models.http.encoding import encode_chat
+from outrider.models.http.openai import RenderRequest
 from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ErrorAnswer, RenderAnswer
 from outrider.models.sampling import SamplingParams
@@ -406,6 +409,15 @@ def test_a_conversation_that_cannot_be_rendered(
     answer = client.post("/v1/render", json={"messages": [{"role": "user", "content": "x"}]} | fields)
     assert answer.status_code == status
     assert ErrorAnswer.model_validate_json(answer.content).error.code == code
+
+
+def test_messages_that_render_to_nothing_are_refused() -> None:
+    """A device took an answer without tokens for a broken server, and gave its own client 503."""
+    own = fake_tokenizer(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    body = RenderRequest.model_validate({"messages": [{"role": "user", "content": ""}]})
+    with pytest.raises(RequestError, match="makes no text") as refused:
+        encode_chat(own, 100, body)
+    assert (refused.value.code, refused.value.status) == ("empty_prompt", 400)
 
 
 def test_without_a_template_nothing_is_rendered() -> None:

@@ -143,7 +143,7 @@ class Exchange:
             if self._chunks is not None:
                 await self._chunks.aclose()
             if self._response is not None:
-                await self._response.aclose()
+                await close(self._response)
             self._chunks = self._response = None
 
     async def _read_end(self, end_s: float) -> None:
@@ -156,6 +156,14 @@ class Exchange:
                 step.cancel()
             self._left.add(step)
             await asyncio.wait({step})
+
+
+async def close(response: httpx.Response) -> None:
+    """Once, in the end. Lets go of the stream too: it has the answer, which has the request, whose body would stay
+    until the collector runs.
+    """
+    await response.aclose()
+    del response.stream
 
 
 async def chunks_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:

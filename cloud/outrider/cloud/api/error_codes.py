@@ -64,7 +64,7 @@ _OWN: Final[dict[tuple[str, str], tuple[Codes, ...]]] = {
     ),
     ("post", "/v1/completions"): (_JSON, _RATE, _ENGINE, _GRAMMAR, _CASCADE, _FAULT, _OPENAI),
     ("post", "/v1/chat/completions"): (_JSON, _RATE, _ENGINE, _GRAMMAR, _CASCADE, _FAULT, _OPENAI, _TEMPLATE),
-    ("post", "/v1/render"): (_JSON, _RATE, _TOKENIZER, _TEMPLATE, {400: ("context_length_exceeded",)}),
+    ("post", "/v1/render"): (_JSON, _RATE, _TOKENIZER, _TEMPLATE, {400: ("context_length_exceeded", "empty_prompt")}),
     ("get", "/v1/models/{model}"): ({404: ("model_not_found",)},),
     ("get", "/v1/drafts/{name}/{path}"): (_DOWNLOAD,),
 }

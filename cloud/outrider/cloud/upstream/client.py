@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from outrider.cloud.upstream.errors import UpstreamLost, UpstreamRefused
 from outrider.cloud.upstream.events import EventReader, check_result
 from outrider.models.errors import ConfigError
-from outrider.models.exchange import Exchange, LeftSteps
+from outrider.models.exchange import Exchange, LeftSteps, close
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     TARGET_HEADER,
@@ -199,7 +199,7 @@ class UpstreamClient:
             await _require_success(response)
             return await _read(response)
         finally:
-            await response.aclose()
+            await close(response)
 
     @asynccontextmanager
     async def _guarded(self, limit_s: float) -> AsyncIterator[None]:

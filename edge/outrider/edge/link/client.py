@@ -43,7 +43,7 @@ from outrider.edge.link.sse import EventParser
 from outrider.edge.link.tls import system_tls
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import OutriderError, RequestError
-from outrider.models.exchange import Exchange, LeftSteps, chunks_of
+from outrider.models.exchange import Exchange, LeftSteps, chunks_of, close
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     TARGET_HEADER,
@@ -347,7 +347,7 @@ class CloudClient:
                 await self._require_success(response)
             return await self._read(response, max_bytes)
         finally:
-            await response.aclose()
+            await close(response)
 
     @asynccontextmanager
     async def _deadline(self, limit_s: float) -> AsyncIterator[None]:

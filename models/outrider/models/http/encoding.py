@@ -155,9 +155,12 @@ def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> li
     check_length(tokenizer, max_tokens, text)
     is_cut = isinstance(body, GenerationRequest) and body.truncate_prompt_tokens is not None
     _check_parts(tokenizer, max_tokens, text, is_cut=is_cut)
-    if not isinstance(body, GenerationRequest):
-        return tokenizer.encode(text, add_special_tokens=False)
-    return truncated(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), max_tokens, body)
+    if isinstance(body, GenerationRequest):
+        return truncated(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), max_tokens, body)
+    if not (tokens := tokenizer.encode(text, add_special_tokens=False)):
+        words = "the chat template makes no text of these messages; send one with content"
+        raise FieldError("empty_prompt", words, param="messages")
+    return tokens
 
 
 def check_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> None:
