@@ -14,7 +14,7 @@ not an independent sample then, so the output is biased.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import Final
 
@@ -84,24 +84,8 @@ def accept(
     in stop_ids or after max_tokens. At least one token; all but the last were drafted. Raises ModelFault on logits that
     are not finite.
     """
-    picks = (pick(row, params, position + i) for i, row in enumerate(logits))
-    return accept_picks(picks, drafted, stop_ids=stop_ids, max_tokens=max_tokens)
-
-
-def accept_picks(
-    picks: Iterable[int | None],
-    drafted: Sequence[int],
-    *,
-    stop_ids: Collection[int] = (),
-    max_tokens: int | None = None,
-) -> list[int]:
-    """As `accept`, for tokens already picked; None stands for logits that were not finite. Reads only what it needs."""
-    tokens: list[int] = []
-    for token, guess in zip(picks, [*drafted, None], strict=True):
-        tokens.append(_finite(token))
-        if token != guess or token in stop_ids or len(tokens) == max_tokens:
-            break
-    return tokens
+    line = range(-1, len(drafted) - 1)
+    return accept_tree(logits, drafted, line, params, position, stop_ids=stop_ids, max_tokens=max_tokens).tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

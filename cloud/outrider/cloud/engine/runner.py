@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.scheduler import Share
 from outrider.cloud.pending.chosen import NOTHING, Chosen
-from outrider.models.acceptance import AcceptedBranch, accept, accept_picks, accept_tree, accept_tree_picks
+from outrider.models.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.errors import ModelFault
 from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime, PickingRuntime, SequenceSlice, TreeRuntime
 from outrider.models.sampling import SamplingParams
@@ -98,7 +98,7 @@ def picked(
     stop_ids: Collection[int] = (),
     max_tokens: int | None = None,
 ) -> AcceptedBranch:
-    """The target's tokens from `position` on, as `accept` and `accept_tree` give them, from logits or from picks.
+    """The target's tokens from `position` on, as `accept_tree` gives them, from logits or from picks.
 
     chooser: chooses in place of the plain pick.
     """
@@ -108,13 +108,7 @@ def picked(
         return chooser.choose(
             whole, tokens, parents, position, stop_ids=stop_ids, max_tokens=max_tokens, evidence=drafted.evidence
         )
-    if not drafted.is_line:
-        if isinstance(rows, list):
-            picks = cast(list[int | None], rows)
-            return accept_tree_picks(picks, tokens, parents, stop_ids=stop_ids, max_tokens=max_tokens)
-        return accept_tree(rows, tokens, parents, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
     if isinstance(rows, list):
-        accepted = accept_picks(cast(list[int | None], rows), tokens, stop_ids=stop_ids, max_tokens=max_tokens)
-    else:
-        accepted = accept(rows, tokens, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
-    return AcceptedBranch(accepted, list(range(len(accepted) - 1)))
+        picks = cast(list[int | None], rows)
+        return accept_tree_picks(picks, tokens, parents, stop_ids=stop_ids, max_tokens=max_tokens)
+    return accept_tree(rows, tokens, parents, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
