@@ -147,6 +147,7 @@ def _warm_up(server: Server, path: str, texts: Sequence[dict[str, Any]]) -> None
     with attacking(repeat, server.port, requests, 16, 30.0) as reports:
         for _ in texts:
             reports.recv()
+    server.wait_until_idle()  # the last are cut: until that is noticed, others' texts may be refused
 
 
 def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
