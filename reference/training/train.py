@@ -1,4 +1,4 @@
-"""Trains the reference pair from scratch: `python -m training.train --work FOLDER`.
+"""Trains the reference pair from scratch: `cd reference; python -m training.train --work FOLDER`.
 
 Stages, each resumed from its checkpoint in the work folder or skipped when it is complete: `target`, `draft` (both
 next-token training), `pool` (text sampled from the target), `distill`, `long_pools`, `long_distill` (the same on rows

@@ -3,7 +3,7 @@
 `target_dir()` and `draft_dir()` are standard Hugging Face directories, `load_prompts()` returns prompts from files that
 neither model was trained on. The pair completes Python source plausibly; it is not a chat model. See MODEL_CARD.md.
 
-Importing this package loads no model library. `training` trains, evaluates and describes the
+Importing this package loads no model library. `reference/training` trains, evaluates and describes the
 pair.
 """
 
