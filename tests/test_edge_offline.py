@@ -29,6 +29,7 @@ from tests.test_edge_serve import (
 )
 
 from outrider.edge.cli.run import offline_line
+from outrider.edge.cli.summary import summary_lines
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import OnBattery, PowerWatch
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
@@ -109,6 +110,7 @@ def test_without_a_cloud_the_draft_writes_alone_and_says_so() -> None:
     assert "UNVERIFIED: the draft wrote the last 40 of 40 tokens alone" in offline_line(text)
     result = whole_result(text)
     assert result.tokens == tuple(truth()) and set(result.sources) == {Source.UNVERIFIED}
+    assert summary_lines(result)[0].endswith(", no target pass")
 
 
 @pytest.mark.parametrize("agreement", [1.0, 0.7])

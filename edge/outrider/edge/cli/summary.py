@@ -79,7 +79,8 @@ def summary_lines(result: GenerationResult, is_verbose: bool = False) -> list[st
     line = f"{label}{result.mode.value}: {counted(len(result.tokens), 'token')}{end}, {_speed(result)}"
     if result.mode is not Mode.CLOUD_ONLY:
         line += f", {result.accepted_share:.0%} from accepted drafts".replace("%", " %")
-    lines = [f"{line}, {result.tokens_per_pass:.2f} tokens per target pass"]
+    passes = f"{result.tokens_per_pass:.2f} tokens per" if result.num_passes else "no"
+    lines = [f"{line}, {passes} target pass"]
     if is_verbose:
         lines += _verbose_lines(result)
     if result.num_sessions > 1:
