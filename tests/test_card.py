@@ -43,11 +43,11 @@ from outrider.export.report.card import (
 )
 from outrider.export.report.card_html import card_html
 from outrider.export.report.card_plots import COLOURS, Item, speed_up_plot
+from outrider.export.report.simulation import forecast as tree_forecast
 from outrider.export.report.simulation.ranks import Picked, Ranks
 from outrider.export.report.simulation.trees import Outcome
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
-from outrider.models import tree_forecast
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError, TokenizerError
 from outrider.models.machine_load import MachineLoad
