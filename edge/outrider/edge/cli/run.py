@@ -244,7 +244,7 @@ async def _generate_offline_ok(
     def on_tokens(batch: TokenBatch) -> None:
         nonlocal is_alone
         if batch.is_unverified and not is_alone:
-            warn("No cloud answers: the draft goes on alone, unverified.")
+            warn("No cloud serves the text: the draft goes on alone, unverified.")
         is_alone = batch.is_unverified
         if printer is not None:
             printer(batch)
@@ -269,7 +269,7 @@ def offline_line(text: OfflineText) -> str:
     if text.local:
         return (
             f"UNVERIFIED: the draft wrote the last {len(text.local)} of {len(text.tokens)} tokens alone, since no "
-            f"cloud answered: {text.error}"
+            f"cloud served it: {text.error}"
         )
     return (
         f"verified: of {text.num_local} tokens that the draft wrote alone, the target confirmed {text.num_confirmed} "

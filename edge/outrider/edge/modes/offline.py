@@ -93,6 +93,7 @@ class OfflineWriter:
         text, origin = OfflineText(), origin or TextOrigin()
         started = time.perf_counter()
         num_failed = 0  # parts in a row that clouds failed to write: one may answer, and refuse every text
+        was_whole = False
         while True:
             if is_up:
                 num_verified = len(text.verified)
@@ -100,8 +101,9 @@ class OfflineWriter:
                     return text
                 num_failed = 1 if len(text.verified) > num_verified else num_failed + 1
             is_over, is_up = await self._write(text, request, on_tokens, started, num_failed)
-            if is_over and not is_up:
-                is_up = num_failed < 2 and self.find_cloud is not None and await self.find_cloud()
+            if is_over:  # one attempt more, if a cloud answers
+                is_up = not was_whole and (is_up or (self.find_cloud is not None and await self.find_cloud()))
+                was_whole = True
                 if not is_up:
                     return text
 
@@ -237,7 +239,7 @@ class OfflineWriter:
     async def _watch(self, num_failed: int) -> None:
         """Returns once a cloud answers. Looks at once after the first failure, and later after each one more."""
         assert self.find_cloud is not None
-        pause_s = min(MOST_LOOK_S, FIRST_LOOK_S * 2.0 ** max(0, num_failed - 2))
+        pause_s = min(MOST_LOOK_S, FIRST_LOOK_S * 2.0 ** max(0, min(num_failed, 8) - 2))
         if num_failed > 1:
             await self.sleep(pause_s)
         while not await self.find_cloud():
