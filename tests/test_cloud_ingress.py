@@ -11,7 +11,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import httpx
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
+from starlette.types import Receive, Scope, Send
 from tests.serving import TIMEOUT_S, FakeServer, StepGate, run_session, serve_fake, target_tokens
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -32,6 +33,7 @@ from outrider.models.http import limits as http_limits
 from outrider.models.http.limits import RateLimiter, Slots
 from outrider.models.http.security import OWNER, Gate, KeyRing, PagePolicy
 from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
+from outrider.models.ingress.bounded_server import freed
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.connections import ConnectionTable, reserve_files
 from outrider.models.ingress.sockets import TlsFiles
@@ -416,6 +418,20 @@ def test_a_long_pipeline_is_closed(server: FakeServer) -> None:
             answers += 1
         assert answers <= 17
     assert is_well(server)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_request_s_scope_is_emptied_but_for_what_uvicorn_reads_after_it(fails: bool) -> None:
+    """Its own answer to an application that failed needs the method."""
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        if fails:
+            raise ValueError
+
+    scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000}
+    with nullcontext() if not fails else pytest.raises(ValueError):
+        asyncio.run(freed(application)(scope, None, None))  # type: ignore[arg-type]  # it uses neither
+    assert scope == {"method": "GET"}
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/none/drafts"])

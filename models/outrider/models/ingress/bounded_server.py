@@ -80,7 +80,9 @@ def freed(app: ASGIApp) -> ASGIApp:
         try:
             await app(scope, receive, send)
         finally:
+            method = scope.get("method", "")
             scope.clear()
+            scope["method"] = method  # uvicorn reads it where it answers itself, after an application that failed
 
     return run
 
