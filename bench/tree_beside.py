@@ -1,6 +1,6 @@
 """Computes what a draft beside its target gains: no network, but draft and target take turns.
 
-The yardstick of drafts over a network (`tree_simulation`): with `k` drafted tokens a round takes
+The yardstick of drafts over a network (`report.simulation`): with `k` drafted tokens a round takes
 step_ms + (extra_ms + draft_ms) * k.
 """
 

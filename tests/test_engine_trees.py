@@ -14,8 +14,8 @@ from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.engine.scheduler import Share
 from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts

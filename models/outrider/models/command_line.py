@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
-from enum import Enum
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_type_hints
 
 import click
@@ -74,7 +73,6 @@ class CommandGroup(typer.core.TyperGroup):
         command = super().get_command(ctx, cmd_name)
         if command is not None:
             _restore_argument_help(command)
-            _let_choices_wrap(command)
             command.context_class = HelpContext
             command.format_arguments = lambda ctx, formatter: None  # type: ignore[method-assign]  # typer has written them
             command.short_help = command.get_short_help_str(1000)  # whole, where click cuts it
@@ -97,17 +95,6 @@ def _restore_argument_help(command: click.Command) -> None:
         if isinstance(parameter, typer.core.TyperArgument) and parameter.help is None:
             declared = getattr(hints.get(parameter.name or ""), "__metadata__", ())
             parameter.help = next((info.help for info in declared if isinstance(info, ArgumentInfo)), None)
-
-
-def _let_choices_wrap(command: click.Command) -> None:
-    """Puts spaces between the values of a choice: the help broke them anywhere, and cut options off beside them."""
-    for parameter in command.params:
-        if isinstance(parameter.type, click.Choice) and parameter.metavar is None:
-            parameter.metavar = f"[{' | '.join(_names_of(parameter.type))}]"
-
-
-def _names_of(choice: click.Choice[Any]) -> list[str]:
-    return [str(each.value if isinstance(each, Enum) else each) for each in choice.choices]
 
 
 def make_app(help: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:

@@ -32,8 +32,9 @@ from outrider.cloud.engine.requests import (
     usable_earlier,
 )
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
-from outrider.cloud.engine.scheduler import Scheduler, Share
+from outrider.cloud.engine.scheduler import Scheduler
 from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.share import Share
 from outrider.cloud.engine.sources import own_sources, require_hidden, teach
 from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks, open_swap

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.health import Health
-from outrider.cloud.engine.scheduler import Share
+from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.models.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.errors import ModelFault

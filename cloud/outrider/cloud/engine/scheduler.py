@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.cloud.engine.cache import SequenceCache
@@ -21,13 +20,12 @@ from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.owners import Owners
 from outrider.cloud.engine.prompt_time import PLAIN_STEPS, steps_added, tokens_within_a_step
 from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import NO_WAIT
 from outrider.cloud.seam import Totals
-from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.trees import depths, tree_mask
 
 _TURN_STEPS: Final = 32
 """Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
@@ -37,67 +35,6 @@ _AGE_STEPS: Final = 8
 """One step of so many goes by age alone: those with a low priority get an eighth of the engine, whoever else waits."""
 _MAX_REFUSED: Final = 16
 """Queued sequences without room that a step looks at: looking at those of a thousand owners would cost 0.2 s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """One sequence's part of a step: `new` tokens to run, the last of them `drafted`.
-
-    is_complete: the tokens reach the sequence's end, so the target picks its next token in this step.
-    depths: of the drafted tokens, where they are no line.
-    """
-
-    sequence: SequenceState
-    new: list[int]
-    drafted: Chosen
-    is_complete: bool
-    depths: list[int] | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "depths", None if self.drafted.is_line else depths(self.drafted.parents))
-
-    @property
-    def num_drafted(self) -> int:
-        """Drafted tokens in it."""
-        return len(self.drafted.tokens)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of logits that it needs."""
-        return 1 + self.num_drafted if self.is_complete else 0
-
-    @property
-    def row_positions(self) -> Sequence[int]:
-        """The position of the token that each row picks."""
-        end = len(self.sequence.tokens)
-        if self.depths is None:
-            return range(end, end + self.num_rows)
-        return [end, *(end + depth for depth in self.depths)]
-
-    @property
-    def num_attended(self) -> int:
-        """Positions that its tokens attend to, in all."""
-        count = len(self.new)
-        if self.depths is None:
-            return count * self.sequence.computed + count * (count + 1) // 2
-        before = count - self.num_drafted
-        own = before * (before + 1) // 2 + self.num_drafted * before + sum(self.depths)
-        return count * self.sequence.computed + own
-
-    def as_slice(self) -> SequenceSlice:
-        """The same for the runtime."""
-        past, blocks = self.sequence.computed, self.sequence.blocks
-        if self.depths is None:
-            return SequenceSlice(self.new, past, blocks, self.num_rows)
-        before = len(self.new) - self.num_drafted
-        end = past + before
-        positions = [*range(past, end), *(end + depth - 1 for depth in self.depths)]
-        mask = tree_mask(self.drafted.parents, before)
-        return SequenceSlice(self.new, past, blocks, self.num_rows, positions, mask)
-
-    def without_drafts(self) -> Share:
-        """The same without drafted tokens."""
-        return Share(self.sequence, self.new[: len(self.new) - self.num_drafted], NOTHING, self.is_complete)
 
 
 class Scheduler:
@@ -371,7 +308,7 @@ class Scheduler:
         others = [s for s in ready if s.num_missing == 1 and s not in delaying]
         past = sum(s.computed for s in items) / len(items)
         beside = StepSize(len(others), sum(1 + s.computed for s in others)) if others else StepSize.of(1, int(past))
-        shared_room = tokens_within_a_step(steps_added(self._drafting.curve, room, beside, past))
+        shared_room = tokens_within_a_step(steps_added(self._drafting.curve, room, beside, past)) if delaying else room
         ranks: Counter[bytes] = Counter()  # of each owner's next item
         order: list[tuple[int, SequenceState]] = []
         for item in items:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.runner import Rows
-from outrider.cloud.engine.scheduler import Share
+from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.head_guesses import HeadGuesses
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.ngram_pool import NgramPool

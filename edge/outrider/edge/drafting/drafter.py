@@ -44,7 +44,7 @@ _PIECE_S: Final = 0.1
 
 
 Propose = Callable[[Logits, SamplingParams, int], list[Guess]]
-"""Makes the guesses of one row: of the token at a position, in a text of so many tokens."""
+"""Makes the guesses of one row: of the token at this position."""
 
 
 class Drafter(Protocol):

@@ -102,7 +102,7 @@ class DraftWorker:
             self._is_closed = True
             self._scheduler.leave()
             # Those of a text, which has this worker: what it holds would stay until the collector runs.
-            self._plan, self._room, self._wake = _no_plan, _no_room, _no_wake
+            self._plan, self._room, self._wake = lambda: DraftPlan(0), lambda: 0, lambda: None
 
     def has_work(self) -> bool:
         """Whether a run would expand anything; hold the lock."""
@@ -201,15 +201,3 @@ class DraftWorker:
         is_nearly_whole = answer > path and missing_s < self._limits.flush_s
         # But not for long: the best nodes may be alternatives, which do not make the path longer.
         return waited_s >= self._limits.flush_s * (2 if is_nearly_whole else 1)
-
-
-def _no_plan() -> DraftPlan:
-    return DraftPlan(0)
-
-
-def _no_room() -> int:
-    return 0
-
-
-def _no_wake() -> None:
-    return None

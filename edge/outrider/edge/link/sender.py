@@ -29,10 +29,6 @@ class Posts(Protocol):
         ...
 
 
-def _nothing() -> None:
-    return None
-
-
 class DraftSender:
     """Fire and forget, for one generation. max_in_flight bounds connections and memory.
 
@@ -45,7 +41,7 @@ class DraftSender:
         on_round_trip: Callable[[float], None],
         max_in_flight: int = 8,
         clock: Callable[[], float] = time.perf_counter,
-        on_free: Callable[[], None] = _nothing,
+        on_free: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_round_trip = on_round_trip
         self._on_free = on_free
@@ -81,7 +77,7 @@ class DraftSender:
     async def aclose(self) -> None:
         """Cancels messages in flight: the text is over."""
         self._cancel()
-        self._on_free = _nothing
+        self._on_free = lambda: None  # the text's, which has this
         await asyncio.gather(*self._dropped, return_exceptions=True)
 
     def _cancel(self) -> None:

@@ -1,6 +1,6 @@
 """Predicts the speed-up of drafts that branch, for report cards: in bounded time, equal figures for equal inputs.
 
-Plays the measured tokens through `tree_simulation` once, under the default budget of bytes. Knows no report.
+Plays the measured tokens through `trees.simulate` once, under the default budget of bytes. Knows no report.
 """
 
 from __future__ import annotations
