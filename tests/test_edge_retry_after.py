@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import httpx
 import pytest
@@ -113,6 +114,29 @@ def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
         with pytest.raises(CloudError, match="tokens_exhausted"):
             asyncio.run(facts_from(time, verifier(time, asked, *["60"] * 9, status=503), retry=policy))
         assert asked[1] == first_s and time.now == pytest.approx(last_s) and len(asked) == num
+
+
+def test_an_outage_that_was_given_up_is_not_waited_out_again() -> None:
+    """Else `run --offline-ok` is silent for 3 s at each look for a cloud; once one answers, its next outage is."""
+    time, is_up = Time(), True
+
+    def handle(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=FACTS.model_dump()) if is_up else httpx.Response(503)
+
+    async def scenario() -> list[float]:
+        nonlocal is_up
+        waited = list[float]()
+        async with CloudClient("http://verifier", transport=httpx.MockTransport(handle)) as client:
+            endpoints = Endpoints([client], OFFLINE_RETRY, time.sleep, time)
+            for is_up in (True, False, False, True, False):
+                began = time.now
+                with nullcontext() if is_up else pytest.raises(CloudError):
+                    await endpoints.call(lambda client: client.model_facts())
+                waited.append(time.now - began)
+        return waited
+
+    up, first, second, up_again, third = asyncio.run(scenario())
+    assert up == up_again == 0.0 and first == pytest.approx(third) and first >= 3.0 and second < 0.1
 
 
 def test_the_user_reads_how_long_a_verifier_asks_to_wait() -> None:

@@ -32,11 +32,12 @@ class RetryPolicy:
     """When to give up: after at least `max_failures` in a row without a token between them.
 
     Once an endpoint has answered, failures must also have gone on for `max_outage_s`: a server that restarts refuses
-    many connections in a few seconds. A URL that never answered is wrong more often than late, except at a loopback
-    address: a server that was started a moment ago refuses connections while it loads, so failures must have gone on
-    for `max_loading_s`. After each whole round of endpoints comes a pause, which doubles. An endpoint that asks for a
-    longer one (Retry-After) is not tried before, and others come first; but nobody waits for that beyond `max_asked_s`
-    after the outage began, or beyond the time above.
+    many connections in a few seconds. After it was given up that does not count before an endpoint answers again. A URL
+    that never answered is wrong more often than late, except at a loopback address: a server that was started a moment
+    ago refuses connections while it loads, so failures must have gone on for `max_loading_s`. After each whole round of
+    endpoints comes a pause, which doubles. An endpoint that asks for a longer one (Retry-After) is not tried before,
+    and others come first; but nobody waits for that beyond `max_asked_s` after the outage began, or beyond the time
+    above.
     """
 
     max_failures: int = 6
@@ -83,6 +84,7 @@ class Endpoints:
         self._current = 0
         self._not_before: dict[str, float] = {}  # by URL: when it may be tried again
         self._has_answered = False
+        self._is_patient = False
         self._failures: list[str] = []
         self._outage_began_at = 0.0
 
@@ -120,7 +122,7 @@ class Endpoints:
                 await _require_fit(client, text)
                 async with client.open_session(request, text.target) as stream, aclosing(stream):
                     async for event in stream:
-                        self._has_answered = True
+                        self._has_answered = self._is_patient = True
                         if isinstance(event, SessionOpen):
                             served = Served(client.url, event.model, event.target)
                             text.require_same(served)
@@ -156,7 +158,7 @@ class Endpoints:
             except EndpointLost as e:
                 await self._move_on(e, text)
             else:
-                self._has_answered = True
+                self._has_answered = self._is_patient = True
                 self._report_success(client)
                 return answer
 
@@ -189,6 +191,7 @@ class Endpoints:
             raise _none_fit(list(text.unfit.values()))
         num_failures, outage_s = len(self._failures), now - self._outage_began_at
         if num_failures >= retry.max_failures and outage_s >= self._max_outage_s(error):
+            self._is_patient = False
             left = f"{self._question(text)} Gave up" if error.is_absent else "no cloud endpoint is left"
             causes = dict.fromkeys([*self._failures, *map(str, text.unfit.values())])
             raise CloudError(
@@ -230,7 +233,7 @@ class Endpoints:
 
     def _max_outage_s(self, error: EndpointLost) -> float:
         """Failures that ended with `error` are not given up before they have gone on for this long."""
-        if self._has_answered:
+        if self._is_patient:
             return self._retry.max_outage_s
         is_loading = error.is_absent and any(client.is_local for client in self._clients)
         return self._retry.max_loading_s if is_loading else 0.0

@@ -5,7 +5,6 @@ The prompt is treated as that of the other routes: bounded, never logged.
 
 from __future__ import annotations
 
-import json
 import secrets
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from outrider.edge.serve.faults import as_request_error
 from outrider.edge.serve.grounding import ground_messages, ground_prompts, sources_of
 from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest, PassagesEvent
 from outrider.edge.serve.state import LocalCore
+from outrider.edge.serve.upstream import conversation_to_render
 from outrider.edge.serve.watched_text import WatchedText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import sse
@@ -143,8 +143,5 @@ async def _render(
     if not is_up:  # the draft bundle's own template
         conversation = RenderRequest(messages=messages)
         return await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, conversation)
-    document = {
-        "messages": [message.model_dump(exclude_unset=True) for message in messages],
-        "tokenizer": core.fingerprint,
-    }
-    return (await core.upstream.render(json.dumps(document).encode(), facts)).tokens
+    content = await core.workers.run(owner, conversation_to_render, messages, core.fingerprint)
+    return (await core.upstream.render(content, facts)).tokens

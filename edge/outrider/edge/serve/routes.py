@@ -7,7 +7,6 @@ template: no template that a server sends runs here.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from typing import Final, TypeVar
@@ -34,6 +33,7 @@ from outrider.edge.serve.grounding import (
 from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
+from outrider.edge.serve.upstream import conversation_to_render
 from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
@@ -153,25 +153,16 @@ def local_routes(core: LocalCore) -> list[Route]:
         max_tokens = body.max_completion_tokens or body.max_tokens
 
         async def encode() -> Encoded:
-            messages, groundings = [message.model_dump(exclude_unset=True) for message in body.messages], None
+            messages, groundings = list(body.messages), None
             if sources is not None:
-                messages, found = await core.workers.run(
-                    owner, ground_messages, sources, body.messages, facts, max_tokens
-                )
-                groundings = [found]
+                plain, found = await core.workers.run(owner, ground_messages, sources, messages, facts, max_tokens)
+                messages, groundings = [openai.ChatMessage.model_validate(each) for each in plain], [found]
             if not is_up:  # the draft bundle's own template: no server is there to use the target's
-                known = [openai.ChatMessage.model_validate(each) for each in messages]
-                local = body.model_copy(update={"messages": known})
+                local = body.model_copy(update={"messages": messages})
                 prompt = await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, local)
                 return [prompt], groundings
-            conversation = {
-                "messages": messages,
-                "chat_template_kwargs": body.chat_template_kwargs,
-                "tokenizer": core.fingerprint,
-            }
-            if (tools := body.tools_for_template()) is not None:  # older servers ignore what they do not know
-                conversation["tools"] = tools
-            tokens = (await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens
+            content = await core.workers.run(owner, conversation_to_render, messages, core.fingerprint, body)
+            tokens = (await core.upstream.render(content, facts)).tokens
             if body.add_special_tokens and core.tokenizer.begins_with_bos:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings

@@ -6,6 +6,7 @@ The connections are shared; what is measured and counted belongs to one text eac
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.errors import OutriderError, TokenizerMismatch
+from outrider.models.http.openai import ChatMessage, Conversation
 from outrider.models.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 from outrider.models.visible import visible
 
@@ -174,6 +176,21 @@ class Upstream:
 def quick(num_clouds: int) -> RetryPolicy:
     """For what a client waits for before its text begins: each verifier is asked once, an only one twice."""
     return RetryPolicy(max_failures=max(2, num_clouds), max_outage_s=0.0, max_loading_s=0.0, max_asked_s=0.0)
+
+
+def conversation_to_render(
+    messages: Sequence[ChatMessage], fingerprint: str, conversation: Conversation | None = None
+) -> bytes:
+    """The body of /v1/render. conversation: whose tools and template variables it has. Blocking: half a megabyte takes
+    tens of milliseconds.
+    """
+    plain = [message.model_dump(exclude_unset=True) for message in messages]
+    document: dict[str, Any] = {"messages": plain, "tokenizer": fingerprint}
+    if conversation is not None:
+        document["chat_template_kwargs"] = conversation.chat_template_kwargs
+        if (tools := conversation.tools_for_template()) is not None:  # older servers ignore what they do not know
+            document["tools"] = tools
+    return json.dumps(document).encode()
 
 
 async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
