@@ -1,13 +1,15 @@
 """Compares the acceptance rules by round trip: coupled noise beside rejection beside tolerance.
 
 Cloud and agent have a core and a thread each; the target is widened, which changes no logit. Every rule writes the same
-prompts with the same seeds in stream mode; the order is reversed from one prompt to the next.
+prompts with the same seeds; the order is reversed from one prompt to the next. Rejection and tolerance go block by
+block, as published: compare them with stop-and-wait's coupled noise.
 
   cloud-only         no drafts: the target's text, and the yardstick of speed
   tree               coupled noise, a tree of guesses: the default
-  path               coupled noise, one path: what the other rules send
-  rejection          one path, each token drawn from its distribution of 8 ids, which is sent
-  tolerance          one path with log q; accepts while log p >= log q - delta (--delta)
+  path               coupled noise, one path
+  blocks             coupled noise, stop-and-wait
+  rejection          blocks, each token drawn from its distribution of 8 ids, which is sent
+  tolerance          blocks with log q; accepts while log p >= log q - delta (--delta)
   tolerance at 0.70  delta calibrated to that acceptance (--acceptance)
 
 Tables: tokens/s over cloud-only's, medians of the runs; acceptance (accepted over tested drafted tokens); bytes of
@@ -52,7 +54,7 @@ from outrider.models.tolerance import log_probability
 from outrider.reference import load_prompts
 
 CLOUD_ONLY: Final = "cloud-only"
-COUPLED: Final = ("tree", "path")
+COUPLED: Final = ("tree", "path", "blocks")
 SERVER: Final = (*ALIKE, "--no-lookup", "--allow-tolerance")
 
 
@@ -102,12 +104,12 @@ def terms_of(options: argparse.Namespace) -> dict[str, RuleTerms]:
 def agents_of(options: argparse.Namespace, endpoints: Endpoints, lab: Lab) -> dict[str, Agent]:
     """An agent for each row, with estimates of its own."""
     tree, path = make_options(is_looked_up=False), make_options("1", is_looked_up=False)
-    drafted = {"tree": (tree, PLAIN_TERMS), "path": (path, PLAIN_TERMS)}
-    drafted |= {name: (path, terms) for name, terms in terms_of(options).items()}
-    return {CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None)} | {
-        name: make_agent(Mode.STREAM, endpoints, lab.drafter, options=each, terms=terms)
-        for name, (each, terms) in drafted.items()
-    }
+    agents = {CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None)}
+    for name, each in (("tree", tree), ("path", path)):
+        agents[name] = make_agent(Mode.STREAM, endpoints, lab.drafter, options=each)
+    for name, terms in ({"blocks": PLAIN_TERMS} | terms_of(options)).items():
+        agents[name] = make_agent(Mode.STOP_AND_WAIT, endpoints, lab.drafter, terms=terms)
+    return agents
 
 
 async def measure(options: argparse.Namespace, lab: Lab, requests: Sequence[GenerationRequest]) -> dict[float, Any]:
@@ -157,11 +159,10 @@ def judge(target: BatchRuntime, requests: Sequence[GenerationRequest], cells: Se
 def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: Mapping[str, Quality]) -> None:
     """Prints the tables."""
     table = Table(title="tokens/s over cloud-only's, by round trip", title_justify="left", box=None)
-    for name in ("RTT ms", "rule", "speed (lowest run)", "acceptance", "passes/token", "B up/token", "tolerated"):
+    for name in ("RTT ms", "rule", "speed (lowest run)", "acceptance", "passes/token", "B up/token"):
         table.add_column(name, justify="left" if name == "rule" else "right")
     for rtt_ms, cells in found.items():
         for name, cell in cells.items():
-            tolerated = sum(text.num_tolerated for text in cell.texts) / sum(len(text.tokens) for text in cell.texts)
             table.add_row(
                 f"{rtt_ms:g}",
                 name,
@@ -169,7 +170,6 @@ def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: M
                 "-" if math.isnan(cell.acceptance) else f"{cell.acceptance:.3f}",
                 f"{cell.passes:.3f}",
                 f"{cell.bytes_up(cells[CLOUD_ONLY]):.0f}",
-                f"{tolerated:.3f}",
             )
     console.print(table)
     table = Table(title="quality", title_justify="left", box=None)

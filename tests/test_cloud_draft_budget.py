@@ -19,7 +19,6 @@ from outrider.cloud.api.step_times import NewestTimes, StepTimes
 from outrider.cloud.api.stream import SERVER_SEND, SessionStream
 from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
-from outrider.models.acceptance import PLAIN_TERMS
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEvent, SessionOpen, parse_event
 from outrider.models.tally import RequestTally
@@ -269,7 +268,6 @@ class Streaming:
             mailbox,
             timer,
             self._close,
-            PLAIN_TERMS,
             keep_alive_s=keep_alive_s,
             step_times=lambda: self.times,
         )

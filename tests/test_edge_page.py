@@ -16,7 +16,6 @@ from tests.chromium import CTRL, SHIFT, Browser, Page, open_browser
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
-from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.tree import GuessTree
@@ -30,7 +29,6 @@ from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
 from outrider.edge.serve.page_routes import GENERATE
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.watch import MAX_GUESSES
-from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen, SessionRequest
 from outrider.models.visible import visible
@@ -46,8 +44,6 @@ INFO = {
     "has_chat_template": True,
     "max_positions": 512,
     "draft": HOSTILE,
-    "rule": "coupled",
-    "is_lossy": False,
     "max_tokens": 512,
     "max_round_trip_ms": 500,
 }
@@ -358,28 +354,6 @@ def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: 
             assert text_of(page, "text").endswith(visible(shown + expected[-1]["text"]))
             assert "the same" in text_of(page, "status") or "were replaced" in text_of(page, "status")
         own.wait_until(own.is_at_rest)
-
-
-@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION, Rule.TOLERANCE])
-def test_the_page_says_what_the_rule_is(rule: Rule, browser: Browser) -> None:
-    """A lossy one is marked, before the first text and after it."""
-    is_lossy = rule is Rule.TOLERANCE
-    with (
-        serve_fake(settings=ServerSettings(allow_tolerance=True)) as cloud,
-        serve_local(cloud.url, LocalSettings(terms=RuleTerms(rule))) as local,
-        opened(browser, local.url) as page,
-    ):
-        for num_runs in (0, 1):
-            if num_runs:
-                fill(page, prompt=PROMPT, max_tokens="10")
-                page.js("document.getElementById('go').click()")
-                runs(page, 1)
-            seen = {
-                name: page.js(f"document.getElementById({name!r}).checkVisibility()") for name in ("lossy", "rule-row")
-            }
-            assert seen == {"lossy": is_lossy, "rule-row": rule is not Rule.COUPLED}
-            assert text_of(page, "rule") == ("tolerance, lossy" if is_lossy else rule.value)
-            assert text_of(page, "exact").startswith("It is the target’s text") is (rule is Rule.COUPLED)
 
 
 def test_a_comparison_shows_equal_texts(local: LocalEndpoint, browser: Browser) -> None:

@@ -28,8 +28,6 @@ TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
-LOSSY_ONLY = {"tolerated_tokens", "lossy"}
-"""Of the usage: left out unless the rule is tolerance."""
 # Made from an HTTP status in models/outrider/models/http/handlers.py, or by a route below the framework.
 FROM_STATUS = {"invalid_request"}
 MESSAGES: tuple[type[BaseModel], ...] = (
@@ -61,7 +59,7 @@ def test_the_example_of_a_stream_is_one() -> None:
     first, second = (json.loads(event) for event in EVENTS[1:3])
     assert second["base"] == first["base"] + len(first["tokens"])
     end = events[-1]
-    assert isinstance(end, SessionEnd) and end.usage.model_fields_set == set(Usage.model_fields) - LOSSY_ONLY
+    assert isinstance(end, SessionEnd) and end.usage.model_fields_set == set(Usage.model_fields)
     assert end.usage.completion_tokens == end.usage.target_passes + end.usage.accepted_prediction_tokens
 
 

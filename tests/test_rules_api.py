@@ -1,10 +1,8 @@
-"""The acceptance rules over HTTP: sessions and /v1/verify, the device's agents, labels and refusals."""
+"""The acceptance rules over HTTP: /v1/verify, the device's stop-and-wait, labels and refusals."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.chi_square import CHANCE, PROMPT, Languages
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
-from tests.faulty_posts import FaultRates, FaultyPosts
-from tests.serving import FakeServer, StepGate, fake_tokenizer, run_session, serve_fake, target_tokens
+from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
@@ -25,57 +22,23 @@ from outrider.edge.drafting.by_rule import RuleDrafter
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.sender import DraftMessage, Posts
 from outrider.edge.modes.assemble import make_agent
-from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
 from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.rejection import WHOLE, SparseDistribution
-from outrider.models.rule_draft import RULE_MEDIA_TYPE, encode_rule_draft
-from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
 from outrider.models.tolerance import WARM_UP
-from outrider.models.tree_draft import ROOT, TreeDraft
 
 REJECTION = RuleTerms(Rule.REJECTION)
 LOSSY = RuleTerms(Rule.TOLERANCE, delta=1.0)
 TOLERANT = ServerSettings(allow_tolerance=True)
 
 
-def small(languages: Languages, heard: Heard | None = None) -> FakeBatchRuntime:
+def small(languages: Languages) -> FakeBatchRuntime:
     """The target of these languages."""
-    return FakeBatchRuntime(vocab_size=languages.size, num_blocks=1024, on_step=heard)
-
-
-class Heard:
-    """For `on_step`: a step waits for drafts, so that some arrive in time however busy the machine is.
-
-    Not longer than 10 ms: where a text needs no more, or a draft is lost on the way, none comes.
-    """
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def __call__(self, batch: Sequence[SequenceSlice]) -> None:
-        self._event.wait(0.01)
-        self._event.clear()
-
-    def wrap(self, posts: Posts) -> Posts:
-        """These posts, each noted once it has arrived."""
-        return HeardPosts(posts, self._event)
-
-
-class HeardPosts:
-    """Sets the event after each message that was delivered."""
-
-    def __init__(self, posts: Posts, event: threading.Event) -> None:
-        self._posts = posts
-        self._event = event
-
-    async def post_drafts(self, session: str, message: DraftMessage) -> None:
-        await self._posts.post_drafts(session, message)
-        self._event.set()
+    return FakeBatchRuntime(vocab_size=languages.size, num_blocks=1024)
 
 
 class DraftRuntime:
@@ -107,14 +70,9 @@ async def generate(
     drafter: Drafter,
     terms: RuleTerms,
     requests: Sequence[GenerationRequest],
-    faults: FaultRates | None = None,
-    heard: Heard | None = None,
 ) -> list[GenerationResult]:
     async with CloudClient(url) as client:
         agent = make_agent(mode, Endpoints([client]), drafter, "3", terms=terms)
-        if faults is not None:
-            assert isinstance(agent, StreamAgent)
-            agent.wrap_posts = lambda posts: FaultyPosts(heard.wrap(posts) if heard else posts, faults, seed=1)
         return [await agent.generate(request) for request in requests]
 
 
@@ -155,22 +113,6 @@ def test_verify_by_rejection_writes_every_text_as_often_as_the_target() -> None:
 
 def requests_of(languages: Languages, seeds: range) -> list[GenerationRequest]:
     return [GenerationRequest(PROMPT, languages.with_seed(seed), languages.length, ignore_eos=True) for seed in seeds]
-
-
-def test_a_device_s_sessions_by_rejection_write_every_text_as_often_as_the_target() -> None:
-    """The agent draws, sends and resends; drafts are lost, doubled and late."""
-    languages = Languages(size=3)
-    config = EngineConfig(policy=Policy.VERIFY)
-    faults = FaultRates(drop=0.2, duplicate=0.3, delay=0.3, max_delay_s=0.002)
-    heard = Heard()
-    with serve_fake(runtime=small(languages, heard), config=config) as server:
-        drafter = ModelDrafter(DraftRuntime(languages))
-        requests = requests_of(languages, range(120))
-        results = asyncio.run(generate(server.url, Mode.STREAM, drafter, REJECTION, requests, faults, heard))
-        totals = server.core.engine.stats().totals
-    assert all(result.draft_error is None for result in results)
-    assert languages.excess([result.tokens for result in results]) < CHANCE
-    assert totals.proposed >= totals.tested >= totals.accepted > 0
 
 
 def test_stop_and_wait_by_rejection_is_a_function_of_the_seed() -> None:
@@ -214,51 +156,29 @@ def test_tolerance_is_calibrated_on_the_way() -> None:
     assert all(each.is_lossy for each in results)
 
 
-def test_a_device_begins_the_next_text_with_the_delta_of_the_last() -> None:
-    async def two_texts(url: str) -> tuple[float, float]:
-        async with CloudClient(url) as client:
-            drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size, agreement=0.8))
-            terms = RuleTerms(Rule.TOLERANCE, delta=9.0, acceptance=0.3)
-            agent = make_agent(Mode.STREAM, Endpoints([client]), drafter, "3", terms=terms)
-            assert isinstance(agent, StreamAgent)
-            agent.wrap_posts = heard.wrap
-            deltas = []
-            for request in long_requests(2):
-                result = await agent.generate(request)
-                assert result.is_lossy and result.num_tested > 0
-                deltas.append(agent.delta)
-            return deltas[0], deltas[1]
-
-    heard = Heard()
-    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=heard)
-    with serve_fake(TOLERANT, runtime=runtime, config=EngineConfig(policy=Policy.VERIFY)) as server:
-        first, second = asyncio.run(two_texts(server.url))
-    assert second < first < 9.0
-
-
 def test_tolerance_is_refused_unless_the_server_allows_it() -> None:
-    session = {"prompt": [1, 2], "max_tokens": 4, "rule": "tolerance"}
     item = {"prefix": [1, 2], "rule": "tolerance"}
     with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        opened, verified = client.post("/v1/sessions", json=session), client.post("/v1/verify", json={"items": [item]})
-        assert (opened.status_code, verified.status_code) == (403, 403)
-        assert opened.json()["error"]["code"] == verified.json()["error"]["code"] == "tolerance_not_allowed"
+        verified = client.post("/v1/verify", json={"items": [item]})
+        assert (verified.status_code, verified.json()["error"]["code"]) == (403, "tolerance_not_allowed")
 
 
-def test_every_answer_says_that_tolerance_is_lossy() -> None:
-    """Session open, end and usage, verify results, metrics; other rules' answers do not have the words at all."""
+@pytest.mark.parametrize("fields", [{"rule": "rejection"}, {"rule": "tolerance", "delta": 2.0, "acceptance": 0.7}])
+def test_a_session_is_of_no_rule_that_judges_by_probabilities(fields: dict[str, Any]) -> None:
+    """Whatever else an older device sends with it: never another rule in silence."""
     with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
-        events = run_session(client, {"prompt": [1, 2], "max_tokens": 4, "rule": "tolerance", "delta": 2.0})
-        assert (events.open.rule, events.open.lossy) == ("tolerance", True)
-        assert (events.end.rule, events.end.lossy, events.end.delta) == ("tolerance", True, 2.0)
-        assert (events.end.usage.lossy, events.end.usage.tolerated_tokens) == (True, 0)
+        answer = client.post("/v1/sessions", json={"prompt": [1, 2], "max_tokens": 4, **fields})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_rule")
+
+
+def test_every_result_says_that_tolerance_is_lossy() -> None:
+    """And metrics count it; other rules' results do not have the words at all."""
+    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
         item = {"prefix": [1, 2], "draft": [7], "draft_log_q": [-0.1], "rule": "tolerance", "delta": 30.0}
         (result,) = client.post("/v1/verify", json={"items": [item]}).json()["results"]
         assert result["lossy"] is True and result["accepted"] == result["tested"] == 1 and result["tokens"][0] == 7
         metrics = client.get("/metrics").text
-        assert "outrider_tolerance_sequences_total 2.0" in metrics and "outrider_tolerated_tokens_total 1.0" in metrics
-        plain = run_session(client, {"prompt": [1, 2], "max_tokens": 4})
-        assert plain.open.rule is None and plain.end.lossy is None
+        assert "outrider_tolerance_sequences_total 1.0" in metrics and "outrider_tolerated_tokens_total 1.0" in metrics
         (bare,) = client.post("/v1/verify", json={"items": [{"prefix": [1, 2]}]}).json()["results"]
         assert not {"rule", "lossy", "tested"} & set(bare)
 
@@ -289,20 +209,11 @@ CODES = {"invalid_parameter", "wrong_evidence", "token_out_of_range"}
 
 @pytest.mark.parametrize("name", BAD_Q)
 def test_a_distribution_that_is_none_is_refused_by_name(name: str) -> None:
-    """In an item, whose neighbour is verified, and in a session's draft, whose text goes on."""
+    """And its neighbour is verified."""
     item = {"prefix": [1, 2], "draft": [1], "rule": "rejection", "draft_q": BAD_Q[name], "temperature": 1.0}
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
-        gate.allow(1)
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
         good, bad = client.post("/v1/verify", json={"items": [{"prefix": [1, 2]}, item]}).json()["results"]
         assert "error" not in good and bad["error"]["code"] in CODES
-        body = {"prompt": [1, 2], "max_tokens": 400, "rule": "rejection", "ignore_eos": True, "temperature": 1.0}
-        with client.stream("POST", "/v1/sessions", json=body) as stream:
-            lines = (line for line in stream.iter_lines() if line)
-            session = json.loads(next(lines).removeprefix("data: "))["session"]
-            draft = {"base": 0, "paths": [[1]], "draft_q": BAD_Q[name]}
-            refused = client.post(f"/v1/sessions/{session}/drafts", json=draft)
-            assert refused.status_code == 400 and refused.json()["error"]["code"] in CODES
 
 
 def nan_bodies() -> list[str]:
@@ -317,40 +228,12 @@ def test_a_log_probability_that_is_none_is_refused_by_name(body: str) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["code"] in ("invalid_parameter", "malformed_json")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"delta": 1.0},
-        {"acceptance": 0.7},
-        {"rule": "rejection", "delta": 1.0},
-        {"rule": "tolerance", "acceptance": 1.0},
-        {"rule": "lenient"},
-    ],
-)
+@pytest.mark.parametrize("fields", [{"delta": 1.0}, {"rule": "rejection", "delta": 1.0}, {"rule": "lenient"}])
 def test_parameters_of_another_rule_are_refused_by_name(fields: dict[str, Any]) -> None:
     with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
-        answer = client.post("/v1/sessions", json={"prompt": [1], "max_tokens": 2, **fields})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] in {*fields, "rule"}
-
-
-def sent_to_session(server: FakeServer, client: httpx.Client, body: bytes, rule: str) -> httpx.Response:
-    """The answer to a draft in bytes."""
-    opened = {"prompt": [1, 2], "max_tokens": 400, "rule": rule, "ignore_eos": True, "temperature": 1.0}
-    with client.stream("POST", "/v1/sessions", json=opened) as stream:
-        lines = stream.iter_lines()  # kept: the stream ends with it
-        session = json.loads(next(lines).removeprefix("data: "))["session"]
-        return client.post(f"/v1/sessions/{session}/drafts", content=body, headers={"content-type": RULE_MEDIA_TYPE})
-
-
-def test_a_draft_in_bytes_is_taken_or_refused_by_name() -> None:
-    draft = TreeDraft(0, 0, [1], [ROOT], [0], [SparseDistribution((1, 2), (WHOLE - 5, 5))])
-    with serve_fake(TOLERANT, gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
-        body = encode_rule_draft(draft)
-        assert sent_to_session(server, client, body, "rejection").status_code == 204
-        assert sent_to_session(server, client, body, "tolerance").json()["error"]["code"] == "wrong_evidence"
-        assert sent_to_session(server, client, body, "coupled").json()["error"]["code"] == "wrong_evidence"
-        assert sent_to_session(server, client, body[:-1], "rejection").json()["error"]["code"] == "invalid_request"
-        assert sent_to_session(server, client, body * 200, "rejection").status_code in (400, 413)
+        answer = client.post("/v1/verify", json={"items": [{"prefix": [1], **fields}]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] in {f"items.0.{name}" for name in (*fields, "rule")} | {"delta"}
 
 
 def test_what_a_client_sends_changes_its_own_text_only() -> None:
@@ -375,23 +258,23 @@ def test_what_a_client_sends_changes_its_own_text_only() -> None:
 def test_a_draft_without_probabilities_is_refused_on_the_device() -> None:
     endpoints = Endpoints([CloudClient("http://nobody")])
     with pytest.raises(ConfigError, match="lookup has no probabilities"):
-        make_agent(Mode.STREAM, endpoints, NgramDrafter(), terms=REJECTION)
+        make_agent(Mode.STOP_AND_WAIT, endpoints, NgramDrafter(), terms=REJECTION)
 
 
 def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
     with serve_fake() as server, pytest.raises(OutriderError, match="does not allow it"):
         drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size))
-        asyncio.run(generate(server.url, Mode.STREAM, drafter, LOSSY, long_requests(1)))
+        asyncio.run(generate(server.url, Mode.STOP_AND_WAIT, drafter, LOSSY, long_requests(1)))
 
 
 def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None:
-    found = RunOptions(prompt="a", rule=Rule.TOLERANCE, acceptance=0.7, seed=1)
+    found = RunOptions(prompt="a", mode=Mode.STOP_AND_WAIT, rule=Rule.TOLERANCE, acceptance=0.7, seed=1)
     assert found.terms == RuleTerms(Rule.TOLERANCE, acceptance=0.7)
     idle: tuple[dict[str, Any], ...] = (
         {"delta": 1.0},
         {"rule": Rule.REJECTION, "acceptance": 0.7},
-        {"rule": Rule.REJECTION, "width": "4"},
-        {"rule": Rule.REJECTION, "offline_ok": True},
+        {"rule": Rule.REJECTION},
+        {"rule": Rule.REJECTION, "mode": Mode.STOP_AND_WAIT, "offline_ok": True},
         {"rule": Rule.REJECTION, "mode": Mode.CLOUD_ONLY},
     )
     for options in idle:
@@ -400,7 +283,9 @@ def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None
 
 
 def test_what_a_rule_wrote_is_labelled_in_the_summary() -> None:
-    result = GenerationResult(Mode.STREAM, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1, rule=Rule.TOLERANCE)
+    result = GenerationResult(
+        Mode.STOP_AND_WAIT, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1, rule=Rule.TOLERANCE
+    )
     assert summary_lines(result)[0].startswith("LOSSY")
     assert result_as_json(result, "a")["lossy"] is True
     plain = GenerationResult(Mode.STREAM, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1)

@@ -125,11 +125,7 @@ class ProvisionalEvent:
 
 @dataclass(slots=True)
 class SequenceUsage:
-    """What one sequence took; `protocol.Usage` is its wire form.
-
-    tolerated_tokens: accepted by tolerance though the target would have picked another; None under other rules.
-    delta: of tolerance, at the end.
-    """
+    """What one sequence took; `protocol.Usage` is its wire form."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -139,8 +135,6 @@ class SequenceUsage:
     cached_prompt_tokens: int = 0
     waited_s: float = 0.0
     looked_up_tokens: int = 0
-    tolerated_tokens: int | None = None
-    delta: float | None = None
 
     def count_pass(self, committed: int, proposed: int, accepted: int, looked_up: int = 0) -> None:
         """Counts one forward pass that committed tokens; looked_up: accepted tokens that were looked up."""
@@ -153,8 +147,7 @@ class SequenceUsage:
     def add(self, other: SequenceUsage) -> None:
         """Adds what another sequence took."""
         for each in fields(self):
-            if each.name not in ("tolerated_tokens", "delta"):  # of one sequence
-                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,8 +205,7 @@ class GenerationResult:
     num_prompt_sent: of the prompt, those that were sent to open it. num_recent: tokens of the text that this prompt got
     before, which the server drafted from. held: what the server holds now, where the request
     asked for it. cut: where a stop string ends the text, as the last session counts; None where none does. rule: by
-    which the target accepted. num_tolerated: accepted tokens that it would not have picked, as a session reports them:
-    only by tolerance.
+    which the target accepted.
     """
 
     mode: Mode
@@ -234,7 +233,6 @@ class GenerationResult:
     depths: tuple[tuple[int, int], ...] = ()
     cut: TextCut | None = None
     rule: Rule = Rule.COUPLED
-    num_tolerated: int = 0
 
     @property
     def is_lossy(self) -> bool:

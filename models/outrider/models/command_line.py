@@ -130,6 +130,7 @@ def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]
     The command's parameters are the fields that the dataclass' constructor takes: their names, types
     (`Annotated[..., typer.Option(...)]`) and defaults are stated there and nowhere else. Options that several commands
     share are a group: a base class with `__slots__ = ()`, so that a class can have several. `_in_order` places them.
+    `REMOVED`, if the class has it, says what to do in place of options that there were once.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = []
@@ -151,6 +152,7 @@ def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]
 
         command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.removed = getattr(options, "REMOVED", {})  # type: ignore[attr-defined]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions may have one
         return command
 
@@ -238,7 +240,11 @@ def _show_usage_error(error: click.ClickException) -> int:
     if isinstance(error, click.NoSuchOption) and ctx is not None:
         # An argument's name is no option, though it is in `opts` too.
         names = [name for each in ctx.command.get_params(ctx) for name in each.opts if name.startswith("-")]
-        message = f"No such option {error.option_name!r}.{_closest(error.option_name, names)}"
+        removed = getattr(ctx.command.callback, "removed", {})
+        advice = (
+            f" {removed[error.option_name]}" if error.option_name in removed else _closest(error.option_name, names)
+        )
+        message = f"No such option {error.option_name!r}.{advice}"
     print_error(message)
     if ctx is not None:
         Console(stderr=True).print(f"Try '{ctx.command_path} --help'.", highlight=False, soft_wrap=True, markup=False)

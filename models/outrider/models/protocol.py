@@ -2,8 +2,8 @@
 
 Both sides import it, so it stays light: no server, no engine, no model library. Unknown keys are refused in requests
 and ignored in answers, so that a newer server can talk to an older agent. Everything is JSON; only token ids cross,
-and probabilities where the acceptance rule is rejection or tolerance. docs/protocol.md shows each message by example,
-with its bytes.
+and, in /v1/verify, probabilities where the acceptance rule is rejection or tolerance. docs/protocol.md shows each
+message by example, with its bytes.
 
 A request's numbers are JSON numbers: no booleans, no strings, and integers without a fraction. A list is refused at its
 first wrong element, so that an answer never costs more than its request.
@@ -14,7 +14,7 @@ committed when one is resumed. `base` counts tokens committed *in this session*.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AllowInfNan,
@@ -25,10 +25,12 @@ from pydantic import (
     Strict,
     StrictBool,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import from_json
 
 from outrider.models.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule
+from outrider.models.errors import RequestError
 from outrider.models.manifest import Count, Sha256, Share
 from outrider.models.rejection import MAX_IDS, WHOLE
 from outrider.models.rule_fields import RuleFields
@@ -67,8 +69,14 @@ StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_S
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 """An integer is a number; true, "1", NaN and Infinity are not."""
+
+
 # Inline: one field needs no component of its own in the OpenAPI document.
-_RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
+def _rule_schema(*rules: Rule) -> dict[str, JsonValue]:
+    return {"title": "Rule", "type": "string", "enum": [rule.value for rule in rules]}
+
+
+_RuleField = Annotated[Rule, WithJsonSchema(_rule_schema(*Rule))]
 _SALT: Final = "requests with another salt share nothing that is kept of this one: no prompt, text or prefix"
 _STEP: Final = "measured decode step of the target, nothing drafted"
 _DRAFT_TOKEN: Final = "measured extra time of a drafted token in a step"
@@ -178,11 +186,20 @@ class SessionRequest(SamplingFields, RuleFields):
     prediction: Annotated[TokenIds, Field(max_length=MAX_PREDICTION_TOKENS)] = Field(
         default_factory=list, description="what the text may repeat from here on: a hint, drafted from"
     )
-    rule: _RuleField = Rule.COUPLED
-    delta: Delta | None = Field(default=None, description=DELTA)
-    acceptance: Number | None = Field(
-        default=None, ge=0.01, le=0.99, description="tolerance: calibrate delta to this share of tested tokens"
+    rule: Annotated[Literal[Rule.COUPLED, Rule.GREEDY], WithJsonSchema(_rule_schema(Rule.COUPLED, Rule.GREEDY))] = (
+        Rule.COUPLED
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_judging_rules(cls, raw: Any) -> Any:
+        """First of all: never another rule in silence, and no advice about the fields that such a request also has."""
+        if isinstance(raw, dict) and raw.get("rule") in (Rule.REJECTION, Rule.TOLERANCE):
+            raise RequestError(
+                "unsupported_rule",
+                f"sessions do not verify by the rule {raw['rule']}; send blocks to /v1/verify, or use coupled",
+            )
+        return raw
 
 
 class SessionOpen(_Answer):
@@ -203,8 +220,6 @@ class SessionOpen(_Answer):
     recent_tokens: int | None = Field(
         default=None, ge=1, description="of the text that this prompt got before, which the server drafts from"
     )
-    rule: str | None = Field(default=None, description="rejection or tolerance, where it is one of these")
-    lossy: bool | None = Field(default=None, description=LOSSY)
 
 
 class TokenLogprob(_Answer):
@@ -247,8 +262,7 @@ class Commit(_Answer):
 class Usage(_Answer):
     """What a session took. target_passes counts forward passes that committed tokens, not prompt chunks.
 
-    looked_up_tokens: of the accepted tokens, those that the server's prompt lookup guessed. tolerated_tokens: of the
-    accepted tokens, those that the target would not have picked; only where the rule is tolerance.
+    looked_up_tokens: of the accepted tokens, those that the server's prompt lookup guessed.
     """
 
     prompt_tokens: int
@@ -259,8 +273,6 @@ class Usage(_Answer):
     cached_prompt_tokens: int = 0
     waited_ms: float = 0.0
     looked_up_tokens: int = 0
-    tolerated_tokens: int | None = None
-    lossy: bool | None = Field(default=None, description=LOSSY)
 
 
 class TextCut(_Answer):
@@ -277,7 +289,7 @@ class SessionEnd(_Answer):
     """Last event of a session's stream. `error` is set when reason is "error", `cut` when a stop string ended the text.
 
     prefix_hash names prompt and text, which the server holds for a while: set where `keep_prefix` asked for it and the
-    reason is "stop" or "length". delta: where tolerance ended; a later session may begin with it.
+    reason is "stop" or "length".
     """
 
     type: Literal["end"] = "end"
@@ -286,9 +298,6 @@ class SessionEnd(_Answer):
     error: ErrorBody | None = None
     prefix_hash: str | None = None
     cut: TextCut | None = None
-    rule: str | None = None
-    lossy: bool | None = Field(default=None, description=LOSSY)
-    delta: float | None = None
 
 
 class DraftRequest(_Request):
@@ -297,7 +306,6 @@ class DraftRequest(_Request):
     base: tokens the device has seen committed in this session. paths: whole guesses of what follows, likeliest first.
     Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, or 409 `stale_draft`
     when every path contradicts newer commits. An agent ignores that: those commits are on their way to it.
-    draft_q or draft_log_q: of the tokens of the only path, where the session's rule is rejection or tolerance.
     """
 
     base: Integer = Field(ge=0, le=MAX_COUNT)
@@ -305,8 +313,6 @@ class DraftRequest(_Request):
         list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_PATH_TOKENS)]],
         Field(fail_fast=True, min_length=1, max_length=MAX_PATHS),
     ]
-    draft_q: Distributions | None = Field(default=None, description=DISTRIBUTIONS)
-    draft_log_q: LogQs | None = Field(default=None, description=LOG_QS)
 
 
 class VerifyItem(SamplingFields, RuleFields):

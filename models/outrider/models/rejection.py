@@ -11,23 +11,12 @@ Streams: the draft's draw, the accept coin and the residual draw are three hash 
 position, and none is the Gumbel noise of `sampling.pick`. So x does not depend on anything that the target uses at its
 position. A position without a draft, and the token after the last drafted one, is `pick`'s.
 
-Why streamed drafts keep the text exact. Let F be everything up to a position: the text so far, all drafts and noise of
-earlier positions. Given F, x is drawn from q, and coin, residual and pick are fresh. If the choice whether to verify x
-is made from F and q alone, the token is drawn from p either way: by rejection sampling where x is verified, by `pick`
-where not. If it depends on x itself, it is biased: a policy that verifies only likely tokens commits those too often.
-So:
-
-* A position has one sample. After a given text the first draft that arrives counts; later ones for the same position
-  are ignored, whatever their token or q (`pending.samples`). There are no alternatives: one path.
-* How many drafted tokens a step verifies follows from acceptance by position in the past, and from load; never from
-  the drawn tokens, a hint for them, or how many others hang below them (`Drafting._prospects`).
-* A draft that arrives after its position is committed is dropped. When it arrives must not depend on x: a message has a
-  length that depends only on the number of its nodes (`rule_draft`), and the device decides by counts and times when to
-  send. What an id costs to encode does not delay it.
-* A draft below a committed token stays when its path equals the committed text, however that was chosen: it was drawn
-  after that very text, and nothing has looked at it. A rejected position never commits x itself (p(x) < q(x), so its
-  residual weight is 0), so nothing that was looked at stays.
-* A step that fails in the model runs again without drafts. It is the one exception, and it is logged.
+Why the text is exact. Let F be everything up to a position: the text so far, and the noise of earlier positions. Given
+F, x is drawn from q, and coin, residual and pick are fresh. If the choice whether to verify x is made from F and q
+alone, the token is drawn from p either way: by rejection sampling where x is verified, by `pick` where not. If it
+depends on x itself, it is biased: a policy that verifies only likely tokens commits those too often. So a block is
+verified whole, as far as the server has room, and there are no alternatives: one path. A step that fails in the model
+runs again without drafts; it is the one exception, and it is logged.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from typing import Final
 
 from outrider.models.errors import RequestError
 from outrider.models.protocol import MAX_COUNT
-from outrider.models.rejection import Evidence
 
 TREE_MEDIA_TYPE: Final = "application/vnd.outrider.tree"
 MAX_MESSAGE_NODES: Final = 512
@@ -49,8 +48,7 @@ def level_of(chance: float) -> int:
 class TreeDraft:
     """One message. Node i has the number first + i, the token tokens[i], a parent and the chance CHANCES[levels[i]].
 
-    parents: numbers of earlier nodes of this message or of others, or ROOT. evidence: of each token, for the acceptance
-    rules that need it; `rule_draft` encodes these messages, and they have no levels.
+    parents: numbers of earlier nodes of this message or of others, or ROOT.
     """
 
     base: int
@@ -58,7 +56,6 @@ class TreeDraft:
     tokens: Sequence[int]
     parents: Sequence[int]
     levels: Sequence[int]
-    evidence: Sequence[Evidence] = ()
 
     def encode(self) -> bytes:
         """The message's body."""

@@ -22,7 +22,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget
-from outrider.cloud.api.rules import as_message, evidence_of
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import ERROR_CODE, Throttled, as_answer, error_response, method_not_allowed
@@ -31,7 +30,6 @@ from outrider.models.http.request_context import HEADER, enter_request
 from outrider.models.http.requests import parse
 from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, PacedRefusals, media_type_of
 from outrider.models.protocol import DraftRequest
-from outrider.models.rule_draft import RULE_MEDIA_TYPE, decode_rule_draft
 from outrider.models.tree_draft import TREE_MEDIA_TYPE, decode_tree
 
 DRAFTS_PATH: Final = "/v1/sessions/{session_id}/drafts"
@@ -39,14 +37,13 @@ _PREFIX: Final = "/v1/sessions/"
 _SUFFIX: Final = "/drafts"
 
 _TREE: Final = TREE_MEDIA_TYPE.encode()
-_RULE: Final = RULE_MEDIA_TYPE.encode()
-MEDIA_TYPES: Final = (JSON_MEDIA_TYPE, _TREE, _RULE)
-"""What a body may be: paths, a tree, or a path with probabilities."""
+MEDIA_TYPES: Final = (JSON_MEDIA_TYPE, _TREE)
+"""What a body may be: paths, or a tree."""
 
 MAX_DRAFT_BYTES: Final = 64 << 10
 """Ten times the longest message that is valid: parsing a longer one would only delay every stream."""
 MAX_TREE_BYTES: Final = 6 << 10
-"""The longest tree, and the longest path with probabilities, have less."""
+"""The longest tree has less."""
 
 _START: Final = {"type": "http.response.start", "status": 204, "headers": []}
 # Without the length it would be sent in chunks, which takes more bytes.
@@ -99,9 +96,9 @@ class DraftsEndpoint:
         session_id = scope["path"][len(_PREFIX) : -len(_SUFFIX)]
         owner = scope.get(OWNER, ANYBODY)
         session = core.sessions.find(session_id, owner)
-        is_tree, is_ruled = _is_of(scope, _TREE), _is_of(scope, _RULE)
-        unit_bytes = TREE_UNIT_BYTES if is_tree or is_ruled else UNIT_BYTES
-        max_bytes = min(MAX_TREE_BYTES, self._max_bytes) if is_tree or is_ruled else self._max_bytes
+        is_tree = _is_of(scope, _TREE)
+        unit_bytes = TREE_UNIT_BYTES if is_tree else UNIT_BYTES
+        max_bytes = min(MAX_TREE_BYTES, self._max_bytes) if is_tree else self._max_bytes
         num_bytes = _announced(scope)
         spent = self._budget.spend(session_id, owner, max_bytes if num_bytes is None else num_bytes, unit_bytes)
         if spent is not None:
@@ -115,15 +112,9 @@ class DraftsEndpoint:
         try:
             if is_tree:
                 core.engine.draft_tree(session.sequence_id, decode_tree(body))
-            elif is_ruled:
-                core.engine.draft_tree(session.sequence_id, decode_rule_draft(body))
             else:
                 draft = parse(DraftRequest, body)
-                evidence = evidence_of(draft.draft_q, draft.draft_log_q)
-                if evidence:
-                    core.engine.draft_tree(session.sequence_id, as_message(draft, evidence))
-                else:
-                    core.engine.draft(session.sequence_id, draft.base, draft.paths)
+                core.engine.draft(session.sequence_id, draft.base, draft.paths)
         except RequestError as error:
             if error.code != "stale_draft" or not _prefers_minimal(scope):
                 raise

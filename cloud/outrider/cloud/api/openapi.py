@@ -17,7 +17,6 @@ from outrider.cloud.api import error_codes
 from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_TREE_BYTES
 from outrider.models import protocol
 from outrider.models.http import openai, openai_answers
-from outrider.models.rule_draft import RULE_MEDIA_TYPE
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 _REF: Final = "#/components/schemas/{model}"
@@ -37,9 +36,7 @@ _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
 }
 _TREE_WORDS: Final = f"""
     A body of the type {TREE_MEDIA_TYPE} is a tree instead, at most {MAX_TREE_BYTES} bytes: each guess once, with the
-    chance that it follows; later messages go on below it. One of the type {RULE_MEDIA_TYPE} is a path with the draft's
-    probabilities, for a session whose rule is rejection or tolerance. 409 when every node contradicts newer commits, or
-    ends there.
+    chance that it follows; later messages go on below it. 409 when every node contradicts newer commits, or ends there.
     """
 _WITH_DONE: Final = ("/v1/completions", "/v1/chat/completions")
 
@@ -85,8 +82,6 @@ def _complete(document: dict[str, Any], needs_key: bool, open_paths: Collection[
     tree = {"type": "string", "format": "binary", "maxLength": MAX_TREE_BYTES}
     tree["description"] = "a tree of drafts; docs/protocol.md has its bytes"
     document["paths"][DRAFTS_PATH]["post"]["requestBody"]["content"][TREE_MEDIA_TYPE] = {"schema": tree}
-    ruled = tree | {"description": "a path with probabilities; docs/protocol.md"}
-    document["paths"][DRAFTS_PATH]["post"]["requestBody"]["content"][RULE_MEDIA_TYPE] = {"schema": ruled}
     for path, models in _STREAMS.items():
         refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
         content = document["paths"][path]["post"]["responses"]["200"].setdefault("content", {})

@@ -1,4 +1,4 @@
-"""Reads acceptance rules from requests, and labels answers with them."""
+"""Reads the acceptance rule of a /v1/verify item, and labels its result with it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,12 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.models.acceptance import DEFAULT_DELTA, Rule, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import FieldError
-from outrider.models.protocol import DraftRequest, SessionRequest, VerifyItem
+from outrider.models.protocol import VerifyItem
 from outrider.models.rejection import Evidence, SparseDistribution
-from outrider.models.tree_draft import ROOT, TreeDraft
-
-
-def session_terms(body: SessionRequest, settings: ServerSettings) -> RuleTerms:
-    """The rule of a session. Raises RequestError `tolerance_not_allowed`, `invalid_parameter`."""
-    _require_tolerance(body.rule, "delta", body.delta)
-    _require_tolerance(body.rule, "acceptance", body.acceptance)
-    _require_allowed(body.rule, settings)
-    return RuleTerms(body.rule, _delta(body.delta), body.acceptance)
 
 
 def item_terms(item: VerifyItem, settings: ServerSettings) -> RuleTerms:
-    """The rule of a verify item. Raises as `session_terms`."""
+    """The rule of a verify item. Raises RequestError `tolerance_not_allowed`, `invalid_parameter`."""
     _require_tolerance(item.rule, "delta", item.delta)
     _require_allowed(item.rule, settings)
     return RuleTerms(item.rule, _delta(item.delta))
@@ -44,16 +35,6 @@ def evidence_of(qs: Sequence[Sequence[int]] | None, log_qs: Sequence[float] | No
                 param="draft_q",
             )
     return tuple(SparseDistribution(tuple(q[::2]), tuple(q[1::2])) for q in qs or ())
-
-
-def as_message(draft: DraftRequest, evidence: Sequence[Evidence]) -> TreeDraft:
-    """The only path of a JSON message with evidence, as numbered nodes. Raises RequestError `invalid_parameter`."""
-    if len(draft.paths) != 1:
-        raise FieldError(
-            "invalid_parameter", f"{len(draft.paths)} paths come with probabilities; expected one", param="paths"
-        )
-    tokens = draft.paths[0]
-    return TreeDraft(draft.base, 0, tokens, [ROOT, *range(len(tokens) - 1)], [0] * len(tokens), evidence)
 
 
 def name_of(terms: RuleTerms) -> str | None:

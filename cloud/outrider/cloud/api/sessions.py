@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
-from outrider.cloud.api.rules import lossy_of, name_of, session_terms
 from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
@@ -59,7 +58,6 @@ def session_routes(core: Core) -> APIRouter:
             )
         salt = (body.cache_salt or "").encode()
         grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner, salt)
-        terms = session_terms(body, core.settings)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
             params=body.rule.apply(sampling_of(body.sampling)),
@@ -76,16 +74,12 @@ def session_routes(core: Core) -> APIRouter:
             provisional=body.provisional,
             salt=salt,
             num_logprobs=body.logprobs,
-            terms=terms,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
-        if terms.rule.needs_evidence:  # what is recalled or predicted is no sample
-            recalled = await core.recall(generate, is_allowed=False)
-        else:
-            recalled = await core.recall(generate, is_allowed=not is_no_store(request))
+        recalled = await core.recall(generate, is_allowed=not is_no_store(request))
         num_recent = len(recalled.request.earlier)
-        recalled = recalled if terms.rule.needs_evidence else recalled.predicted(body.prediction)
+        recalled = recalled.predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
@@ -120,8 +114,6 @@ def session_routes(core: Core) -> APIRouter:
                 keep_alive_s=core.settings.keep_alive_s,
                 mid=core.model.mid,
                 recent_tokens=num_recent or None,
-                rule=name_of(terms),
-                lossy=lossy_of(terms),
             )
             watched = watch(core.metrics, request.scope, arrived_s)
             text: SessionText | None = None
@@ -134,7 +126,6 @@ def session_routes(core: Core) -> APIRouter:
                 mailbox,
                 watched,
                 close,
-                terms,
                 keep_alive_s=core.settings.keep_alive_s,
                 step_times=core.step_times,
                 text=text,

@@ -17,12 +17,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
-from outrider.cloud.api.rules import lossy_of, name_of
 from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.step_times import StepTimes
 from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, ProvisionalEvent
-from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
@@ -49,7 +47,6 @@ class SessionStream(Response):
         mailbox: Mailbox,
         watch: SequenceWatch,
         on_close: Callable[[], None],
-        terms: RuleTerms,
         *,
         keep_alive_s: float,
         step_times: Callable[[], StepTimes],
@@ -64,7 +61,6 @@ class SessionStream(Response):
         self._mailbox = mailbox
         self._watch = watch
         self._on_close = on_close
-        self._terms = terms
         self._keep_alive_s = keep_alive_s
         self._backlog = b""  # to send once the client has read more
         self._has_ended = False
@@ -101,7 +97,7 @@ class SessionStream(Response):
         for _, event in items:
             if isinstance(event, EndEvent):
                 self._watch.ended(event)
-                chunk += sse.encode(_end(event, self._terms, self._text))
+                chunk += sse.encode(_end(event, self._text))
                 self._has_ended = True
                 break
             if isinstance(event, ProvisionalEvent):
@@ -198,32 +194,19 @@ class _Begun:
             pass
 
 
-def _end(event: EndEvent, terms: RuleTerms, text: SessionText | None = None) -> SessionEnd:
+def _end(event: EndEvent, text: SessionText | None = None) -> SessionEnd:
     assert event.reason != "once"  # no session asks for it
-    usage = session_usage(event, terms)
+    usage = session_usage(event)
     if text is not None:
         text.finish()
         if (cut := text.cut) is not None:
             usage = usage.model_copy(update={"completion_tokens": cut.tokens})
-            rule, lossy = name_of(terms), lossy_of(terms)
-            return SessionEnd(reason="stop", usage=usage, cut=cut, rule=rule, lossy=lossy, delta=_delta(event))
+            return SessionEnd(reason="stop", usage=usage, cut=cut)
     error = error_body(event.error or internal_error()) if event.reason == "error" else None
-    return SessionEnd(
-        reason=event.reason,
-        usage=usage,
-        error=error,
-        prefix_hash=event.prefix_hash,
-        rule=name_of(terms),
-        lossy=lossy_of(terms),
-        delta=_delta(event),
-    )
+    return SessionEnd(reason=event.reason, usage=usage, error=error, prefix_hash=event.prefix_hash)
 
 
-def _delta(event: EndEvent) -> float | None:
-    return None if event.usage.delta is None else round(event.usage.delta, 4)
-
-
-def session_usage(event: EndEvent, terms: RuleTerms = PLAIN_TERMS) -> Usage:
+def session_usage(event: EndEvent) -> Usage:
     """The wire form of what a sequence took."""
     usage = event.usage
     return Usage(
@@ -235,8 +218,6 @@ def session_usage(event: EndEvent, terms: RuleTerms = PLAIN_TERMS) -> Usage:
         cached_prompt_tokens=usage.cached_prompt_tokens,
         waited_ms=round(usage.waited_s * 1000.0, 3),
         looked_up_tokens=usage.looked_up_tokens,
-        tolerated_tokens=usage.tolerated_tokens,
-        lossy=lossy_of(terms),
     )
 
 

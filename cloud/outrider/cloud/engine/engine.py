@@ -24,7 +24,6 @@ from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.engine.requests import (
     check_draft,
-    check_evidence,
     check_request,
     check_tree,
     deadline_exceeded,
@@ -44,9 +43,8 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.samples import SampleTrie
 from outrider.cloud.pending.selection import Selection
-from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, DraftTrie
+from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.acceptance import Rule
 from outrider.models.errors import ConfigError, ModelFault, RequestError
@@ -182,7 +180,7 @@ class Engine:
         before = held.tokens if held else spilled
         check_request(request, len(before), self._limits)
         tokens = [*before, *request.prompt]
-        is_sampled, learned = request.terms.rule.needs_evidence, self._drafting.learned(request.client)
+        learned = self._drafting.learned(request.client)
         drafts = PendingDrafts(
             committed=[],
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
@@ -192,22 +190,17 @@ class Engine:
             lag=DraftLag(request.draft_lag_ms),
             patience_ms=request.patience_ms,
             num_own=len(request.draft) if request.once else None,
-            trie=SampleTrie() if is_sampled else DraftTrie(),
+            evidence=request.evidence,
         )
-        if not request.once and not is_sampled:
+        if not request.once:
             for source in own_sources(self._config, tokens, request.params):
                 drafts.selection.add(source)
         if earlier := usable_earlier(request, self._limits):
             kinds = PREDICTED_KINDS if request.is_predicted else EARLIER_KINDS
             drafts.selection.add(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat, kinds=kinds))
-        if isinstance(drafts.trie, SampleTrie):
-            drafts.trie.merge_samples(request.draft, request.evidence)
-        else:
-            drafts.trie.merge(request.draft, prefer=True)
+        drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         sequence.chooser = chooser_of(request, tokens, self._limits.vocab_size)
-        if request.terms.is_lossy:
-            sequence.usage.tolerated_tokens, sequence.usage.delta = 0, request.terms.delta
         if request.deadline_ms is not None:
             sequence.due_at = self._clock() + request.deadline_ms / 1e3
         sequence.usage.prompt_tokens = len(sequence.tokens)
@@ -241,8 +234,6 @@ class Engine:
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
         """
         sequence, arrived = self._session(sequence_id), self._clock()
-        if (rule := sequence.request.terms.rule).needs_evidence:
-            check_evidence(rule, paths[0], (), self._limits)
         try:
             check_draft(base, paths, sequence.generated, self._limits)
         except RequestError as error:
@@ -258,8 +249,6 @@ class Engine:
         """
         sequence, arrived = self._session(sequence_id), self._clock()
         drafts = sequence.drafts
-        if (rule := sequence.request.terms.rule).needs_evidence or message.evidence:
-            check_evidence(rule, message.tokens, message.evidence, self._limits)
         try:
             check_tree(message, drafts.trie.position_of, sequence.generated, self._limits)
         except RequestError as error:
@@ -549,8 +538,6 @@ class Engine:
         pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
         chooser = sequence.chooser
         by_rule = chooser if isinstance(chooser, RuleChooser) else None
-        if by_rule is not None:
-            pending = pending[:proposed]  # how often an unjudged token equals the target's says nothing here
         sequence.computed = len(sequence.tokens) + (accepted if is_held else 0)
         sequence.tokens += tokens
         sequence.generated.extend(tokens)
@@ -570,10 +557,7 @@ class Engine:
         judged = None
         if by_rule is not None:
             judged = by_rule.num_tested
-            if sequence.request.terms.is_lossy:
-                self._totals.tolerated += by_rule.num_tolerated
-                sequence.usage.tolerated_tokens = (sequence.usage.tolerated_tokens or 0) + by_rule.num_tolerated
-                sequence.usage.delta = by_rule.calibrator.delta
+            self._totals.tolerated += by_rule.num_tolerated
         sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs, judged))
         reason = self._end_reason(sequence)
         if reason:

@@ -73,11 +73,11 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
     check_rules(request.rules, limits)
-    check_evidence(request.terms.rule, request.draft, request.evidence, limits)
-    check_terms(request)
+    _check_evidence(request.terms.rule, request.draft, request.evidence, limits)
+    _check_terms(request)
 
 
-def check_terms(request: GenerateRequest) -> None:
+def _check_terms(request: GenerateRequest) -> None:
     """Raises RequestError `unsupported_parameter` for what does not go with a rule that judges by probabilities."""
     terms, rules = request.terms, request.rules
     if terms.rule.needs_evidence and (rules.typical_p < 1.0 or rules.xtc_probability > 0.0):
@@ -106,17 +106,11 @@ def deadline_exceeded() -> RequestError:
 def usable_earlier(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
     """The earlier text, or nothing if it has an id that the model has not: it may come from anywhere."""
     earlier = request.earlier
-    is_fine = (
-        not request.once
-        and not request.terms.rule.needs_evidence
-        and bool(earlier)
-        and min(earlier) >= 0
-        and max(earlier) < limits.vocab_size
-    )
+    is_fine = not request.once and bool(earlier) and min(earlier) >= 0 and max(earlier) < limits.vocab_size
     return earlier if is_fine else ()
 
 
-def check_evidence(rule: Rule, tokens: Sequence[int], evidence: Sequence[Evidence], limits: ModelLimits) -> None:
+def _check_evidence(rule: Rule, tokens: Sequence[int], evidence: Sequence[Evidence], limits: ModelLimits) -> None:
     """Raises RequestError `wrong_evidence` where the drafted tokens do not come with what the rule needs, and
     `token_out_of_range`.
     """

@@ -275,10 +275,7 @@ class Scheduler:
             length = sequence.computed + len(new)
             if drafted.tokens:
                 drafted = drafted.first(self._cache.room(sequence) - length)  # no sequence gives way for a guess
-                if sequence.drafts.is_sampled:  # as many as have room: whether one has must not depend on later ones
-                    while drafted.tokens and not self._cache.grow(sequence, length + len(drafted.tokens)):
-                        drafted = drafted.first(len(drafted.tokens) - 1)
-                elif not self._cache.grow(sequence, length + len(drafted.tokens)):
+                if not self._cache.grow(sequence, length + len(drafted.tokens)):
                     drafted = NOTHING
             if self._reserve(sequence, length + len(drafted.tokens), taking_part):
                 taking_part.add(sequence)
@@ -342,7 +339,7 @@ class Scheduler:
         if sequence.num_wanted > max(missing, room) and room > 1:
             room = min(room, missing - 1)
         new = sequence.tokens[sequence.computed : sequence.computed + room]
-        return new, sequence.drafts.line(sequence.drafts.own_draft(room - missing)) if len(new) == missing else NOTHING
+        return new, sequence.drafts.own_draft(room - missing) if len(new) == missing else NOTHING
 
     def _is_waiting(self, sequence: SequenceState, now: float) -> bool:
         if sequence.drafts.wait is NO_WAIT:

@@ -76,7 +76,7 @@ class SequenceState:
     @property
     def num_wanted(self) -> int:
         """The same, and the draft that a /v1/verify item brought."""
-        return self.num_missing + len(self.drafts.own_draft(self.num_left))
+        return self.num_missing + len(self.drafts.own_draft(self.num_left).tokens)
 
     @property
     def num_left(self) -> int:

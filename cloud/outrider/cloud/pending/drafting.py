@@ -28,10 +28,8 @@ from outrider.cloud.pending.policy import (
     next_rate,
     plan_wait,
 )
-from outrider.cloud.pending.samples import SampleTrie
 from outrider.cloud.pending.selection import expected_gain
 from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, Node, is_looked_up
-from outrider.models.rejection import Evidence
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -67,7 +65,6 @@ class _Candidates:
     """Pending nodes of a sequence in the order in which they are worth verifying: by falling survival.
 
     parents: indices into the same lists, -1 for children of the last committed token. is_line: each follows the last.
-    evidence: of the tokens, where the rule needs it; then there may be more survivals than tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -75,14 +72,13 @@ class _Candidates:
     survivals: list[float] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
     is_line: bool = True
-    evidence: Sequence[Evidence] = ()
 
     def chosen(self, count: int) -> Chosen:
         """The first `count`, the likeliest path moved to the front."""
         if count == 0:
             return NOTHING
         if self.is_line:
-            return Chosen.line(self.tokens[:count], self.evidence[:count])
+            return Chosen.line(self.tokens[:count])
         order: list[int] = []
         others: list[int] = []
         end = -1
@@ -154,13 +150,13 @@ class Drafting:
 
     def merge_tree(self, drafts: PendingDrafts, message: TreeDraft, arrived: float) -> None:
         """Adds the nodes of a message that are consistent with the commits."""
-        drafts.chances.has_hints = not drafts.is_sampled
+        drafts.chances.has_hints = True
         base, overlap = message.base, len(drafts.committed) - message.base
         num_before = drafts.trie.num_nodes
         length = drafts.trie.merge_tree(message, drafts.committed) - base
         self.num_nodes += max(0, drafts.trie.num_nodes - num_before)
         late: list[int] = []
-        if overlap > 0 and drafts.lag.is_awaited(base) and not drafts.is_sampled:
+        if overlap > 0 and drafts.lag.is_awaited(base):
             late = likeliest_path(message)
             length = max(length, len(late))
         if self._note_lag(drafts, base, max(1, length), arrived) and late:  # late, as in `merge`
@@ -199,8 +195,6 @@ class Drafting:
         """Asks the verifier's own sources what follows: where nothing is pending, where one repeats the request, and
         where one gains more than the device's pending drafts.
         """
-        if drafts.is_sampled:
-            return  # what is looked up is no sample
         selection, trie = drafts.selection, drafts.trie
         most = min(self._max_draft, drafts.num_left - 1)
         if not selection or most <= 0:
@@ -278,7 +272,7 @@ class Drafting:
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
         line = self._line(drafts)
-        here = line.survivals[: len(line.tokens)] if drafts.trie.has_device_nodes else []
+        here = line.survivals if drafts.trie.has_device_nodes else []
         if here and not saves_passes and best_rate(here, step_s, extra_s) > next_rate(alpha, wait, step_s, extra_s):
             return  # what is here is worth a step now
         longest = longest_wait(wait.lag_s)
@@ -330,10 +324,9 @@ class Drafting:
         chosen: dict[PendingDrafts, Chosen] = {}
         for drafts in decoding:
             if drafts.num_own is not None:
-                own = drafts.own_draft(budget)
-                chosen[drafts] = drafts.line(own)
-                budget -= len(own)
-                fixed += StepSize(len(own), round(len(own) * context))
+                own = chosen[drafts] = drafts.own_draft(budget)
+                budget -= len(own.tokens)
+                fixed += StepSize(len(own.tokens), round(len(own.tokens) * context))
         others = [drafts for drafts in decoding if drafts.num_own is None]
         for drafts in others:
             self._look_up(drafts)
@@ -453,8 +446,6 @@ class Drafting:
 
     def _line(self, drafts: PendingDrafts) -> _Candidates:
         """The likeliest path."""
-        if isinstance(drafts.trie, SampleTrie):
-            return self._prospects(drafts, drafts.trie)
         row = _Candidates()
         node, left = drafts.trie.root.best, min(self._max_draft, drafts.num_left - 1)
         if node is None or left <= 0:
@@ -479,26 +470,11 @@ class Drafting:
             left -= 1
         return row
 
-    def _prospects(self, drafts: PendingDrafts, trie: SampleTrie) -> _Candidates:
-        """The path of a rule that needs evidence, with survivals as if as much was pending as can be.
-
-        So whether a drafted token is verified depends neither on what it is nor on what hangs below it: else rejection
-        would be biased (`outrider.models.rejection`). The chances are those of its position in the past.
-        """
-        most = min(self._max_draft, drafts.num_left - 1)
-        tokens = trie.likeliest(most) if most > 0 else []
-        if not tokens:
-            return _Candidates()
-        survivals = [alive for alive in drafts.acceptance.survival(most) if alive >= _LEAST]
-        return _Candidates(tokens, (), survivals, [UNHINTED] * len(tokens), evidence=trie.evidence(len(tokens)))
-
     def _tree(self, drafts: PendingDrafts, least: float) -> _Candidates:
         """The nodes that are likeliest to be reached and picked, best first: parents come before their children.
 
         least: survival of those that are looked at.
         """
-        if isinstance(drafts.trie, SampleTrie):
-            return self._prospects(drafts, drafts.trie)
         root, num_left = drafts.trie.root, drafts.num_left - 1
         parents: list[int] = []
         row = _Candidates(parents=parents, is_line=False)

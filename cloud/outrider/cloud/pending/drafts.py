@@ -9,10 +9,10 @@ from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
-from outrider.cloud.pending.samples import SampleTrie
 from outrider.cloud.pending.selection import Selection
 from outrider.cloud.pending.sources import DraftSource
 from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
+from outrider.models.rejection import Evidence
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +22,7 @@ class PendingDrafts:
     committed: the tokens that the sequence has generated; the engine's own list, which it appends to.
     max_new: tokens that the sequence may commit in all. patience_ms: longest wait for a draft; None: no bound.
     num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
+    evidence: of these, where their rule needs it.
     has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
     selection: the verifier's own sources, if any.
     num_lookup_chosen: looked-up tokens chosen for the step.
@@ -35,6 +36,7 @@ class PendingDrafts:
     lag: DraftLag = field(default_factory=DraftLag)
     patience_ms: float | None = None
     num_own: int | None = None
+    evidence: Sequence[Evidence] = ()
     trie: DraftTrie = field(default_factory=DraftTrie)
     newest_base: int = -1  # of the messages merged so far
     wait: Wait = NO_WAIT
@@ -54,18 +56,10 @@ class PendingDrafts:
         """The likeliest pending path, at most `limit` tokens; the last token to commit needs no draft."""
         return self.trie.likeliest(max(0, min(limit, self.num_left - 1)))
 
-    @property
-    def is_sampled(self) -> bool:
-        """Whether the drafts are one path, with evidence: see `samples`."""
-        return isinstance(self.trie, SampleTrie)
-
-    def line(self, tokens: Sequence[int]) -> Chosen:
-        """The likeliest path's first tokens, which these are, with their evidence."""
-        return Chosen.line(tokens, self.trie.evidence(len(tokens)) if isinstance(self.trie, SampleTrie) else ())
-
-    def own_draft(self, room: int) -> list[int]:
+    def own_draft(self, room: int) -> Chosen:
         """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""
-        return self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
+        tokens = self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
+        return Chosen.line(tokens, self.evidence[: len(tokens)])
 
     def rewind(self, base: int, tokens: Sequence[int], sources: Iterable[DraftSource]) -> None:
         """Replaces the tokens generated after the first `base` by `tokens`, and drops what is pending.

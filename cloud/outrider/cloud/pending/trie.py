@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from outrider.models.rejection import Evidence
 from outrider.models.tree_draft import CHANCES, ROOT, TreeDraft
 
 MAX_NODES: Final = 1024
@@ -55,12 +54,9 @@ def is_looked_up(kind: int) -> bool:
 
 
 class Node:
-    """A guess. position: tokens generated up to and including it; negative once it is dropped.
+    """A guess. position: tokens generated up to and including it; negative once it is dropped."""
 
-    evidence: what `samples` keeps of it.
-    """
-
-    __slots__ = ("best", "children", "evidence", "kind", "position", "token")
+    __slots__ = ("best", "children", "kind", "position", "token")
 
     def __init__(self, token: int, position: int, kind: int) -> None:
         self.token = token
@@ -68,7 +64,6 @@ class Node:
         self.kind = kind
         self.children: dict[int, Node] | None = None  # None: no children
         self.best: Node | None = None  # the likeliest child
-        self.evidence: Evidence | None = None
 
 
 GONE: Final = Node(ROOT, _DROPPED, UNHINTED)

@@ -41,7 +41,6 @@ from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, Paced, 
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
-from outrider.models.rule_draft import RULE_MEDIA_TYPE
 from outrider.models.tally import RequestTally
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
@@ -57,7 +56,7 @@ _READY: Final = frozenset({"/health/ready", "/readyz"})
 _FIXED: Final = frozenset(
     {*PROBE_PATHS, *OPEN_PATHS, *COSTLY_PATHS, "/metrics", "/v1/model", "/v1/models", "/v1/drafts"}
 )
-_BINARY: Final = (TREE_MEDIA_TYPE.encode(), RULE_MEDIA_TYPE.encode())
+_TREE: Final = TREE_MEDIA_TYPE.encode()
 _SCRAPE_S: Final = 1.0
 """How long an answer of /metrics is given again: a scrape asks all replicas, and GETs count against no rate."""
 _FAMILY: Final = re.compile(rb"^(?=# HELP )", re.MULTILINE)
@@ -175,8 +174,8 @@ class Front:
             raise unknown_session()
         headers = dict(scope["headers"])
         media_type = media_type_of(headers.get(b"content-type"))
-        is_binary = media_type in _BINARY
-        max_bytes, unit_bytes = (MAX_TREE_BYTES, TREE_UNIT_BYTES) if is_binary else (MAX_DRAFT_BYTES, UNIT_BYTES)
+        is_tree = media_type == _TREE
+        max_bytes, unit_bytes = (MAX_TREE_BYTES, TREE_UNIT_BYTES) if is_tree else (MAX_DRAFT_BYTES, UNIT_BYTES)
         num_bytes = int(headers.get(b"content-length", max_bytes))
         spent = self._budget.spend(session_id, scope.get(OWNER, ANYBODY), min(num_bytes, max_bytes), unit_bytes)
         if spent is not None:

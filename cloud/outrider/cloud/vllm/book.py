@@ -265,7 +265,7 @@ class Book:
     def own_draft(self, served: Served, room: int) -> list[int]:
         """The drafted tokens that a verify item brought, at most `room`; none for a session."""
         found: list[list[int]] = []
-        self._try(served, lambda: found.append(served.drafts.own_draft(room)))
+        self._try(served, lambda: found.append(list(served.drafts.own_draft(room).tokens)))
         return found[0] if found else []
 
     def _chosen(

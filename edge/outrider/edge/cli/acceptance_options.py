@@ -21,7 +21,7 @@ class AcceptanceOptions:
         Rule,
         typer.Option(
             help="How the target accepts drafted tokens. coupled, greedy: exactly its text; rejection: a text of the "
-            "same distribution; tolerance: LOSSY, and the server must allow it."
+            "same distribution; tolerance: LOSSY, and the server must allow it. The last two need --mode stop-and-wait."
         ),
     ] = Rule.COUPLED
     delta: Annotated[
@@ -36,5 +36,3 @@ class AcceptanceOptions:
         """Raises ConfigError for typed options that have no effect under the rule."""
         if self.rule is not Rule.TOLERANCE:
             refuse_idle(f"the rule is {self.rule.value}", given(self, "delta", "acceptance"))
-        if self.rule.needs_evidence:
-            refuse_idle(f"--rule {self.rule.value} sends one path", given(self, "width", "lookup"))

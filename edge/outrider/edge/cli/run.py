@@ -105,7 +105,7 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
             options.threads,
             steps.append,
             is_asked=options.choice.wanted_device is not None,
-            is_looked_up=options.is_looked_up and not options.rule.needs_evidence,
+            is_looked_up=options.is_looked_up,
         )
     printer = None if options.as_json else _printer(out, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None

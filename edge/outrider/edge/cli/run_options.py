@@ -89,10 +89,10 @@ class RunOptions(
         if self.docs is None:
             refuse_idle("without --docs there are no passages", given(self, "docs_tokens"))
         self._refuse_idle_acceptance()
-        if self.rule.needs_evidence and self.offline_ok:
-            if is_typed("offline_ok"):
-                raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
-            object.__setattr__(self, "offline_ok", False)  # configured for other rules
+        if self.rule.needs_evidence and self.mode is Mode.STREAM:
+            raise ConfigError(
+                f"--rule {self.rule.value} judges a block at a time; add --mode stop-and-wait, or leave out --rule"
+            )
         if self.mode is Mode.CLOUD_ONLY:
             refuse_idle("nothing drafts with --mode cloud-only", given(self, "rule", *DRAFTS))
         if self.mode is Mode.STOP_AND_WAIT:

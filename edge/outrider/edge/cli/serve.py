@@ -30,7 +30,6 @@ from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.key_file import require_private
 from outrider.edge.tracing import start_tracing
-from outrider.models.acceptance import RuleTerms
 from outrider.models.command_line import print_line
 from outrider.models.extras import require_packages
 from outrider.models.hosts import is_loopback
@@ -96,7 +95,6 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
             patience_ms=options.patience_ms,
             docs_tokens=options.docs_tokens,
             shows_metrics=options.metrics,
-            terms=RuleTerms(options.rule, delta=options.delta, acceptance=options.acceptance),
         )
         core = _open_core(options, clouds, settings)
         url = url_of(sock, is_tls=tls is not None)

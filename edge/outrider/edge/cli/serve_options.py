@@ -8,9 +8,8 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from outrider.edge.cli.acceptance_options import AcceptanceOptions
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
-from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads, is_typed
+from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.models.errors import ConfigError
@@ -18,9 +17,13 @@ from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions(SourceOptions, DraftingOptions, AcceptanceOptions, KeyOptions, AccessOptions):
+class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
+    REMOVED: ClassVar = dict.fromkeys(
+        ("--rule", "--delta", "--acceptance"),
+        "Every text is exactly the target's; other rules are for `outrider run --mode stop-and-wait`.",
+    )
     _keys: ClassVar = KeyOptions
     host: Host = "127.0.0.1"
     port: Port = 8077
@@ -56,7 +59,6 @@ class ServeOptions(SourceOptions, DraftingOptions, AcceptanceOptions, KeyOptions
     rate: Annotated[float, typer.Option(min=0.0, help="Requests per second and client; 0: no limit.")] = 0.0
     drain_s: Annotated[float, typer.Option(min=0.0, help="How long texts may take to finish at the end.")] = 5.0
     _drafting: ClassVar = DraftingOptions
-    _accepting: ClassVar = AcceptanceOptions
     patience_ms: Patience = None
     docs: Docs = None
     docs_tokens: DocsTokens = DOCS_TOKENS
@@ -67,13 +69,6 @@ class ServeOptions(SourceOptions, DraftingOptions, AcceptanceOptions, KeyOptions
     def __post_init__(self) -> None:
         self._choose()
         refuse_one_file(self.key_file, self.api_key_file)
-        self._refuse_idle_acceptance()
-        if self.rule.needs_evidence and self.choice.runtime == "ngram":
-            raise ConfigError(f"--rule {self.rule.value} needs a draft with a model; lookup has no probabilities")
-        if self.rule.needs_evidence and self.offline_ok:
-            if is_typed("offline_ok"):
-                raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
-            object.__setattr__(self, "offline_ok", False)  # configured for other rules
         self._refuse_idle_drafting()
 
 

@@ -45,7 +45,6 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "finish_reason": result.finish_reason,
         "rule": result.rule.value,
         "lossy": result.is_lossy,
-        "num_tolerated": result.num_tolerated,
         **mode_numbers(result),
         "header_bytes_up_per_token": _number(result.wire.headers_up / num_tokens),
         "header_bytes_down_per_token": _number(result.wire.headers_down / num_tokens),

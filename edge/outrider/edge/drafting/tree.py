@@ -19,8 +19,8 @@ _WAITING, _BUSY, _EXPANDED = range(3)  # states of a node: to be expanded, being
 class Node:
     """A token: the last known one (the root), or a guess.
 
-    depth: tokens from the root's first position, so it does not change when the root moves. rank, cell, evidence: of
-    its guess.
+    depth: tokens from the root's first position, so it does not change when the root moves. rank, cell: of its
+    guess.
     chance: that the target picks it after its parent. reach: that the target gets here. guesses: all that were made of
     what follows it, also those that are no nodes. number: under which it was sent; None: not sent. anchor: depth of the
     known token that it was sent after; between the two, each node's message names its parent's number.
@@ -33,7 +33,6 @@ class Node:
         "children",
         "depth",
         "epoch",
-        "evidence",
         "guesses",
         "number",
         "parent",
@@ -49,7 +48,6 @@ class Node:
         self.parent = parent
         self.rank = guess.rank if guess is not None else 0
         self.cell = guess.cell if guess is not None else 0
-        self.evidence = guess.evidence if guess is not None else None
         self.chance = chance
         self.reach: float = parent.reach * chance if parent is not None else 1.0
         self.children: dict[int, Node] = {}

@@ -58,7 +58,6 @@ from outrider.models.protocol import (
     VerifyAnswer,
     VerifyRequest,
 )
-from outrider.models.rule_draft import RULE_MEDIA_TYPE
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 from outrider.models.version import outrider_version
 
@@ -74,9 +73,7 @@ _NO_STORE = ("Cache-Control", "no-store")
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
 _MINIMAL = ("Prefer", "return=minimal")
 _DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
-_BINARY_HEADERS: Final[dict[str, Headers]] = {
-    each: [("Content-Type", each), _MINIMAL] for each in (TREE_MEDIA_TYPE, RULE_MEDIA_TYPE)
-}
+_TREE_HEADERS: Headers = [("Content-Type", TREE_MEDIA_TYPE), _MINIMAL]
 
 MAX_ANSWER_BYTES: Final = 1 << 18
 """An answer with 256 results has half of it."""
@@ -238,7 +235,7 @@ class CloudClient:
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
         """POST /v1/sessions/{id}/drafts. A stale draft is no error: newer commits are already on their way."""
-        headers = _BINARY_HEADERS.get(message.media_type, _DRAFT_HEADERS)
+        headers = _TREE_HEADERS if message.media_type == TREE_MEDIA_TYPE else _DRAFT_HEADERS
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", message.body, headers=headers)
 
     @asynccontextmanager
@@ -335,7 +332,7 @@ class CloudClient:
         """The answer's body. limit_s: for the whole exchange, and for silence in it; None: as every answer."""
         exchange = Exchange(self._left, is_traced=self._is_traced)
         request = self._build(method, path, exchange, message, headers, limit_s)
-        is_draft = headers in (_DRAFT_HEADERS, *_BINARY_HEADERS.values())
+        is_draft = headers in (_DRAFT_HEADERS, _TREE_HEADERS)
         async with self._deadline(limit_s or self._head_timeout_s):
             return await exchange.run(self._answer(request, max_bytes, is_draft=is_draft))
 

@@ -92,8 +92,7 @@ def make_agent(
 
     Stop-and-wait sends paths, so of the options only the effort concerns it. scheduler: its thread drafts, for stream
     mode; None: one of its own. quoted: texts that its text may quote; lookup copies from them. terms: how the target
-    accepts: rejection and tolerance take one path, without lookup. Raises ConfigError there for a draft without a
-    model.
+    accepts; rejection and tolerance are for stop-and-wait. Raises ConfigError there for a draft without a model.
     """
     estimates, options = estimates or Estimates(), options or AgentOptions()
     if mode is Mode.CLOUD_ONLY or drafter is None:
@@ -101,8 +100,8 @@ def make_agent(
     if terms.rule.needs_evidence:
         if not isinstance(drafter, ProposingDrafter):
             raise ConfigError(f"the rule {terms.rule.value} needs a draft with a model; lookup has no probabilities")
+        assert mode is Mode.STOP_AND_WAIT, "sessions are coupled or greedy"
         drafter = RuleDrafter(drafter, terms)
-        options = replace(options, tree=replace(options.tree, width=1), is_looked_up=False)
     if mode is Mode.STOP_AND_WAIT:
         controller = make_depth(depth, estimates, options.effort)
         return StopAndWaitAgent(endpoints, drafter, controller, estimates, terms=terms)
@@ -113,7 +112,7 @@ def make_agent(
     elif options.is_looked_up and options.tree.width > 1 and isinstance(drafter, LadderDrafter):
         drafter.look_up_too(quoted)
     controller = make_depth(depth, estimates, options.effort)
-    return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler, terms=terms)
+    return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler, rule=terms.rule)
 
 
 def open_draft_bundle(path: str | Path) -> Bundle:

@@ -53,7 +53,6 @@ class Recorder:
         self.held: HeldPrefix | None = None
         self.cut: TextCut | None = None
         self.rule = Rule.COUPLED
-        self.num_tolerated = 0
 
     def commit(
         self,
@@ -121,7 +120,6 @@ class Recorder:
             depths=tuple(self._depths),
             cut=self.cut,
             rule=self.rule,
-            num_tolerated=self.num_tolerated,
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.edge import tracing
@@ -29,7 +29,7 @@ from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens
-from outrider.models.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.acceptance import Rule
 from outrider.models.errors import RequestError
 from outrider.models.predicted import PredictionFollower
 from outrider.models.protocol import (
@@ -41,7 +41,6 @@ from outrider.models.protocol import (
     SessionOpen,
     SessionRequest,
 )
-from outrider.models.rule_draft import RULE_MEDIA_TYPE, encode_rule_draft
 from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 
@@ -66,9 +65,8 @@ class StreamAgent:
 
     drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
     drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. on_begin,
-    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. terms: how
-    the target accepts; a rule that needs evidence needs a `RuleDrafter`, and width 1. Belongs to one event loop at a
-    time.
+    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. rule:
+    coupled or greedy. Belongs to one event loop at a time.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class StreamAgent:
         wrap_posts: Callable[[CloudClient], Posts] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
-        terms: RuleTerms = PLAIN_TERMS,
+        rule: Rule = Rule.COUPLED,
     ) -> None:
         self.endpoints = endpoints
         self.drafter = drafter
@@ -93,8 +91,7 @@ class StreamAgent:
         self.scheduler = scheduler or DraftScheduler(clock)
         # Servers that are cascades, as a text's origin or their `open` says: they are asked for provisional tokens.
         self.with_mid: set[str] = set()
-        self.terms = terms
-        self.delta = terms.delta  # of tolerance: where the text before ended
+        self.rule = rule
         self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
         self.without_texts: set[str] = set()  # servers that refuse stop strings and predictions: older ones
         self.on_begin: Callable[[DraftAhead], None] = lambda ahead: None
@@ -127,7 +124,7 @@ class _Generation:
         self._origin = origin
         self._request = request
         self._recorder = Recorder(Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY, on_tokens, agent.clock)
-        self._recorder.rule = agent.terms.rule
+        self._recorder.rule = agent.rule
         options, estimates = agent.options, agent.estimates
         self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, self._on_free)
         self._ahead = DraftAhead(
@@ -210,14 +207,13 @@ class _Generation:
             keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
             provisional=self._agent.drafter is not None and url in self._agent.with_mid,
             **(request.wire_fields(len(known)) | self._text_fields(url)),
-            **_rule_fields(self._agent.terms, self._agent.delta),
         )
         return self._asked
 
     def _text_fields(self, url: str) -> dict[str, Any]:
         """What is asked of the text besides sampling; left out where it is nothing, for older servers."""
         request, known = self._request, self._ahead.known
-        fields: dict[str, Any] = {}
+        fields: dict[str, Any] = {} if self._agent.rule is Rule.COUPLED else {"rule": self._agent.rule}
         if request.num_logprobs is not None:
             fields["logprobs"] = request.num_logprobs
         if url in self._agent.without_texts:
@@ -289,15 +285,13 @@ class _Generation:
         self._last_commit_at = now
         if outcome.tokens:
             self._recorder.depth(self._ahead.plan.depth)
-            # Tolerance may reject what the target picks by itself.
-            may_reject = self._agent.terms.is_lossy or outcome.contradicts_at(commit.accepted)
             ranks = tuple(node.rank for node in outcome.hits)
             others = frozenset(index for index, rank in enumerate(ranks) if 0 < rank < LOOKUP_RANK)
             self._recorder.commit(
                 outcome.tokens,
                 commit.accepted,
                 commit.proposed,
-                may_reject=may_reject,
+                may_reject=outcome.contradicts_at(commit.accepted),
                 ranks=ranks,
                 alternatives=others,
                 logprobs=_logprobs(commit, len(outcome.tokens)),
@@ -306,9 +300,6 @@ class _Generation:
     def _on_end(self, end: SessionEnd, client: CloudClient) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
         self._recorder.cut = end.cut
-        self._recorder.num_tolerated += end.usage.tolerated_tokens or 0
-        if end.delta is not None and self._agent.terms.acceptance is not None:
-            self._agent.delta = end.delta
         if self._recorder.num_sessions == 1:
             self._recorder.cached_prompt_tokens = end.usage.cached_prompt_tokens
         if end.prefix_hash is not None and self._request.keeps_prefix:
@@ -322,9 +313,7 @@ class _Generation:
     def _send(self, num_known: int, nodes: Sequence[Node]) -> int:
         assert self._posts is not None
         base = num_known - self._session_start
-        if self._agent.terms.rule.needs_evidence:
-            message = rule_message(base, nodes)
-        elif self._takes_trees:
+        if self._takes_trees:
             message = tree_message(base, nodes)
         else:
             path = self._ahead.path()[:MAX_PATH_TOKENS]
@@ -353,29 +342,14 @@ def _logprobs(commit: Commit, num_new: int) -> tuple[TokenLogprobs, ...]:
 
 def tree_message(base: int, nodes: Sequence[Node]) -> DraftMessage:
     """The message with these nodes, which are numbered one after the other; `base` tokens are known in the session."""
-    return DraftMessage(TREE_MEDIA_TYPE, _tree_draft(base, nodes).encode())
-
-
-def _tree_draft(base: int, nodes: Sequence[Node]) -> TreeDraft:
     first = nodes[0].number
     assert first is not None
     # Only the root has no parent: what follows it follows the last known token, whatever the server has forgotten.
     ups = [node.parent for node in nodes]
     parents = [ROOT if up is None or up.parent is None or up.number is None else up.number for up in ups]
-    return TreeDraft(base, first, [node.token for node in nodes], parents, [level_of(node.chance) for node in nodes])
-
-
-def rule_message(base: int, nodes: Sequence[Node]) -> DraftMessage:
-    """As `tree_message`, for a path whose nodes have evidence."""
-    evidence = [node.evidence for node in nodes if node.evidence is not None]
-    assert len(evidence) == len(nodes), "a RuleDrafter's guesses have evidence"
-    draft = replace(_tree_draft(base, nodes), evidence=evidence)
-    return DraftMessage(RULE_MEDIA_TYPE, encode_rule_draft(draft))
-
-
-def _rule_fields(terms: RuleTerms, delta: float) -> dict[str, Any]:
-    fields: dict[str, Any] = {} if terms.rule is Rule.COUPLED else {"rule": terms.rule}
-    return fields | ({"delta": delta, "acceptance": terms.acceptance} if terms.is_lossy else {})
+    levels = [level_of(node.chance) for node in nodes]
+    draft = TreeDraft(base, first, [node.token for node in nodes], parents, levels)
+    return DraftMessage(TREE_MEDIA_TYPE, draft.encode())
 
 
 def path_message(base: int, path: Sequence[int]) -> DraftMessage:

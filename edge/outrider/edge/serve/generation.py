@@ -162,11 +162,8 @@ class LocalTexts:
                 core.drafts.scheduler,
                 loan.estimates,
                 self._quoted[index] if self._quoted else (),
-                settings.terms,
             )
             assert isinstance(agent, StreamAgent)
-            if core.delta is not None and agent.terms.acceptance is not None:
-                agent.delta = core.delta
             self._watch(agent)
             try:
                 # The draft alone has no logprobs of the target.
@@ -176,8 +173,6 @@ class LocalTexts:
                     result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                     core.upstream.confirm(facts)
                 loan.has_failed = result.draft_error is not None
-                if agent.terms.acceptance is not None:  # not a text that is not drafted
-                    core.delta = agent.delta
                 ended = True
                 timer.ended()
                 metrics.ended(result)

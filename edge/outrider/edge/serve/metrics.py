@@ -27,8 +27,6 @@ _COUNTERS: Final = {
     "posts": "Draft messages sent, of texts that ended.",
     "failed_posts": "Draft messages lost, of texts that ended.",
     "resumed": "Sessions that were lost and opened again.",
-    "tolerated": "Accepted tokens that the target would not have picked, of texts that ended: --rule tolerance.",
-    "lossy_texts": "Texts that ended and may differ from the target's: --rule tolerance.",
     "draft_failures": "Texts whose draft failed; they went on without it.",
 }
 
@@ -61,8 +59,6 @@ class LocalMetrics(RequestTally):
             ("posts", result.num_posts),
             ("failed_posts", result.num_failed_posts),
             ("resumed", result.num_sessions - 1),
-            ("tolerated", result.num_tolerated),
-            ("lossy_texts", int(result.is_lossy)),
             ("draft_failures", int(result.draft_error is not None)),
         ):
             self.counts[name] += count

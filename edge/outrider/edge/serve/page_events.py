@@ -8,7 +8,6 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
-from outrider.models.acceptance import Rule
 from outrider.models.http.openai import Messages
 from outrider.models.protocol import ErrorBody, Integer, Number
 from outrider.models.sampling import MAX_SEED, SamplingParams
@@ -53,8 +52,7 @@ class PageRequest(StrictMessage):
 class PageInfo(BaseModel):
     """GET /v1/outrider/info: what the page shows before the first text. is_up: whether a cloud answers.
 
-    model: the draft's name where none does. rule: how the target accepts what is drafted. is_lossy: whether texts may
-    be others than the target's.
+    model: the draft's name where none does.
     """
 
     model: str
@@ -62,8 +60,6 @@ class PageInfo(BaseModel):
     has_chat_template: bool
     max_positions: int
     draft: str
-    rule: Rule = Rule.COUPLED
-    is_lossy: bool = False
     max_tokens: int = MAX_TOKENS
     max_round_trip_ms: float = MAX_ROUND_TRIP_MS
 
@@ -119,8 +115,7 @@ class StateEvent(BaseModel):
 class EndEvent(BaseModel):
     """The finished text. text: what was held back. id: for POST /v1/outrider/verify, where tokens are unverified.
 
-    lossy: whether it may be another than the target's. eased_by: why half was drafted. failed_drafts: drafts that have
-    failed and are left out for now.
+    eased_by: why half was drafted. failed_drafts: drafts that have failed and are left out for now.
     """
 
     type: Literal["end"] = "end"
@@ -138,7 +133,6 @@ class EndEvent(BaseModel):
     draft_error: str | None = None
     id: str | None = None
     num_unverified: int = 0
-    lossy: bool = False
     eased_by: str | None = None
     failed_drafts: list[str] = []
 

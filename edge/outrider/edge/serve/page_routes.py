@@ -45,8 +45,6 @@ def watching_routes(core: LocalCore) -> list[Route]:
             has_chat_template=facts.has_chat_template,
             max_positions=facts.max_positions,
             draft=core.placement,
-            rule=core.settings.terms.rule,
-            is_lossy=core.settings.terms.is_lossy,
         )
         return Response(message.model_dump_json(), media_type="application/json", headers={"cache-control": "no-store"})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
@@ -280,8 +280,7 @@ async def _answer(
             )
             for prompt in prompts
         ]
-        look = replace(look_of(body, style, core.tokenizer, prompts), is_lossy=core.settings.terms.is_lossy)
-        shape: Shape = shape_type(facts.name, params.seed, facts.target, look)
+        shape: Shape = shape_type(facts.name, params.seed, facts.target, look_of(body, style, core.tokenizer, prompts))
         texts.answer_id = shape.id
         if groundings is not None:
             shape = GroundedShape(shape, [each for each in groundings for _ in range(body.num_kept)])

@@ -13,7 +13,6 @@ from outrider.edge.serve.drafts import DraftSequences
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
-from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.counted import counted
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
@@ -56,7 +55,6 @@ class LocalSettings:
     patience_ms: float | None = None
     docs_tokens: int = DOCS_TOKENS
     shows_metrics: bool = False
-    terms: RuleTerms = PLAIN_TERMS
 
 
 class Places:
@@ -114,7 +112,6 @@ class LocalCore:
     """What the routes share. is_draining: the server is ending and takes no new work. tasks: the running texts.
 
     library: documents whose passages go before every prompt; None: only documents that a request brings.
-    delta: of calibrated tolerance, where the text that ended last ended.
     power: says when texts are drafted with half the work. offline: None: a text without a cloud is an error.
     """
 
@@ -128,7 +125,6 @@ class LocalCore:
     power: PowerWatch = field(default_factory=PowerWatch)
     offline: OfflineSettings | None = None
     unverified: UnverifiedAnswers = field(default_factory=UnverifiedAnswers)
-    delta: float | None = None
     is_draining: bool = False
     metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)

@@ -183,7 +183,6 @@ class WatchedText(LocalTexts):
             draft_error=result.draft_error if shows_details else None,
             id=self.answer_id if num_unverified else None,
             num_unverified=num_unverified,
-            lossy=result.is_lossy,
             eased_by=self.core.power.reason if self.is_drafted else None,
             failed_drafts=self.core.drafts.failed if shows_details else [],
         )

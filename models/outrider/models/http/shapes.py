@@ -55,8 +55,7 @@ class Look:
     """How the answer of one call shows its texts.
 
     num_choices: in the answer. logprobs: writes those of tokens; None: none. echoes: what stands before each text.
-    style: how a chat's texts are read. insides: whether the prompt of each has opened the reasoning. is_lossy: whether
-    the texts may be others than the target's, which the answer then says.
+    style: how a chat's texts are read. insides: whether the prompt of each has opened the reasoning.
     """
 
     num_choices: int = 1
@@ -64,7 +63,6 @@ class Look:
     echoes: Sequence[str] = ()
     style: ChatStyle = field(default_factory=ChatStyle)
     insides: Sequence[bool] = ()
-    is_lossy: bool = False
 
 
 def unverified_field(num_unverified: int) -> dict[str, Any]:
@@ -120,8 +118,6 @@ class _Head:
             "system_fingerprint": target,
             "seed": seed,
         }
-        if self._look.is_lossy:
-            self._head["lossy"] = True
 
     @property
     def id(self) -> str:

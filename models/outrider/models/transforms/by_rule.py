@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.models.acceptance import AcceptedBranch, RuleTerms
 from outrider.models.errors import ModelFault
 from outrider.models.rejection import Evidence, SparseDistribution, judge, probabilities
 from outrider.models.sampling import pick
-from outrider.models.tolerance import DeltaCalibrator, is_tolerated, log_probability
+from outrider.models.tolerance import is_tolerated, log_probability
 from outrider.models.transforms.base import apply_all
 from outrider.models.transforms.chooser import Row, RowChooser, logprobs_of
 
@@ -26,10 +26,6 @@ class RuleChooser(RowChooser):
     terms: RuleTerms = field(default_factory=RuleTerms)
     num_tested: int = 0
     num_tolerated: int = 0
-    calibrator: DeltaCalibrator = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.calibrator = DeltaCalibrator(self.terms.delta, self.terms.acceptance)
 
     def choose(
         self,
@@ -44,12 +40,11 @@ class RuleChooser(RowChooser):
     ) -> AcceptedBranch:
         """As `RowChooser.choose`; `parents` is a line's."""
         assert len(evidence) == len(drafted), "each drafted token has its evidence"
-        lengths, before = [state.length for state in self.states], replace(self.calibrator)
+        lengths = [state.length for state in self.states]
         self.logprobs, self.num_tested, self.num_tolerated = [], 0, 0
         try:
             tokens = self._by_line(rows, drafted, evidence, position, stop_ids, max_tokens)
         except BaseException:
-            self.calibrator = before
             for state, length in zip(self.states, lengths, strict=True):
                 state.truncate(length)
             raise
@@ -81,8 +76,7 @@ class RuleChooser(RowChooser):
         changed = self._changed(row, position)
         if isinstance(evidence, SparseDistribution):
             return judge(probabilities(changed, self.params), token, evidence, self.params.seed, position)
-        is_accepted = is_tolerated(log_probability(changed, self.params, token), evidence, self.calibrator.delta)
-        self.calibrator.observe(is_accepted)
+        is_accepted = is_tolerated(log_probability(changed, self.params, token), evidence, self.terms.delta)
         picked = pick(changed, self.params, position)
         self.num_tolerated += is_accepted and picked != token
         return (token, True) if is_accepted else (picked, False)

@@ -376,22 +376,11 @@ function askForKey() {
   at("key").focus();
 }
 
-/** What a rule says of its texts; a lossy one has a line of its own. */
-const RULES = {
-  coupled: "It is the target’s text in any case.",
-  greedy: "It is the target’s text in any case.",
-  rejection: "It is distributed as the target’s texts are; the same seed may give another one.",
-};
-
 async function look() {
   try {
     const facts = await info();
     at("model").textContent = facts.is_up ? visible(facts.model) : `${visible(facts.model)}, no cloud`;
     at("draft").textContent = visible(facts.draft);
-    at("rule").textContent = facts.is_lossy ? `${facts.rule}, lossy` : facts.rule;
-    at("rule-row").hidden = facts.rule === "coupled";
-    at("lossy").hidden = !facts.is_lossy;
-    at("exact").textContent = RULES[facts.rule] ?? "";
     at("max-tokens").max = Math.min(facts.max_tokens, facts.max_positions);
     at("delay").max = facts.max_round_trip_ms;
     at("chat").disabled = !facts.has_chat_template;
