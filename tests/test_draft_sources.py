@@ -24,8 +24,7 @@ from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.head_guesses import HeadGuesses
 from outrider.cloud.pending.ngram_pool import MAX_NGRAMS, NgramPool
-from outrider.cloud.pending.selection import Selection
-from outrider.cloud.pending.sources import DraftSource, Verified
+from outrider.cloud.pending.sources import DraftSource, Sources, Verified
 from outrider.cloud.pending.trie import (
     EARLIER_KINDS,
     HEAD_KINDS,
@@ -200,6 +199,7 @@ class Scripted:
     """A source that is right in a share of places; it takes `cost_s` on the clock."""
 
     goes_first = False
+    rivals_device = True
 
     def __init__(
         self, text: Sequence[int], truth: Sequence[int], share: float, kinds: range, clock: Clock, cost_s: float = 0.0
@@ -230,10 +230,8 @@ def generate(
     for tokens in (1, 2, 4, 8, 16):
         drafting.curve.observe(StepSize(tokens), 0.0098 + 0.0002 * tokens)
     drafts = PendingDrafts(text, num_tokens, AcceptanceEstimator(16, drafting.learned(b"").acceptance))
-    drafts.selection = Selection(3, clock)
     sources = [Scripted(text, truth, share, kinds, clock, cost_s) for share, kinds, cost_s in make]
-    for source in sources:
-        drafts.selection.add(source)
+    drafts.sources = Sources(sources, clock)
     started, num_passes = clock.now, 0
     while len(text) < num_tokens:
         chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts].tokens
@@ -269,48 +267,16 @@ def test_a_source_that_costs_more_than_it_gains_is_seldom_asked() -> None:
     assert useful_s < 0.75 * 600 * 0.010 and useful.num_asked > 0.5 * num_passes
 
 
-def test_a_source_that_turns_bad_is_left_and_tried_again() -> None:
-    """The choice forgets."""
-    clock, text, truth = Clock(), list[int](), list(range(0, 4000, 2))
-    one = Scripted(text, truth, 1.0, PROMPT_KINDS, clock)
-    two = Scripted(text, truth, 0.0, POOL_KINDS, clock)
-    selection = Selection(0, clock)
-    selection.add(one)
-    selection.add(two)
-    rates = [0.5] * NUM_KINDS
-    chosen: list[list[int]] = [[], []]
-    for phase in range(2):
-        for _ in range(200):
-            guess = selection.choose(4, rates, 0.01, 0.0001)[0]
-            chosen[phase].append(guess.kinds[0])
-            committed = truth[len(text) : len(text) + 2]
-            text.extend(committed)
-            selection.committed(committed)
-        one.share, two.share = 0.0, 1.0
-    assert chosen[0][50:].count(PROMPT_KINDS[0]) > 140
-    assert chosen[1][50:].count(POOL_KINDS[0]) > 140
-
-
 def test_a_source_that_was_slow_once_is_asked_again() -> None:
     """A question that fell into a busy moment, 200 steps long; a source that is not asked shows no other time."""
     clock, text, truth = Clock(), list[int](), list(range(0, 4000, 2))
     source = Scripted(text, truth, 1.0, PROMPT_KINDS, clock, cost_s=2.0)
-    selection = Selection(0, clock)
-    selection.add(source)
+    sources = Sources([source], clock)
     for _ in range(600):
-        selection.choose(4, [0.5] * NUM_KINDS, 0.010, 0.0001)
+        sources.guesses(4, [0.5] * NUM_KINDS, 0.010)
         source.cost_s = 0.0
-        committed = truth[len(text) : len(text) + 2]
-        text.extend(committed)
-        selection.committed(committed)
+        text.extend(truth[len(text) : len(text) + 2])
     assert source.num_asked > 50
-
-
-def test_draws_depend_on_the_request_alone() -> None:
-    """Equal seeds and times choose equally."""
-    runs = [generate([POOR, (0.5, HEAD_KINDS, 0.004)], 300) for _ in range(2)]
-    assert runs[0][:2] == runs[1][:2]
-    assert [source.num_asked for source in runs[0][2]] == [source.num_asked for source in runs[1][2]]
 
 
 def test_drafts_of_the_device_give_way_to_a_better_source() -> None:
@@ -320,8 +286,7 @@ def test_drafts_of_the_device_give_way_to_a_better_source() -> None:
         text.clear()
         drafting = Drafting(16, Policy.VERIFY)
         drafts = PendingDrafts(text, 900, AcceptanceEstimator(16, drafting.learned(b"").acceptance))
-        drafts.selection = Selection(0, clock)
-        drafts.selection.add(Scripted(text, truth, share, EARLIER_KINDS, clock))
+        drafts.sources = Sources([Scripted(text, truth, share, EARLIER_KINDS, clock)], clock)
         accepted: list[int] = []
         for _ in range(120):
             base = len(text)

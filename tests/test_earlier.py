@@ -235,7 +235,7 @@ def test_a_prediction_has_chances_of_its_own() -> None:
             request = GenerateRequest(PROMPT, GREEDY, 60, earlier=tuple(wrong), is_predicted=is_predicted)
             number = harness.engine.submit(request, Collector())
             drafts = harness.engine._sequences[number].drafts
-            (source,) = drafts.selection
+            (source,) = drafts.sources
             assert source.kinds == (PREDICTED_KINDS if is_predicted else EARLIER_KINDS)
             harness.run()
         rates.append(NodeChances(harness.engine._drafting.learned(b"").chances).rates())
@@ -255,10 +255,10 @@ def test_vllms_book_drafts_from_an_earlier_text() -> None:
     assert terms_of(terms.extra_args()) == terms
     book = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0)
     served = book.open(terms, PROMPT)
-    (earlier,) = [source for source in served.drafts.selection if isinstance(source, EarlierText)]
+    (earlier,) = [source for source in served.drafts.sources if isinstance(source, EarlierText)]
     assert earlier.propose(2) == ([5, 6], [REPEATED, REPEATED])
     (prediction,) = [
-        source for source in book.open(predicted, PROMPT).drafts.selection if isinstance(source, EarlierText)
+        source for source in book.open(predicted, PROMPT).drafts.sources if isinstance(source, EarlierText)
     ]
     assert terms_of(predicted.extra_args()) == predicted and prediction.kinds == PREDICTED_KINDS
 

@@ -20,6 +20,7 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, Ste
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.errors import RequestError
 from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
@@ -462,7 +463,7 @@ def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None
     drafting = Drafting(32, Policy.AUTO)
     drafting.curve.observe(StepSize(1), 0.040)
     drafts = pending(drafting)
-    drafts.selection.add(PromptLookup([1, 2, 3, 1, 2, 3, 1, 2]))
+    drafts.sources = Sources([PromptLookup([1, 2, 3, 1, 2, 3, 1, 2])])
     now = 0.0
     for base in range(1, 6):
         commit(drafts, 9)
@@ -610,7 +611,7 @@ def test_lookups_pay_where_a_text_repeats_itself_and_cost_nothing_elsewhere(
     for tokens in (1, 2, 4, 8, 16, 32):
         drafting.curve.observe(StepSize(tokens), 0.008 + 0.002 * tokens)
     drafts, text = pending(drafting, max_new=len(truth)), list[int]()
-    drafts.selection.add(PromptLookup(text))
+    drafts.sources = Sources([PromptLookup(text)])
     took_s, num_passes, num_looked_up = 0.0, 0, 0
     while len(text) < len(truth):
         chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts].tokens

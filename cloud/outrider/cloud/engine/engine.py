@@ -39,11 +39,9 @@ from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks, open_swap
 from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.earlier import EarlierText
-from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
-from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.selection import Selection
+from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.acceptance import Rule
@@ -180,24 +178,20 @@ class Engine:
         before = held.tokens if held else spilled
         check_request(request, len(before), self._limits)
         tokens = [*before, *request.prompt]
-        learned = self._drafting.learned(request.client)
-        drafts = PendingDrafts(
-            committed=[],
-            max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
-            acceptance=AcceptanceEstimator(self._config.max_draft, parent=learned.acceptance),
-            chances=NodeChances(learned.chances),
-            selection=Selection(request.params.seed ^ len(tokens)),
-            lag=DraftLag(request.draft_lag_ms),
+        drafts = self._drafting.pending(
+            request.client,
+            [],
+            min(request.max_tokens, self._limits.max_positions - len(tokens)),
+            lag_ms=request.draft_lag_ms,
             patience_ms=request.patience_ms,
             num_own=len(request.draft) if request.once else None,
-            evidence=request.evidence,
         )
-        if not request.once:
-            for source in own_sources(self._config, tokens, request.params):
-                drafts.selection.add(source)
+        drafts.evidence = request.evidence
+        own = [] if request.once else list(own_sources(self._config, tokens, request.params))
         if earlier := usable_earlier(request, self._limits):
             kinds = PREDICTED_KINDS if request.is_predicted else EARLIER_KINDS
-            drafts.selection.add(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat, kinds=kinds))
+            own.append(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat, kinds=kinds))
+        drafts.sources = Sources(own)
         drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         sequence.chooser = chooser_of(request, tokens, self._limits.vocab_size)

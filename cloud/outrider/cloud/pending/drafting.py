@@ -15,7 +15,7 @@ import numpy as np
 from outrider.cloud.distributions import Distributions
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafts import PendingDrafts
-from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, StepSize, StepTimeCurve
+from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import (
     NO_WAIT,
@@ -28,7 +28,7 @@ from outrider.cloud.pending.policy import (
     next_rate,
     plan_wait,
 )
-from outrider.cloud.pending.selection import expected_gain
+from outrider.cloud.pending.sources import expected_gain
 from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, Node, is_looked_up
 from outrider.models.tree_draft import ROOT, TreeDraft
 
@@ -41,6 +41,7 @@ _LITTLE: Final = 0.25  # survival of a path's end beyond which little is gained 
 _BETTER: Final = (
     1.1  # of the tokens that the device's drafts are expected to gain, from which another guess replaces them
 )
+_TESTED_EVERY: Final = 16  # such guesses, of which one is pending all the same: so that commits test it
 _TREE_MEMORY: Final = 0.9
 _MAX_CLIENTS: Final = 256  # whose earlier sessions are remembered
 _MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a new shape
@@ -132,6 +133,33 @@ class Drafting:
             self._learned.popitem(last=False)
         return found
 
+    def pending(
+        self,
+        client: bytes,
+        committed: list[int],
+        max_new: int,
+        *,
+        lag_ms: float | None = None,
+        patience_ms: float | None = None,
+        num_own: int | None = None,
+    ) -> PendingDrafts:
+        """Of a new sequence, or of one that begins again after `committed`: nothing yet. lag_ms: a first guess of it.
+
+        The others: as in PendingDrafts; client: as `GenerateRequest.client`.
+        """
+        learned = self.learned(client)
+        drafts = PendingDrafts(
+            committed=committed,
+            max_new=max_new,
+            acceptance=AcceptanceEstimator(self._max_draft, parent=learned.acceptance),
+            chances=NodeChances(learned.chances),
+            lag=DraftLag(lag_ms),
+            patience_ms=patience_ms,
+            num_own=num_own,
+        )
+        drafts.trie.root.position = len(committed)
+        return drafts
+
     # -- what arrives ------------------------------------------------------------------------------------------------
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
@@ -193,29 +221,31 @@ class Drafting:
 
     def _look_up(self, drafts: PendingDrafts) -> None:
         """Asks the verifier's own sources what follows: where nothing is pending, where one repeats the request, and
-        where one gains more than the device's pending drafts.
+        where an earlier text gains more than the device's pending drafts.
         """
-        selection, trie = drafts.selection, drafts.trie
+        sources, trie = drafts.sources, drafts.trie
         most = min(self._max_draft, drafts.num_left - 1)
-        if not selection or most <= 0:
+        if not sources or most <= 0:
             return
         of_device: float | None = None
-        if trie and not selection.goes_first:
+        if trie and not any(source.goes_first for source in sources):
             if not trie.has_device_nodes:
                 return  # a guess that holds so far
             of_device = self._gain_of_device(drafts)
-            if not selection.may_beat(of_device):
-                return self._prefer_device(drafts)
-        step_s, extra_s = self.curve.step_and_extra() if self.curve.is_known else (None, 0.0)
-        if self._policy is Policy.VERIFY:
-            step_s, extra_s = None, 0.0
-        guesses = selection.choose(most, drafts.chances.rates(), step_s, extra_s)
-        if of_device is not None and (not guesses or guesses[0].gain <= _BETTER * of_device):
-            return self._prefer_device(drafts)  # their guesses are compared with the text all the same
+        step_s = self.curve.step_and_extra()[0] if self.curve.is_known and self._policy is not Policy.VERIFY else None
+        is_rival = of_device is not None
+        guesses = sources.guesses(most, drafts.chances.rates(), step_s, of_rivals=is_rival)
+        is_better = bool(guesses) and (of_device is None or guesses[0].gain > _BETTER * of_device)
+        if is_rival and not is_better:
+            drafts.num_declined += bool(guesses)
+            if drafts.num_declined % _TESTED_EVERY:
+                guesses = []
         for guess in guesses if self._with_trees else guesses[:1]:
             trie.merge_lookup(guess.tokens, guess.kinds)
-        if guesses and (of_device is not None or len(guesses) > 1):
+        if is_better and (is_rival or len(guesses) > 1):
             trie.prefer(guesses[0].tokens)
+        elif is_rival:
+            self._prefer_device(drafts)
 
     def _gain_of_device(self, drafts: PendingDrafts) -> float:
         """Tokens that the likeliest path of the device's drafts is expected to gain."""
@@ -237,7 +267,7 @@ class Drafting:
         rates = drafts.chances.rates()
         return any(
             max(rates[kind] for kind in source.kinds) >= alpha or (source.goes_first and rates[REPEATED] >= alpha)
-            for source in drafts.selection
+            for source in drafts.sources
         )
 
     # -- waiting -----------------------------------------------------------------------------------------------------

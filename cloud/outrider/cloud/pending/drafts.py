@@ -9,8 +9,7 @@ from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
-from outrider.cloud.pending.selection import Selection
-from outrider.cloud.pending.sources import DraftSource
+from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
 from outrider.models.rejection import Evidence
 
@@ -24,15 +23,15 @@ class PendingDrafts:
     num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
     evidence: of these, where their rule needs it.
     has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
-    selection: the verifier's own sources, if any.
-    num_lookup_chosen: looked-up tokens chosen for the step.
+    sources: the verifier's own, if any.
+    num_lookup_chosen: looked-up tokens chosen for the step. num_declined: guesses that were worse than the device's.
     """
 
     committed: list[int]
     max_new: int
     acceptance: AcceptanceEstimator
     chances: NodeChances = field(default_factory=NodeChances)
-    selection: Selection = field(default_factory=Selection)
+    sources: Sources = field(default_factory=Sources)
     lag: DraftLag = field(default_factory=DraftLag)
     patience_ms: float | None = None
     num_own: int | None = None
@@ -46,6 +45,7 @@ class PendingDrafts:
     waited_s: float = 0.0
     has_company: bool = False
     num_lookup_chosen: int = 0
+    num_declined: int = 0
 
     @property
     def num_left(self) -> int:
@@ -70,7 +70,7 @@ class PendingDrafts:
         self.committed = [*self.committed[:base], *tokens]
         self.trie = DraftTrie()
         self.trie.root.position = len(self.committed)
-        self.selection = self.selection.renewed(sources)
+        self.sources = Sources(sources)
         self.wait, self.wait_nodes, self.num_lookup_chosen = NO_WAIT, 0, 0
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -79,7 +79,6 @@ class PendingDrafts:
         Returns how many of them, the last left out, were looked up.
         """
         trie, num_looked_up, last = self.trie, 0, len(tokens) - 1
-        self.selection.committed(tokens)
         tests: list[Test] = []
         for index, token in enumerate(tokens):
             root = trie.root

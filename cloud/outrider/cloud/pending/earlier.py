@@ -34,6 +34,8 @@ class EarlierText:
     nodes; PREDICTED_KINDS for a text that the request brought as its prediction.
     """
 
+    rivals_device = True
+
     def __init__(
         self, tokens: Sequence[int], committed: Sequence[int], *, is_repeat: bool, kinds: range = EARLIER_KINDS
     ) -> None:

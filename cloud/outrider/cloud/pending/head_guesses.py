@@ -27,6 +27,7 @@ class HeadGuesses:
 
     kinds = HEAD_KINDS
     goes_first = False
+    rivals_device = False
 
     def __init__(self, heads: DraftHeads, params: SamplingParams, text: Sequence[int]) -> None:
         self._heads = heads

@@ -37,6 +37,7 @@ class PromptLookup:
 
     kinds = PROMPT_KINDS
     goes_first = False
+    rivals_device = False
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text

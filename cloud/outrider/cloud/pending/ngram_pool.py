@@ -27,6 +27,7 @@ class NgramPool:
 
     kinds = POOL_KINDS
     goes_first = False
+    rivals_device = False
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text

@@ -20,11 +20,10 @@ from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.earlier import EarlierText
-from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
+from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.lookup import PromptLookup
-from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy
-from outrider.cloud.pending.selection import Selection
+from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import SequenceUsage, Totals
 from outrider.cloud.vllm.terms import Refusal, Terms
@@ -131,28 +130,25 @@ class Book:
 
     def _pending(self, terms: Terms, committed: list[int]) -> PendingDrafts:
         """No drafts yet."""
-        learned = self.drafting.learned(terms.client)
-        drafts = PendingDrafts(
-            committed=committed,
-            max_new=terms.max_tokens,
-            acceptance=AcceptanceEstimator(self._max_draft, parent=learned.acceptance),
-            chances=NodeChances(learned.chances),
-            selection=Selection(terms.params.seed),
-            lag=DraftLag(terms.draft_lag_ms),
+        return self.drafting.pending(
+            terms.client,
+            committed,
+            terms.max_tokens,
+            lag_ms=terms.draft_lag_ms,
             patience_ms=terms.patience_ms,
             num_own=min(len(terms.draft), self._max_draft) if terms.once else None,
         )
-        drafts.trie.root.position = len(committed)
-        return drafts
 
     def _begin(self, served: Served) -> None:
         """Takes the draft that the request brought, and its prompt for lookups."""
         terms, drafts = served.terms, served.drafts
+        own: list[DraftSource] = []
         if self._looks_up and not terms.once and not terms.is_probe:
-            drafts.selection.add(PromptLookup(served.tokens))
+            own.append(PromptLookup(served.tokens))
         if terms.earlier:
             kinds = PREDICTED_KINDS if terms.is_predicted else EARLIER_KINDS
-            drafts.selection.add(EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
+            own.append(EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
+        drafts.sources = Sources(own)
         drafts.trie.merge(terms.draft, prefer=True)
 
     def close(self, served: Served) -> None:
