@@ -37,9 +37,9 @@ from rich.table import Table
 
 from outrider.edge.lab.cores import CorePlan, running_on
 from outrider.edge.lab.laboratory import ALIKE, CLOUD_ONLY, Lab, cloud_process, connected, interleave, open_lab
-from outrider.edge.link.client import CloudClient
 from outrider.edge.modes.assemble import Agent, make_agent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.client.client import VerifierClient
 
 LEAST: Final = 0.9
 WORK: Final = "import numpy as np\na = np.ones((600, 600), np.float32)\nwhile True: a = (a @ a) * 1e-3"
@@ -64,7 +64,7 @@ class Phase:
 class Side:
     """A verifier's client, and the agents that use it, by mode."""
 
-    client: CloudClient
+    client: VerifierClient
     modes: Mapping[str, Agent]
 
     async def phase(self, name: str, found: dict[str, list[GenerationResult]]) -> Phase:
@@ -88,7 +88,7 @@ class Side:
 @asynccontextmanager
 async def opened_side(url: str, lab: Lab, rtt_ms: float) -> AsyncIterator[Side]:
     """Agents with estimates of their own."""
-    async with connected(url, lab.cores, rtt_ms) as endpoints, CloudClient(url) as client:
+    async with connected(url, lab.cores, rtt_ms) as endpoints, VerifierClient(url) as client:
         agent, _ = stream_agent(endpoints, lab.drafter)
         yield Side(client, {CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None), TREE: agent})
 

@@ -52,10 +52,10 @@ from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import CorePlan, plan_cores
 from outrider.edge.lab.laboratory import ALONE, cloud_process, network
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, open_draft_bundle, open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.client.client import VerifierClient
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.runtimes.base import SequenceSlice
@@ -116,11 +116,11 @@ def serve_mid(options: argparse.Namespace) -> None:
     engine = Engine(EmulatedMid(emulation, options.mid_noise), EngineConfig(looks_up=False))
     engine.calibrate()
     facts = fetch_facts(options.serve_mid, None)
-    cascade = CascadeEngine(EngineThread(engine), lambda: UpstreamClient(options.serve_mid), facts)
+    cascade = CascadeEngine(EngineThread(engine), lambda: UpstreamClient.to(options.serve_mid), facts)
     cascade.start()
     own = ServedModel("mid", Tokenizer.from_dir(target_dir()), frozenset())
     app = create_app(cascade, cascade_model(own, facts, None))
-    show_cascade(app.state.core.metrics, cascade.counts)
+    show_cascade(app.state.core.metrics, cascade)
     relieve_collector()
     with open_socket("127.0.0.1", 0) as sock:
         url = url_of(sock, is_tls=False)
@@ -170,7 +170,7 @@ async def texts(
 ) -> list[GenerationResult]:
     """The requests' texts, one after the other; a first one warms up, and shows the agent that a server has a mid."""
     with network(url, rtt_ms, cores.agent) as near:
-        async with CloudClient(near) as client:
+        async with VerifierClient(near) as client:
             mode = Mode.STREAM if drafter is not None else Mode.CLOUD_ONLY
             agent = make_agent(mode, Endpoints([client]), drafter)
             await agent.generate(requests[0])

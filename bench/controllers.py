@@ -50,11 +50,11 @@ from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALONE, cloud_process
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent, make_options, open_draft_bundle, open_draft_model
 from outrider.edge.results import GenerationRequest, Mode, TokenBatch
 from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.client.client import VerifierClient
 from outrider.models.runtimes.base import SequenceRuntime
 
 OF_BEST, OFF_BY = 0.90, 0.05
@@ -259,7 +259,7 @@ async def measure(
 ) -> list[Found]:
     """All scenarios. requests: a round each."""
     subject.link.set_rtt_ms(0.0)
-    async with CloudClient(subject.link.url) as client:
+    async with VerifierClient(subject.link.url) as client:
         plain = make_agent(Mode.CLOUD_ONLY, Endpoints([client]), None)
         texts = [(await plain.generate(request)).tokens for request in requests]
     every = []
@@ -282,7 +282,7 @@ async def _measure(
     texts: Sequence[Sequence[int]],
     on_text: Callable[[], None],
 ) -> None:
-    async with CloudClient(subject.link.url) as client:
+    async with VerifierClient(subject.link.url) as client:
         agents = {str(setting): setting.agent(Endpoints([client]), subject.drafter) for setting in settings}
         found.cells = {name: [Phase() for _ in range(NUM_PHASES)] for name in agents}
         subject.link.set_rtt_ms(found.scenario.rtts_ms[0])

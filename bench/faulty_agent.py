@@ -16,8 +16,8 @@ from typing import Any, Final
 from tests.faulty_posts import FaultRates, FaultyPosts
 
 from outrider.edge.cli.__main__ import main as run_command
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.sender import DraftMessage
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.messages import DraftMessage
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 
 RATES: Final = FaultRates(duplicate=0.5, delay=0.5, max_delay_s=0.2)
@@ -57,26 +57,26 @@ def _have_runtime_raise(fault: Fault) -> None:
 class _Posts:
     """A client's own way of posting."""
 
-    def __init__(self, client: CloudClient) -> None:
+    def __init__(self, client: VerifierClient) -> None:
         self._client = client
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
         await _post(self._client, session, message)
 
 
-_post: Final = CloudClient.post_drafts
+_post: Final = VerifierClient.post_drafts
 
 
 def _have_posts_fail(fault: Fault) -> None:
     wrapped: dict[str, FaultyPosts] = {}  # by session: each has faults of its own
 
-    async def post(self: CloudClient, session: str, message: DraftMessage) -> None:
+    async def post(self: VerifierClient, session: str, message: DraftMessage) -> None:
         if not fault.take():
             return await _post(self, session, message)
         faulty = wrapped.setdefault(session, FaultyPosts(_Posts(self), RATES, seed=7))
         await faulty.post_drafts(session, message)
 
-    CloudClient.post_drafts = post  # type: ignore[method-assign]
+    VerifierClient.post_drafts = post  # type: ignore[method-assign]
 
 
 KINDS: Final[dict[str, tuple[Callable[[Fault], None], int]]] = {

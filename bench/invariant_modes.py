@@ -22,12 +22,12 @@ from outrider.edge.drafting.drafter import Drafter, MixedDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.proxy import DelayProxy
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import ClientOptions, VerifierClient
 
 FAULTS: Final = FaultRates(drop=0.2, duplicate=0.2, delay=0.5, max_delay_s=0.05)
 DEPTH: Final = 5
@@ -121,7 +121,7 @@ async def generate_all(
 
     async def work(drafter: Drafter) -> None:
         with _line(url, is_cut=mode == CUT) as line:
-            async with CloudClient(line.url, ClientOptions(no_store=mode != REPEATED)) as client:
+            async with VerifierClient(line.url, ClientOptions(no_store=mode != REPEATED)) as client:
                 agent = MODES[mode](Endpoints([client]), drafter, vocab_size)
                 for index, request in waiting:
                     if mode == REPEATED:

@@ -48,7 +48,6 @@ from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import CorePlan, Cores, plan_cores, running_on
 from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, network, open_lab
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, OpenModel, make_agent
 from outrider.edge.results import GenerationRequest, Mode, TokenBatch
@@ -57,6 +56,7 @@ from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.client.client import VerifierClient
 from outrider.models.http.text import TextAssembler
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.sampling import SamplingParams
@@ -246,7 +246,7 @@ def serve_emulated(options: argparse.Namespace) -> None:
     fingerprint = tokenizer.fingerprint
     model = OpenModel(emulated_draft(_emulation(options)), None, Placement("openvino"))
     drafts = DraftSequences(model, 8, is_looked_up=True)
-    upstream = Upstream([CloudClient(options.endpoint_for)], fingerprint)
+    upstream = Upstream([VerifierClient(options.endpoint_for)], fingerprint)
     core = LocalCore(tokenizer, fingerprint, upstream, drafts, LocalSettings(), "an emulated draft")
     with open_socket("127.0.0.1", 0) as sock:
         url = url_of(sock, is_tls=False)
@@ -283,7 +283,7 @@ async def open_ways(subject: Subject, rtt_ms: float) -> AsyncIterator[Mapping[st
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=local, timeout=None, trust_env=False))
         agents = {}
         for mode, drafter in ((Mode.CLOUD_ONLY, None), (Mode.STREAM, subject.drafter)):
-            client = await stack.enter_async_context(CloudClient(url))
+            client = await stack.enter_async_context(VerifierClient(url))
             agents[mode] = ask_agent(make_agent(mode, Endpoints([client]), drafter), subject.tokenizer)
         yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(http)}
 

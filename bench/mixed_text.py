@@ -20,10 +20,10 @@ from tests.test_edge_ladder import PARAMS, PASSAGE, Mixed, Steady
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest
+from outrider.models.client.client import VerifierClient
 
 
 async def depths(num_passages: int) -> list[tuple[int, int]]:
@@ -31,7 +31,7 @@ async def depths(num_passages: int) -> list[tuple[int, int]]:
     estimates = Estimates()
     depth = Steady(estimates)
     with serve_fake(config=EngineConfig(policy=Policy.VERIFY, looks_up=False)) as cloud:
-        async with CloudClient(cloud.url) as client:
+        async with VerifierClient(cloud.url) as client:
             agent = StopAndWaitAgent(Endpoints([client]), Mixed(), depth, estimates)
             prompt, count = (1,) * PASSAGE, num_passages * PASSAGE
             await agent.generate(GenerationRequest(prompt, PARAMS, count, ignore_eos=True))

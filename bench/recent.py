@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.edge.lab.laboratory import ALONE, Lab, open_lab
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.sampling import SamplingParams
 from outrider.reference import load_prompts
 
@@ -59,7 +59,7 @@ async def measure(lab: Lab, prompts: Sequence[tuple[int, ...]], max_tokens: int)
     """For each case the sums without and with an earlier text, and how many texts differ."""
     found = {name: [Sum(), Sum()] for name in CASES}
     num_different = 0
-    async with CloudClient(lab.url, ClientOptions(no_store=True)) as plain, CloudClient(lab.url) as kept:
+    async with VerifierClient(lab.url, ClientOptions(no_store=True)) as plain, VerifierClient(lab.url) as kept:
         fresh, repeating = (make_agent(Mode.CLOUD_ONLY, Endpoints([client]), None) for client in (plain, kept))
         for prompt in prompts:
             for name, (earlier, params) in CASES.items():

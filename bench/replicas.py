@@ -30,10 +30,10 @@ from rich.table import Table
 
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import VerifierClient
 from outrider.models.sampling import SamplingParams
 
 _WORKER: Final = "ray::ServeReplica:outrider:replicas"
@@ -59,7 +59,7 @@ async def texts_of(
             if len(begun) == num_texts:
                 everyone.set()
 
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             agent = StreamAgent(Endpoints([client]), NgramDrafter(), FixedDepth(4))
             return await agent.generate(request_of(index, max_tokens), on_tokens)
 

@@ -27,11 +27,11 @@ from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.laboratory import ALIKE, Lab, open_lab
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.rule_fields import RuleFields
 from outrider.models.sampling import SamplingParams, pick
 from outrider.models.transforms.base import apply_all
@@ -59,7 +59,7 @@ def kinds(common: list[int]) -> dict[str, RowRules]:
 
 async def write(lab: Lab, drafter: Drafter, requests: list[GenerationRequest]) -> list[GenerationResult]:
     """The texts, one after the other."""
-    async with CloudClient(lab.url, ClientOptions(no_store=True)) as client:
+    async with VerifierClient(lab.url, ClientOptions(no_store=True)) as client:
         agent = StopAndWaitAgent(Endpoints([client]), drafter, FixedDepth(DEPTH), Estimates())
         return [await agent.generate(request) for request in requests]
 

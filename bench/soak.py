@@ -18,10 +18,10 @@ import typer
 from rich.console import Console
 
 from outrider.edge.lab.laboratory import Lab, open_lab, three_modes
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.client.client import VerifierClient
 from outrider.models.protocol import Commit, SessionOpen, SessionRequest
 from outrider.models.sampling import SamplingParams
 from outrider.reference import load_prompts
@@ -51,7 +51,7 @@ async def one_session(lab: Lab, kind: str, index: int, tokens: int) -> None:
     """One short session of the given kind, on its own connections."""
     prompt = lab.encode(load_prompts()[index % 200].text)
     params = SamplingParams(temperature=0.8, seed=index)
-    async with CloudClient(lab.url) as client:
+    async with VerifierClient(lab.url) as client:
         if kind in ("left early", "deleted"):
             body = SessionRequest(prompt=list(prompt), max_tokens=200, ignore_eos=True, temperature=0.8, seed=index)
             async with client.open_session(body) as events:

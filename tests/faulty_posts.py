@@ -9,8 +9,9 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from outrider.edge.link.errors import EndpointLost
-from outrider.edge.link.sender import DraftMessage, Posts
+from outrider.edge.link.sender import Posts
+from outrider.models.client.errors import EndpointLost
+from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import ConfigError
 
 
@@ -30,7 +31,7 @@ class FaultRates:
 
 
 class FaultyPosts:
-    """Wraps `CloudClient.post_drafts`. The same seed and the same messages meet the same faults."""
+    """Wraps `VerifierClient.post_drafts`. The same seed and the same messages meet the same faults."""
 
     def __init__(self, posts: Posts, rates: FaultRates, seed: int = 0) -> None:
         self._posts = posts

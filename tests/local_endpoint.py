@@ -16,7 +16,6 @@ from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import TIMEOUT_S, fake_tokenizer
 
 from outrider.edge.devices.placement import Placement
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.assemble import OpenModel
 from outrider.edge.modes.ladder import LazyModel
@@ -24,6 +23,7 @@ from outrider.edge.serve.drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.runtimes.base import SequenceRuntime
 
@@ -72,7 +72,7 @@ def local_core(
     tokenizer = fake_tokenizer()
     fingerprint = fingerprint or tokenizer.fingerprint
     options = ClientOptions(api_key=api_key, max_connections=100)
-    upstream = Upstream([CloudClient(url, options) for url in urls], fingerprint, RETRY)
+    upstream = Upstream([VerifierClient(url, options) for url in urls], fingerprint, RETRY)
     model = OpenModel(runtime or fake_draft(), None, Placement("openvino"))
     drafts = DraftSequences(model, max_sequences, is_looked_up=True, others=others, first_pause_s=draft_pause_s)
     settings = settings or LocalSettings()

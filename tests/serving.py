@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import httpx
@@ -187,12 +187,13 @@ def serve_fake(
     if upstream is not None:
         facts = fetch_facts(upstream, upstream_key)
         model = cascade_model(model, facts, None)
-        engine = CascadeEngine(own, lambda: UpstreamClient(upstream, upstream_key), facts, upstream_retry)
+        connect = partial(UpstreamClient.to, upstream, upstream_key, facts.vocab_size)
+        engine = CascadeEngine(own, connect, facts, upstream_retry)
     engine.start()
     offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
     app = create_app(engine, model, replace(settings or ServerSettings(), metrics_age_s=0.0), offered, recent)
     if isinstance(engine, CascadeEngine):
-        show_cascade(app.state.core.metrics, engine.counts)
+        show_cascade(app.state.core.metrics, engine)
     server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)
     sock = open_socket("127.0.0.1", 0)
     url = url_of(sock, is_tls=tls is not None)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -28,13 +27,13 @@ from tests.serving import (
     target_tokens,
 )
 
+from outrider.cloud.api import stream
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
-from outrider.cloud.upstream import text as upstream_text
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
@@ -507,14 +506,11 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
 def test_an_upstream_without_logprobs_is_an_error(usual: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:
     """At its first commit, which does not count as sent: no text ends as if it were whole, nothing is tried again."""
 
-    def without(*given: Any) -> Any:
-        return wire_request(*given).model_copy(update={"logprobs": None})
-
-    monkeypatch.setattr(upstream_text, "wire_request", without)
+    monkeypatch.setattr(stream, "_logprobs", lambda event: "")
     losses = usual.engine.counts.losses
     found = run_session(usual.client, asking(logprobs=2))
     assert found.tokens == [] and found.end.reason == "error" and found.end.error is not None
-    assert found.end.error.code == "upstream_refused" and "no_logprobs" in found.end.error.message
+    assert found.end.error.code == "upstream_refused" and "ProtocolBroken" in found.end.error.message
     body = {"prompt": PROMPT, "max_tokens": 4, "logprobs": 2}
     answer = usual.client.post("/v1/completions", json=body)
     assert answer.status_code == 502 and answer.json()["error"]["code"] == "upstream_refused"
@@ -525,7 +521,7 @@ def test_a_key_never_crosses_a_network_in_clear() -> None:
     """As the device's: over http only on this machine."""
 
     async def make(url: str, key: str | None) -> None:
-        await UpstreamClient(url, key).aclose()
+        await UpstreamClient.to(url, key).aclose()
 
     with pytest.raises(ConfigError, match="https"):
         asyncio.run(make("http://verifier.example:8000", "secret"))

@@ -10,7 +10,8 @@ import httpx
 import pytest
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import serve_local
-from tests.test_cascade import VOCAB, cascade
+from tests.serving import FakeServer
+from tests.test_cascade import VOCAB, Cascade, cascade
 from tests.test_edge_agent import SETTINGS, asking, truth
 
 from outrider.edge.drafting.depth import CostModelDepth
@@ -18,12 +19,12 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.tree import GuessTree
 from outrider.edge.drafting.worker import TreeLimits
-from outrider.edge.link.checks import SessionCheck
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationResult, TokenBatch
+from outrider.models.client.checks import SessionCheck
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import ProtocolBroken
 from outrider.models.protocol import Commit, SessionEvent, SessionOpen, SessionRequest
 from outrider.models.sampling import SamplingParams
 
@@ -33,7 +34,7 @@ async def generate(url: str, params: list[SamplingParams], width: int) -> list[t
     estimates = Estimates()
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.7))
     found = []
-    async with CloudClient(url) as client:
+    async with VerifierClient(url) as client:
         options = AgentOptions(tree=TreeLimits(width=width))
         agent = StreamAgent(Endpoints([client]), draft, CostModelDepth(estimates), estimates, options)
         for each in params:
@@ -63,28 +64,32 @@ def test_the_first_text_of_an_endpoint_asks_for_provisional_tokens(
     is_cascade: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of its texts has an agent of its own, which knows from GET /v1/model what the server is."""
-    asked: list[bool] = []
-    open_session = CloudClient.open_session
+    asked: dict[str, list[bool]] = {}
+    open_session = VerifierClient.open_session
 
     def noted(
-        client: CloudClient, request: SessionRequest, target: str | None = None
+        client: VerifierClient, request: SessionRequest, target: str | None = None
     ) -> AbstractAsyncContextManager[AsyncGenerator[SessionEvent, None]]:
-        asked.append(request.provisional)
+        asked.setdefault(client.url, []).append(request.provisional)
         return open_session(client, request, target)
 
-    monkeypatch.setattr(CloudClient, "open_session", noted)
+    def endpoint(running: Cascade) -> FakeServer:
+        return running.mid if is_cascade else running.big
+
+    monkeypatch.setattr(VerifierClient, "open_session", noted)
     draft = FakeSequenceRuntime(vocab_size=VOCAB)
-    with cascade() as running, serve_local((running.mid if is_cascade else running.big).url, runtime=draft) as local:
+    with cascade() as running, serve_local(endpoint(running).url, runtime=draft) as local:
         for _ in range(2):
             answer = httpx.post(f"{local.url}/v1/completions", json={"prompt": "ab", "max_tokens": 3}, timeout=30.0)
             assert answer.status_code == 200, answer.text
-    assert asked == [is_cascade] * 2
+        assert asked[endpoint(running).url] == [is_cascade] * 2
 
 
 def test_provisional_tokens_that_nobody_asked_for_break_the_protocol() -> None:
     """So does one that comes before the known text, or none at all."""
     opened = SessionOpen(session="s", model="m", vocab_size=100)
-    check = SessionCheck("http://x", 10, provisional=True)
+    asked = SessionRequest(prompt=[1], max_tokens=10)
+    check = SessionCheck("http://x", asked.model_copy(update={"provisional": True}))
     for event in (opened, Commit(base=0, tokens=[1, 2], provisional=True), Commit(base=0, tokens=[1])):
         check(event)
     check(Commit(base=1, tokens=[2, 3], provisional=True))
@@ -93,7 +98,7 @@ def test_provisional_tokens_that_nobody_asked_for_break_the_protocol() -> None:
             check(wrong)
     with pytest.raises(ProtocolBroken, match="0 to 99"):
         check(Commit(base=2, tokens=[100], provisional=True))
-    plain = SessionCheck("http://x", 10)
+    plain = SessionCheck("http://x", asked)
     plain(opened)
     with pytest.raises(ProtocolBroken, match="only where"):
         plain(Commit(base=0, tokens=[1], provisional=True))

@@ -42,13 +42,13 @@ from outrider.cloud.server.replicated import Access, OpenReplica, require_gpus, 
 from outrider.cloud.server.target import LoadedTarget
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import TargetMismatch
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models import watched_files
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import ConfigError, RequestError, RuntimeUnavailable
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
@@ -184,7 +184,7 @@ def test_a_lost_replica_costs_no_text() -> None:
                 if len(started) == 12:
                     everyone.set()
 
-            async with CloudClient(front.url) as client:
+            async with VerifierClient(front.url) as client:
                 return await StreamAgent(Endpoints([client])).generate(request_for(count), seen)
 
         async def scenario() -> list[GenerationResult]:
@@ -252,7 +252,7 @@ def test_a_draining_replica_hands_its_texts_to_one_of_the_same_target() -> None:
 
         async def scenario() -> GenerationResult:
             begun = asyncio.Event()
-            async with CloudClient(front.url) as client:
+            async with VerifierClient(front.url) as client:
                 agent = StreamAgent(Endpoints([client]))
                 text = asyncio.create_task(agent.generate(request_for(count), lambda tokens: begun.set()))
                 gate.allow(5)
@@ -273,7 +273,7 @@ def test_where_no_replica_has_the_target_the_device_says_so() -> None:
 
         async def scenario() -> GenerationResult:
             begun = asyncio.Event()
-            async with CloudClient(front.url) as client:
+            async with VerifierClient(front.url) as client:
                 agent = StreamAgent(Endpoints([client]))
                 text = asyncio.create_task(agent.generate(request_for(40), lambda tokens: begun.set()))
                 gate.allow(5)
@@ -300,7 +300,7 @@ def test_a_kept_prefix_is_asked_where_it_is_held(group: list[FakeReplica], front
     """Stop-and-wait with hashes, while sessions of others change which replica has the least to do."""
 
     async def scenario() -> GenerationResult:
-        async with CloudClient(front.url) as client:
+        async with VerifierClient(front.url) as client:
             agent = StopAndWaitAgent(Endpoints([client]), None, FixedDepth(0), Estimates())
             return await agent.generate(request_for(12))
 
@@ -664,7 +664,7 @@ def test_a_device_names_its_target_only_where_a_text_goes_on() -> None:
                 if len(seen) == 2:
                     went_on.set()
 
-            async with CloudClient(front.url) as client:
+            async with VerifierClient(front.url) as client:
                 client._http.event_hooks = {"request": [hook]}
                 agent = StreamAgent(Endpoints([client]))
                 text = asyncio.create_task(agent.generate(request_for(20), lambda tokens: begun.set()))

@@ -26,13 +26,13 @@ from outrider.cloud.distributions import MAX_POSITIONS, Distributions, num_teste
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.seam import EngineStats, Totals
-from outrider.edge import tracing
 from outrider.edge.drafting.drafter import NgramDrafter
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
 from outrider.models import tracing as models_tracing
+from outrider.models.client import tracing
+from outrider.models.client.client import VerifierClient
 from outrider.models.extras import is_installed
 from outrider.models.http.logs import LogFormat, formatter_of
 from outrider.models.http.request_context import session_tag
@@ -237,7 +237,7 @@ def test_a_trace_goes_from_the_device_to_the_verifier() -> None:
     device, cloud = Recorded(), Recorded()
 
     async def scenario(url: str) -> None:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             agent = make_agent(Mode.STREAM, Endpoints([client]), NgramDrafter())
             await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True))
 

@@ -29,10 +29,10 @@ from outrider.cloud.recent.texts import PromptDigest
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.book import Book
 from outrider.cloud.vllm.terms import Terms, terms_of
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.http.security import KeyRing
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import CHANCES, TreeDraft
@@ -459,7 +459,7 @@ def test_a_device_can_ask_for_a_text_from_nothing() -> None:
     request = GenerationRequest(prompt=(5, 17, 99), params=GREEDY, max_tokens=12, ignore_eos=True)
 
     async def generate(url: str, *, is_client: bool, is_text: bool) -> int:
-        async with CloudClient(url, ClientOptions(no_store=is_client)) as client:
+        async with VerifierClient(url, ClientOptions(no_store=is_client)) as client:
             one = client.for_one_text(no_store=is_text)
             return (await make_agent(Mode.CLOUD_ONLY, Endpoints([one]), None).generate(request)).num_recent
 

@@ -18,15 +18,15 @@ from tests.test_edge_config import KEY
 
 from outrider.edge.cli.draft_source import clouds_of
 from outrider.edge.doctor.cloud import Cloud, CloudReport
-from outrider.edge.link.address import verifier_url
-from outrider.edge.link.certificate import ClientCertificate
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import EndpointWrong
 from outrider.edge.serve.routes import PATHS_ARE
 from outrider.edge.setup.config_file import ConfigFile
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
 from outrider.edge.store.shelf import PulledFor
+from outrider.models.client.address import verifier_url
+from outrider.models.client.certificate import ClientCertificate
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import EndpointWrong
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.ingress.sockets import TlsFiles
 
@@ -44,8 +44,8 @@ def test_an_address_in_capitals_is_the_same_server(monkeypatch: pytest.MonkeyPat
         shown.append(certificate)
         return ssl.create_default_context()
 
-    monkeypatch.setattr("outrider.edge.link.client.system_tls", tls)
-    CloudClient("HTTPS://A.example", ClientOptions(certificate=certificate))
+    monkeypatch.setattr("outrider.models.client.client.system_tls", tls)
+    VerifierClient("HTTPS://A.example", ClientOptions(certificate=certificate))
     assert shown == [certificate]
 
 
@@ -58,7 +58,7 @@ WRONG = (
 )
 TAKERS: tuple[Callable[[str], object], ...] = (
     verifier_url,
-    CloudClient,
+    VerifierClient,
     lambda url: Endpoint(url=url),
     lambda url: clouds_of([url], Keys()),
     lambda url: read_endpoints(ConfigFile(Path("config.toml"), document={"endpoint": f"https://{url}"})),
@@ -88,7 +88,7 @@ def test_a_password_in_an_address_is_sent_and_kept_apart_from_it() -> None:
         sent.append(request.headers.get("authorization"))
         return httpx.Response(401)
 
-    async def ask(client: CloudClient) -> None:
+    async def ask(client: VerifierClient) -> None:
         async with client:
             with pytest.raises(
                 RequestError, match="https://a does not accept the user name and password of its address"
@@ -96,8 +96,8 @@ def test_a_password_in_an_address_is_sent_and_kept_apart_from_it() -> None:
                 await client.ready()
 
     transport = httpx.MockTransport(answer)
-    asyncio.run(ask(CloudClient(url, options, transport)))
-    asyncio.run(ask(CloudClient("https://me:s%40cret@a", None, transport)))
+    asyncio.run(ask(VerifierClient(url, options, transport)))
+    asyncio.run(ask(VerifierClient("https://me:s%40cret@a", None, transport)))
     assert sent == ["Basic bWU6c0BjcmV0"] * 2
     record = PulledFor.model_validate({"model": "m", "server": "https://me:s@a", "name": "n", "at_s": 1})
     assert record.server == "https://a"  # of an older version
@@ -119,12 +119,12 @@ def test_a_proxy_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ALL_PROXY", proxy)
     monkeypatch.setitem(sys.modules, "socksio", None)
     with pytest.raises(ConfigError, match=words) as found:
-        CloudClient("http://cloud.example")
+        VerifierClient("http://cloud.example")
     assert "secret" not in str(found.value)
     report = CloudReport(Cloud("http://cloud.example"))
     (finding,) = [each for each in report.findings() if each.status == "fault"]
     assert finding.name == "proxy" and "secret" not in f"{finding}"
-    CloudClient("http://127.0.0.1:1")
+    VerifierClient("http://127.0.0.1:1")
 
 
 def answered(status: int, body: object) -> httpx.MockTransport:
@@ -160,14 +160,14 @@ AGENT = {"error": {"code": "not_found", "message": f"there is no /v1/sessions; {
         ),
         (broken_by(tls_error(ssl.SSLError, "WRONG_VERSION_NUMBER")), r"speaks no TLS; use http://a if that is the ver"),
         (broken_by(socket.gaierror(socket.EAI_NONAME, "Name not known")), r"no host has this name .*correct the addr"),
-        (answered(404, AGENT), r"this is `outrider serve`, not a verifier: .*; give --cloud the address of `outrider-"),
-        (answered(404, "a page"), r"there is no verifier at https://a: HTTP 404 .*; give --cloud the address of"),
+        (answered(404, AGENT), r"this is `outrider serve`, not a verifier: .*; give the address of `outrider-"),
+        (answered(404, "a page"), r"there is no verifier at https://a: HTTP 404 .*; give the address of"),
     ],
 )
 def test_what_only_its_user_can_mend_ends_at_once(transport: httpx.MockTransport, words: str) -> None:
     """With one piece of advice and without another attempt; the next cloud is asked."""
-    client = CloudClient("https://a", transport=transport)
-    works = CloudClient("https://b", transport=answered(200, {"status": "ready", "model": "m"}))
+    client = VerifierClient("https://a", transport=transport)
+    works = VerifierClient("https://b", transport=answered(200, {"status": "ready", "model": "m"}))
 
     async def no_pause(_: float) -> None:
         pytest.fail("it waits for another attempt")
@@ -189,7 +189,7 @@ def test_http_to_a_port_that_speaks_tls_is_named(tmp_path: Path) -> None:
     subprocess.run([*command, *files], check=True, capture_output=True)
 
     async def ask(url: str) -> None:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             await Endpoints([client]).call(lambda each: each.ready())
 
     with serve_fake(tls=TlsFiles(certificate, key)) as server:

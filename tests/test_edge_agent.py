@@ -29,14 +29,15 @@ from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, 
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import EndpointLost
-from outrider.edge.link.sender import DraftMessage, Posts
+from outrider.edge.link.sender import Posts
 from outrider.edge.modes.assemble import make_depth
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import EndpointLost
+from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import CloudError, ModelFault, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import DraftRequest, SessionOpen
@@ -99,7 +100,7 @@ async def generate(
     depth: DepthController | None = None,
     mode: Mode = Mode.STREAM,
     estimates: Estimates | None = None,
-    wrap: Callable[[CloudClient], Posts] | None = None,
+    wrap: Callable[[VerifierClient], Posts] | None = None,
     on_tokens: Callable[[TokenBatch], None] | None = None,
     retry: RetryPolicy | None = None,
     options: ClientOptions | None = None,
@@ -108,7 +109,7 @@ async def generate(
     """One text from the first URL that works. width: of the tree."""
     estimates = estimates or Estimates()
     depth = depth or CostModelDepth(estimates)
-    clients = [CloudClient(url, options) for url in urls]
+    clients = [VerifierClient(url, options) for url in urls]
     endpoints = Endpoints(clients, retry, sleep=no_pause)
     try:
         if mode is Mode.STOP_AND_WAIT:
@@ -159,7 +160,7 @@ def test_stream_and_its_plain_twin_agree(server: FakeServer) -> None:
     """Token by token, over several prompts on one agent each, whose estimates and draft cache carry over."""
 
     async def both() -> list[tuple[GenerationResult, GenerationResult]]:
-        async with CloudClient(server.url) as client:
+        async with VerifierClient(server.url) as client:
             endpoints, estimates = Endpoints([client]), Estimates()
             stream = StreamAgent(endpoints, drafter(), CostModelDepth(estimates), estimates)
             plain = StopAndWaitAgent(endpoints, drafter(), FixedDepth(4), Estimates())
@@ -178,7 +179,7 @@ class Pacing:
         self._rates = rates
         self.failed: list[OutriderError] = []
 
-    def wrap(self, client: CloudClient) -> Posts:
+    def wrap(self, client: VerifierClient) -> Posts:
         faulty = FaultyPosts(client, self._rates, seed=5)
         tried, failed = self.tried, self.failed
 
@@ -258,7 +259,7 @@ class Spying:
         self.paths: list[DraftRequest] = []
         self._num_lost = num_lost
 
-    def wrap(self, client: CloudClient) -> Posts:
+    def wrap(self, client: VerifierClient) -> Posts:
         spy = self
 
         class Spied:
@@ -332,7 +333,7 @@ def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
         drafted.wait(0.05)
         drafted.clear()
 
-    class Old(CloudClient):
+    class Old(VerifierClient):
         """Reads what an old server would say."""
 
         async def _events(self, *arguments: Any) -> Any:
@@ -546,7 +547,7 @@ def test_a_cancelled_generation_frees_the_server() -> None:
     with serve_fake() as server:
 
         async def scenario() -> None:
-            async with CloudClient(server.url) as client:
+            async with VerifierClient(server.url) as client:
                 agent, seen = StreamAgent(Endpoints([client]), drafter(), FixedDepth(4)), asyncio.Event()
                 task = asyncio.create_task(agent.generate(asking(max_tokens=3000), lambda _: seen.set()))
                 await seen.wait()

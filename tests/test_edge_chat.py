@@ -37,10 +37,10 @@ from outrider.edge.cli.terminal import ALTERNATIVE_STYLE, TokenPrinter
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores
 from outrider.edge.lab.laboratory import cloud_process
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import HeldPrefix, OnTokens, Origin, TokenBatch
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.errors import CloudError, ConfigError, RequestError
 from outrider.models.sampling import SamplingParams
 
@@ -98,7 +98,7 @@ async def conversing(
 ) -> AsyncIterator[Conversation]:
     """A conversation with the fake target."""
     urls = [url] if isinstance(url, str) else url
-    clients = [CloudClient(each, ClientOptions(), transport) for each in urls]
+    clients = [VerifierClient(each, ClientOptions(), transport) for each in urls]
     endpoints = Endpoints(clients, RETRY)
     try:
         tokenizer = fake_tokenizer()
@@ -423,7 +423,7 @@ def test_a_target_without_a_template_is_one_clear_error() -> None:
     """Before any model is loaded; the advice names the command that works."""
 
     async def scenario(url: str) -> None:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             with pytest.raises(ConfigError, match=r"fake has no chat template, so it cannot chat; .*outrider run"):
                 await read_facts(Endpoints([client], RETRY))
 

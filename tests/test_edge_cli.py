@@ -32,22 +32,16 @@ from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, Thr
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, make_depth, make_options
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
-from outrider.edge.results import (
-    ByteCounts,
-    GenerationRequest,
-    GenerationResult,
-    Mode,
-    Source,
-    TokenBatch,
-)
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
 from outrider.export.cli import main as export_cli
 from outrider.export.quiet import missing_extra as missing_export_extra
 from outrider.export.quiet import quiet_upstream
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.extras import missing_extra
 from outrider.models.sampling import SamplingParams
@@ -167,7 +161,7 @@ def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
     with serve_fake() as server:
 
         async def generate(mode: Mode, depth: str) -> GenerationResult:
-            async with CloudClient(server.url) as client:
+            async with VerifierClient(server.url) as client:
                 agent = make_agent(mode, Endpoints([client]), NgramDrafter(), depth)
                 assert isinstance(agent, StopAndWaitAgent if mode is Mode.STOP_AND_WAIT else StreamAgent)
                 return await agent.generate(request)
@@ -183,7 +177,7 @@ def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
 def test_an_agent_drafts_as_its_options_say() -> None:
     """A tree of four by default, with lookup beside a model; a path and stop-and-wait draft with the model alone."""
     model = ModelDrafter(FakeSequenceRuntime())
-    endpoints = Endpoints([CloudClient("192.0.2.1:1")])
+    endpoints = Endpoints([VerifierClient("192.0.2.1:1")])
 
     def made(draft: Drafter, options: AgentOptions | None = None, mode: Mode = Mode.STREAM) -> StreamAgent:
         agent = make_agent(mode, endpoints, draft, "auto", options)

@@ -20,10 +20,10 @@ from tests.test_edge_serve import DRAFTS, PROMPT, SURE, body, expected, run_main
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.breaker import Breaker
 from outrider.edge.lab.proxy import DelayProxy
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.errors import EndpointLost, TargetMismatch
 from outrider.edge.link.fleet import Fleet, text_ms
 from outrider.edge.setup.endpoints import Endpoint, Keys
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost, TargetMismatch
 from outrider.models.errors import ConfigError
 from outrider.models.protocol import ReadyAnswer
 
@@ -129,7 +129,7 @@ class Pauses:
 
 def fleet_of(clock: Clock, sleep: Any = asyncio.sleep, words: list[str] | None = None, **clouds: Cloud) -> Fleet:
     urls = {"a": A, "b": B, "c": C}
-    clients = [CloudClient(urls[name], transport=httpx.MockTransport(cloud)) for name, cloud in clouds.items()]
+    clients = [VerifierClient(urls[name], transport=httpx.MockTransport(cloud)) for name, cloud in clouds.items()]
     return Fleet(clients, clock, sleep, on_change=(words if words is not None else []).append)
 
 

@@ -28,13 +28,13 @@ from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, find_runtime, install_advice, require_device
 from outrider.edge.devices.placement import AS_BUNDLED, EMULATED_NPU, DraftChoice, Placement, opened_as, place_draft
 from outrider.edge.drafting.drafter import ModelDrafter
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models import extras
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.manifest import Device, FileEntry, Manifest, StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
@@ -416,7 +416,7 @@ def test_a_prompt_that_the_draft_cannot_hold_is_continued_by_the_cloud_alone(
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size, max_positions=16))
 
     async def generate() -> GenerationResult:
-        async with CloudClient(server.url) as client:
+        async with VerifierClient(server.url) as client:
             return await make_agent(mode, Endpoints([client]), draft, "4").generate(request)
 
     result = asyncio.run(generate())

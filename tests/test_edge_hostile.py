@@ -31,12 +31,12 @@ from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import ClientOptions, CloudClient, longest_silence_s
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import EndpointLost, ProtocolBroken
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.models.client.client import ClientOptions, VerifierClient, longest_silence_s
+from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.sse import KEEP_ALIVE
 from outrider.models.protocol import SessionOpen
@@ -179,7 +179,7 @@ async def generate(
     on_tokens: Callable[[TokenBatch], None] | None = None,
 ) -> GenerationResult:
     """One text from the first URL that works."""
-    clients = [CloudClient(url, options, httpx.AsyncHTTPTransport(NO_TLS)) for url in urls]
+    clients = [VerifierClient(url, options, httpx.AsyncHTTPTransport(NO_TLS)) for url in urls]
     endpoints = Endpoints(clients, SOON, on_trouble=(troubles if troubles is not None else []).append)
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
     try:
@@ -337,7 +337,7 @@ def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str) -> No
     head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
 
     async def ask(url: str) -> None:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             await client.ready()
 
     with raw_server(writes(head + body)) as server, pytest.raises(EndpointLost, match=expected):
@@ -362,7 +362,7 @@ def test_cookies_are_not_kept() -> None:
     with raw_server(writes(head + body)) as hostile:
 
         async def ask() -> int:
-            async with CloudClient(hostile.url) as client:
+            async with VerifierClient(hostile.url) as client:
                 await client.ready()
                 before = client.wire.headers_up
                 await client.ready()
@@ -445,7 +445,7 @@ def test_a_server_that_works_for_long_has_not_stopped(mode: Mode) -> None:
             lambda path: on_sign(path) if path == "/health/live" else None,
             lambda chunk: on_sign("comment") if chunk == KEEP_ALIVE else None,
         )
-        async with CloudClient(url, HASTY, transport) as client:
+        async with VerifierClient(url, HASTY, transport) as client:
             endpoints = Endpoints([client], SOON)
             if mode is Mode.STREAM:
                 return await StreamAgent(endpoints).generate(REQUEST)

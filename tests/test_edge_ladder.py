@@ -33,7 +33,6 @@ from outrider.edge.drafting.depth import CostModelDepth, Effort
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import OpenModel, eased, make_options
 from outrider.edge.modes.ladder import LazyModel, candidates_of
@@ -41,6 +40,7 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.drafts import DraftSequences
 from outrider.models.bundle import Bundle
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
@@ -490,7 +490,7 @@ def test_easy_passages_run_deep_and_hard_ones_shallow() -> None:
 
     async def generate() -> GenerationResult:
         with serve_fake(config=SURE) as cloud:
-            async with CloudClient(cloud.url) as client:
+            async with VerifierClient(cloud.url) as client:
                 # In stop-and-wait all that is drafted is tested, whatever the times of this machine are.
                 agent = StopAndWaitAgent(Endpoints([client]), Mixed(), depth, estimates)
                 return await agent.generate(GenerationRequest(tuple(prompt), PARAMS, count, ignore_eos=True))

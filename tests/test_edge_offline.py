@@ -34,9 +34,7 @@ from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import OnBattery, PowerWatch
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.lab.proxy import DelayProxy
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import EndpointUnfit, EndpointWrong
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, _without_first, whole_result
@@ -44,6 +42,8 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.edge.serve.state import OfflineSettings
 from outrider.edge.serve.unverified import MAX_KEPT, MAX_KEPT_TOKENS, KeptText, UnverifiedAnswers
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointUnfit, EndpointWrong
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.text import TextStyle
 from outrider.models.sampling import SamplingParams
@@ -88,7 +88,7 @@ class Script:
             await asyncio.sleep(0)
 
     async def run(self, url: str, find_cloud: Any = None, is_up: bool = True) -> OfflineText:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             drafter = ModelDrafter(fake_draft(self.agreement))
             agent = make_agent(Mode.STREAM, Endpoints([client], QUICK), drafter, depth="4")
             assert isinstance(agent, StreamAgent) and agent.drafter is not None
@@ -178,7 +178,7 @@ def test_other_texts_draft_between_the_pieces_of_a_prompt() -> None:
             self.agent.scheduler.do(lambda: done.append("another text's"))
 
     async def check() -> None:
-        async with CloudClient("http://127.0.0.1:9") as client:
+        async with VerifierClient("http://127.0.0.1:9") as client:
             drafter = Slow(fake_draft())
             agent = make_agent(Mode.STREAM, Endpoints([client], QUICK), drafter)
             assert isinstance(agent, StreamAgent)
@@ -217,7 +217,7 @@ def test_lookup_alone_writes_nothing() -> None:
 
     async def check() -> None:
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(CloudClient("http://127.0.0.1:9"))
+            client = await stack.enter_async_context(VerifierClient("http://127.0.0.1:9"))
             agent = make_agent(Mode.STREAM, Endpoints([client], QUICK), NgramDrafter())
             assert isinstance(agent, StreamAgent) and agent.drafter is not None
             writer = OfflineWriter(agent, agent.drafter, frozenset())
@@ -233,7 +233,7 @@ def test_a_refusal_is_no_outage() -> None:
         script = Script()
 
         async def check() -> None:
-            async with CloudClient(cloud.url) as client:
+            async with VerifierClient(cloud.url) as client:
                 agent = make_agent(Mode.STREAM, Endpoints([client], QUICK), ModelDrafter(fake_draft()))
                 assert isinstance(agent, StreamAgent) and agent.drafter is not None
                 writer = OfflineWriter(agent, agent.drafter, frozenset())

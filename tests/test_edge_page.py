@@ -21,14 +21,14 @@ from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.tree import GuessTree
 from outrider.edge.drafting.view import look
 from outrider.edge.lab.proxy import DelayProxy
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.delayed import DelayedClient
-from outrider.edge.link.errors import EndpointLost
 from outrider.edge.serve.app import COSTLY_PATHS
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
 from outrider.edge.serve.page_routes import GENERATE
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.watch import MAX_GUESSES
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen, SessionRequest
 from outrider.models.visible import visible
@@ -195,7 +195,7 @@ def test_a_delayed_link_keeps_order_and_errors() -> None:
 
     async def read(cloud: FakeServer) -> None:
         loop = asyncio.get_running_loop()
-        async with CloudClient(cloud.url) as client:
+        async with VerifierClient(cloud.url) as client:
             began = loop.time()
             async with DelayedClient(client, 0.2).open_session(request) as events:
                 found = [event async for event in events]
@@ -209,7 +209,7 @@ def test_a_delayed_link_keeps_order_and_errors() -> None:
                 assert isinstance(await anext(events), SessionOpen)
             await asyncio.to_thread(cloud.wait_until, cloud.is_empty)
         with pytest.raises(EndpointLost):
-            async with CloudClient("http://127.0.0.1:9") as client, DelayedClient(client, 0.01).open_session(request):
+            async with VerifierClient("http://127.0.0.1:9") as far, DelayedClient(far, 0.01).open_session(request):
                 pass
 
     gate.open()

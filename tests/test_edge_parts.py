@@ -21,11 +21,12 @@ from hypothesis import strategies as st
 from tests.faulty_posts import FaultRates, FaultyPosts
 
 from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
-from outrider.edge.link.errors import ProtocolBroken
-from outrider.edge.link.sender import DraftMessage, DraftSender
-from outrider.edge.link.sse import EventParser
+from outrider.edge.link.sender import DraftSender
 from outrider.edge.modes.recorder import Recorder
-from outrider.edge.results import ByteCounts, Mode, Source, TokenBatch
+from outrider.edge.results import Mode, Source, TokenBatch
+from outrider.models.client.errors import ProtocolBroken
+from outrider.models.client.messages import ByteCounts, DraftMessage
+from outrider.models.client.sse import EventParser
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen
 

@@ -28,9 +28,7 @@ from outrider.edge.cli.pull import show_offered
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store import fetch
 from outrider.edge.store.auto import AUTO
@@ -40,6 +38,8 @@ from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
 from outrider.edge.store.shelf import Pulled, PulledFor, Shelf, find_all_pulled, find_pulled
 from outrider.models.bundle import Bundle, hash_file
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import ProtocolBroken
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
 from outrider.models.manifest import StaticShapes
 from outrider.models.protocol import DraftList, ModelFacts, OfferedDraft, OfferedFile
@@ -586,7 +586,7 @@ def test_nobody_is_asked_where_nothing_was_pulled(shelf: Shelf) -> None:
             asked.append(request.url.path)
             return answer
 
-        async with CloudClient("http://cloud.example", transport=httpx.MockTransport(handle)) as client:
+        async with VerifierClient("http://cloud.example", transport=httpx.MockTransport(handle)) as client:
             return await find_for_server([client])
 
     asked: list[str] = []

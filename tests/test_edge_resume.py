@@ -21,12 +21,12 @@ from outrider.edge.cli.summary import summary_lines
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.sender import DraftMessage
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import CloudError
 from outrider.models.protocol import (
     Commit,
@@ -131,7 +131,7 @@ async def stream(
 ) -> GenerationResult:
     """One text, cloud-only, from a scripted server."""
     time = time or FakeTime()
-    async with CloudClient("http://scripted", transport=httpx.MockTransport(handler)) as client:
+    async with VerifierClient("http://scripted", transport=httpx.MockTransport(handler)) as client:
         return await StreamAgent(Endpoints([client], retry, time.sleep, time.clock)).generate(request)
 
 
@@ -144,7 +144,7 @@ def test_newer_times_of_a_step_decide_at_once() -> None:
     controller = CostModelDepth(estimates)
 
     async def generate() -> GenerationResult:
-        async with CloudClient("http://scripted", transport=httpx.MockTransport(script)) as client:
+        async with VerifierClient("http://scripted", transport=httpx.MockTransport(script)) as client:
             agent = StreamAgent(Endpoints([client]), None, controller, estimates)
             return await agent.generate(
                 GenerationRequest(PROMPT, max_tokens=3), lambda _: decided.append(controller.is_on)
@@ -201,7 +201,7 @@ def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
     with serve_fake(runtime=runtime) as server:
 
         async def generate() -> GenerationResult:
-            async with CloudClient(server.url) as client:
+            async with VerifierClient(server.url) as client:
                 endpoints = Endpoints([client])
                 request = GenerationRequest(PROMPT, max_tokens=100, ignore_eos=True)
                 if mode is Mode.STOP_AND_WAIT:
@@ -226,7 +226,7 @@ def test_the_agent_names_itself_except_with_drafts() -> None:
         return httpx.Response(200, text=ReadyAnswer(status="ready", model="scripted").model_dump_json())
 
     async def scenario() -> None:
-        async with CloudClient("http://scripted", transport=httpx.MockTransport(answer)) as client:
+        async with VerifierClient("http://scripted", transport=httpx.MockTransport(answer)) as client:
             await client.ready()
             await client.verify(VerifyRequest(items=[VerifyItem(prefix=[1], draft=[])]))
             async with client.open_session(SessionRequest(prompt=[1], max_tokens=1)) as stream:
@@ -300,7 +300,7 @@ def test_a_server_on_this_machine_that_is_still_loading_is_waited_for() -> None:
     """For fifteen seconds, and announced once; one elsewhere is given up as before."""
 
     async def generate(url: str, handler: Answer) -> GenerationResult:
-        async with CloudClient(url, transport=httpx.MockTransport(handler)) as client:
+        async with VerifierClient(url, transport=httpx.MockTransport(handler)) as client:
             endpoints = Endpoints([client], None, time.sleep, time.clock, troubles.append)
             return await StreamAgent(endpoints).generate(GenerationRequest(PROMPT, max_tokens=1))
 
@@ -322,7 +322,7 @@ def test_an_address_on_this_machine_that_answers_with_an_error_is_given_up_soon(
 
     async def generate() -> GenerationResult:
         transport = httpx.MockTransport(lambda _: httpx.Response(503))
-        async with CloudClient("http://127.0.0.1:8000", transport=transport) as client:
+        async with VerifierClient("http://127.0.0.1:8000", transport=transport) as client:
             return await StreamAgent(Endpoints([client], None, time.sleep, time.clock)).generate(
                 GenerationRequest(PROMPT, max_tokens=1)
             )
@@ -338,7 +338,7 @@ def test_a_fallback_that_answers_at_once_is_no_lost_connection() -> None:
     async def generate(request: GenerationRequest, *handlers: Answer) -> GenerationResult:
         urls = [f"http://verifier{index}" for index in range(1, 1 + len(handlers))]
         transports = [httpx.MockTransport(handler) for handler in handlers]
-        clients = [CloudClient(url, transport=each) for url, each in zip(urls, transports, strict=True)]
+        clients = [VerifierClient(url, transport=each) for url, each in zip(urls, transports, strict=True)]
         endpoints = Endpoints(clients, RetryPolicy(), time.sleep, time.clock, troubles.append)
         return await StreamAgent(endpoints).generate(request)
 
@@ -391,8 +391,9 @@ def test_another_endpoint_has_round_trips_of_its_own(mode: Mode) -> None:
 
     async def scenario() -> GenerationResult:
         transport, request = httpx.MockTransport(answer), GenerationRequest(PROMPT, max_tokens=1)
-        async with CloudClient(near, transport=transport) as first, CloudClient(far, transport=transport) as second:
-            endpoints = Endpoints([first, second], None, time.sleep, time.clock)
+        clients = [VerifierClient(url, transport=transport) for url in (near, far)]
+        async with clients[0], clients[1]:
+            endpoints = Endpoints(clients, None, time.sleep, time.clock)
             draft, depth = NgramDrafter(), FixedDepth(0)
             if mode is Mode.STOP_AND_WAIT:
                 return await StopAndWaitAgent(endpoints, draft, depth, estimates, time.clock).generate(request)

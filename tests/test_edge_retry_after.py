@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from outrider.edge.cli.run import OFFLINE_RETRY
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import MAX_RETRY_AFTER_S, EndpointLost, retry_after_s
 from outrider.edge.serve.upstream import Upstream, quick
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import MAX_RETRY_AFTER_S, EndpointLost, retry_after_s
 from outrider.models.errors import CloudError
 from outrider.models.protocol import ModelFacts
 
@@ -59,7 +59,7 @@ async def facts_from(
 ) -> ModelFacts:
     """Asks the verifiers, one after the other, until one answers."""
     clients = [
-        CloudClient(f"http://verifier{index}", transport=httpx.MockTransport(handler))
+        VerifierClient(f"http://verifier{index}", transport=httpx.MockTransport(handler))
         for index, handler in enumerate(handlers)
     ]
     try:
@@ -107,7 +107,7 @@ def test_a_verifier_that_always_asks_for_time_is_given_up() -> None:
 
 def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
     """A text of `run --offline-ok` and one of `outrider serve` wait for 3 s; a question of the latter does not wait."""
-    client = CloudClient("http://verifier", transport=httpx.MockTransport(lambda _: httpx.Response(503)))
+    client = VerifierClient("http://verifier", transport=httpx.MockTransport(lambda _: httpx.Response(503)))
     for_texts = Upstream([client], "t").endpoints()._retry
     for policy, first_s, last_s, num in ((OFFLINE_RETRY, 3, 3, 2), (for_texts, 3, 4.5, 6), (quick(1), 0.05, 0.05, 2)):
         time, asked = Time(), list[float]()
@@ -126,7 +126,7 @@ def test_an_outage_that_was_given_up_is_not_waited_out_again() -> None:
     async def scenario() -> list[float]:
         nonlocal is_up
         waited = list[float]()
-        async with CloudClient("http://verifier", transport=httpx.MockTransport(handle)) as client:
+        async with VerifierClient("http://verifier", transport=httpx.MockTransport(handle)) as client:
             endpoints = Endpoints([client], OFFLINE_RETRY, time.sleep, time)
             for is_up in (True, False, False, True, False):
                 began = time.now

@@ -18,11 +18,11 @@ from outrider.edge.drafting.drafter import JoiningDrafter, MixedDrafter, ModelDr
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import Node
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ModelFault
 from outrider.models.runtimes.base import Reading
 from outrider.models.sampling import SamplingParams, pick
@@ -76,7 +76,7 @@ def test_a_texts_end_waits_for_no_call_of_the_draft(is_cancelled: bool) -> None:
     scheduler = DraftScheduler()
 
     async def scenario(url: str) -> GenerationResult | None:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             agent = StreamAgent(Endpoints([client]), drafter, FixedDepth(4), scheduler=scheduler)
             task = asyncio.create_task(agent.generate(asking(3000 if is_cancelled else 24)))
             await asyncio.to_thread(held.begun.wait, LIMIT_S)
@@ -106,7 +106,7 @@ def test_drafting_stops_between_two_pieces_of_a_prompt(mode: str) -> None:
     drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=held), clock=lambda: 0.0)
 
     async def scenario(url: str) -> None:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             endpoints = Endpoints([client])
             agent: StreamAgent | StopAndWaitAgent = (
                 StreamAgent(endpoints, drafter, FixedDepth(4))
@@ -132,7 +132,7 @@ def test_a_late_draft_joins_when_it_is_ready() -> None:
     batches: list[int] = []
 
     async def scenario(url: str) -> GenerationResult:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             agent = StreamAgent(Endpoints([client]), drafter, FixedDepth(4))
             request = asking(64)
             task = asyncio.create_task(agent.generate(request, lambda batch: batches.append(len(batch.tokens))))

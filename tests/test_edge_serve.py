@@ -27,10 +27,6 @@ from tests.test_bundle import make_manifest
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli import main as cli
-from outrider.edge.link.checks import check_rendered
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.errors import ProtocolBroken
-from outrider.edge.results import ByteCounts
 from outrider.edge.serve import routes
 from outrider.edge.serve import upstream as upstream_module
 from outrider.edge.serve.neighbours import OwnUser
@@ -38,6 +34,10 @@ from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.bundle_writer import BundleWriter
+from outrider.models.client.checks import check_rendered
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import ProtocolBroken
+from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai_answers
 from outrider.models.http.security import KeyRing, PagePolicy
@@ -618,7 +618,7 @@ def test_bytes_are_counted_by_text(cloud: FakeServer) -> None:
     """Texts that run at the same time share connections, not figures; closing one text's client closes nothing."""
 
     async def ask() -> None:
-        async with CloudClient(cloud.url) as client:
+        async with VerifierClient(cloud.url) as client:
             first, second = client.for_one_text(), client.for_one_text()
             await first.model_facts()
             await first.aclose()
@@ -641,16 +641,16 @@ def test_texts_keep_the_targets_facts(
 ) -> None:
     """A text does not wait for them where another was served by the same target within 30 s; for 5 minutes at most."""
     upstream, now, asked = local.core.upstream, [1e6], list[float]()
-    model_facts = CloudClient.model_facts
+    model_facts = VerifierClient.model_facts
 
-    async def counted(self: CloudClient) -> ModelFacts:
+    async def counted(self: VerifierClient) -> ModelFacts:
         asked.append(now[0])
         return await model_facts(self)
 
     monkeypatch.setattr(upstream, "_clock", lambda: now[0])
     monkeypatch.setattr(upstream, "_facts", None)
     monkeypatch.setattr(upstream, "_confirmed_at", 0.0)
-    monkeypatch.setattr(CloudClient, "model_facts", counted)
+    monkeypatch.setattr(VerifierClient, "model_facts", counted)
     for _ in range(12):
         assert client.post("/v1/completions", json=body(max_tokens=1)).status_code == 200
         now[0] += 29.0
@@ -684,7 +684,7 @@ def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyPatch) 
             return httpx.Response(200, content=FACTS.model_dump_json() if is_facts else json.dumps(ready))
 
         now = [0.0]
-        client = CloudClient("http://127.0.0.1:1", transport=httpx.MockTransport(slow))
+        client = VerifierClient("http://127.0.0.1:1", transport=httpx.MockTransport(slow))
         upstream = Upstream([client], FACTS.tokenizer, clock=lambda: now[0])
         waiting = [asyncio.create_task(upstream.facts(is_fresh=number % 2 == 0)) for number in range(20)]
         probes = [asyncio.create_task(upstream.ready()) for _ in range(20)]

@@ -18,10 +18,10 @@ from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import VerifierClient
 from outrider.models.protocol import VerifyAnswer, VerifyRequest, VerifyResult
 from outrider.models.runtimes.base import ModelLimits
 
@@ -73,7 +73,7 @@ class LoopServer:
         return httpx.Response(200, text=answer.model_dump_json())
 
 
-async def generate(client: CloudClient, request: GenerationRequest, draft: Drafter, depth: int) -> GenerationResult:
+async def generate(client: VerifierClient, request: GenerationRequest, draft: Drafter, depth: int) -> GenerationResult:
     """One text, `depth` drafted tokens per block."""
     async with client:
         return await StopAndWaitAgent(Endpoints([client]), draft, FixedDepth(depth), Estimates()).generate(request)
@@ -85,7 +85,7 @@ def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run:
     """In a repeating text every block has full depth and is accepted, so no pass is wasted."""
     draft: Drafter = ModelDrafter(LoopRuntime()) if kind == "model" else NgramDrafter()
     server, prompt = LoopServer(max_run), tuple(i % PERIOD for i in range(2 * PERIOD))
-    client = CloudClient("http://looping", transport=httpx.MockTransport(server))
+    client = VerifierClient("http://looping", transport=httpx.MockTransport(server))
     result = asyncio.run(generate(client, GenerationRequest(prompt, max_tokens=40), draft, depth=8))
     assert result.tokens == tuple((len(prompt) + i) % PERIOD for i in range(40))
     assert result.num_passes == 40 // (max_run + 1)
@@ -108,7 +108,7 @@ def test_the_time_of_a_step_is_learned_from_the_answers() -> None:
         )
 
     async def run() -> None:
-        async with CloudClient("http://slow", transport=httpx.MockTransport(verify)) as client:
+        async with VerifierClient("http://slow", transport=httpx.MockTransport(verify)) as client:
             agent = StopAndWaitAgent(Endpoints([client]), None, FixedDepth(0), estimates, lambda: now[0])
             await agent.generate(GenerationRequest((1, 2), max_tokens=2))
 
@@ -130,7 +130,7 @@ def test_a_server_with_small_steps_commits_the_same_text(kind: str, step_tokens:
     }
     request = GenerationRequest(prompt, max_tokens=30, stop_ids=frozenset(), ignore_eos=True)
     with serve_fake(config=EngineConfig(step_tokens=step_tokens)) as server:
-        result = asyncio.run(generate(CloudClient(server.url), request, drafts[kind], depth=8))
+        result = asyncio.run(generate(VerifierClient(server.url), request, drafts[kind], depth=8))
     assert result.tokens == tuple(target_tokens(prompt, 30))
     if kind == "perfect":
         assert result.num_tested == result.num_accepted
@@ -142,6 +142,6 @@ def test_a_prompt_that_leaves_no_room_for_its_draft_loses_no_pass() -> None:
     request = GenerationRequest(prompt, max_tokens=28, stop_ids=frozenset(), ignore_eos=True)
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
     with serve_fake(config=EngineConfig(step_tokens=256)) as server:
-        result = asyncio.run(generate(CloudClient(server.url), request, draft, depth=8))
+        result = asyncio.run(generate(VerifierClient(server.url), request, draft, depth=8))
     assert result.tokens == tuple(target_tokens(prompt, 28))
     assert result.num_passes == 4  # 7, 9, 9 and the 3 that are left

@@ -24,13 +24,13 @@ from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.proxy import DelayProxy
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import TargetMismatch
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import CloudError
 from outrider.models.manifest import FileEntry, Manifest
 from outrider.models.protocol import ReadyAnswer, SessionOpen, VerifyAnswer
@@ -59,7 +59,7 @@ def other(stack: ExitStack, name: str = "other") -> FakeServer:
 
 
 async def generate(
-    clients: list[CloudClient], mode: Mode, troubles: list[str], seen: list[int], cut: ExitStack, after: int = 6
+    clients: list[VerifierClient], mode: Mode, troubles: list[str], seen: list[int], cut: ExitStack, after: int = 6
 ) -> GenerationResult:
     """One text from the first of the clients, whose address on `cut` is gone after so many tokens."""
 
@@ -88,7 +88,7 @@ def test_another_target_with_the_same_tokenizer_does_not_go_on_with_a_text(mode:
         cut = stack.enter_context(ExitStack())
         (_, a_url), b = begun(stack, cut), other(stack)
         with pytest.raises(CloudError) as refused:
-            asyncio.run(generate([CloudClient(a_url), CloudClient(b.url)], mode, troubles, seen, cut))
+            asyncio.run(generate([VerifierClient(a_url), VerifierClient(b.url)], mode, troubles, seen, cut))
         assert b.core.engine.stats().totals.steps == 0
     assert len(seen) >= 6 and seen == target_tokens(PROMPT, len(seen))
     named = f"the text began with fake (target {0:016x}) at {a_url}; other (target {1:016x}) at {b.url} serves another"
@@ -103,7 +103,7 @@ def test_a_replica_behind_another_target_is_found(mode: Mode) -> None:
     with ExitStack() as stack:
         cut = stack.enter_context(ExitStack())
         (_, a_url), b, c = begun(stack, cut), other(stack), stack.enter_context(serve_fake(name="renamed"))
-        clients = [CloudClient(url) for url in (a_url, b.url, c.url)]
+        clients = [VerifierClient(url) for url in (a_url, b.url, c.url)]
         result = asyncio.run(generate(clients, mode, troubles, seen, cut))
     assert result.tokens == tuple(seen) == tuple(target_tokens(PROMPT, 60))
     assert sum("serves another target" in trouble for trouble in troubles) == 1
@@ -130,7 +130,7 @@ def test_a_replica_that_hides_its_readiness_goes_on_with_a_text(mode: Mode, stat
     with ExitStack() as stack:
         cut = stack.enter_context(ExitStack())
         (_, a_url), b = begun(stack, cut), stack.enter_context(serve_fake())
-        clients = [CloudClient(a_url), CloudClient(b.url, transport=Hiding(status))]
+        clients = [VerifierClient(a_url), VerifierClient(b.url, transport=Hiding(status))]
         result = asyncio.run(generate(clients, mode, [], seen, cut))
     assert result.tokens == tuple(seen) == tuple(target_tokens(PROMPT, 60))
 
@@ -142,7 +142,7 @@ def test_a_text_that_has_not_begun_may_go_anywhere(mode: Mode) -> None:
         absent = gone.enter_context(serve_fake()).url
         gone.close()
         b = other(stack)
-        clients = [CloudClient(absent), CloudClient(b.url)]
+        clients = [VerifierClient(absent), VerifierClient(b.url)]
         result = asyncio.run(generate(clients, mode, [], [], ExitStack(), after=1000))
     assert len(result.tokens) == 60 and result.tokens != tuple(target_tokens(PROMPT, 60))
 
@@ -172,7 +172,7 @@ def test_one_address_that_now_leads_to_another_target_is_refused_at_once(mode: M
             TargetMismatch,
             match=r"began with fake .* at http://one\.localhost; fake .* at http://one\.localhost serves",
         ):
-            asyncio.run(generate([CloudClient("http://one.localhost", transport=swapping)], mode, [], seen, cut))
+            asyncio.run(generate([VerifierClient("http://one.localhost", transport=swapping)], mode, [], seen, cut))
     assert seen == target_tokens(PROMPT, len(seen))
 
 
@@ -192,7 +192,7 @@ def test_an_identity_that_comes_or_goes_in_mid_text_is_another(
         (a, a_url), b = begun(stack, cut), stack.enter_context(serve_fake())
         name_target(a, first)
         name_target(b, second)
-        generation = generate([CloudClient(a_url), CloudClient(b.url)], mode, [], [], cut)
+        generation = generate([VerifierClient(a_url), VerifierClient(b.url)], mode, [], [], cut)
         if first == second:
             assert asyncio.run(generation).tokens == tuple(target_tokens(PROMPT, 60))
         else:

@@ -12,14 +12,14 @@ import pytest
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, serve_fake
 
-from outrider.edge import tracing
 from outrider.edge.drafting.drafter import NgramDrafter
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
 from outrider.edge.serve.state import LocalSettings
 from outrider.models import tracing as models_tracing
+from outrider.models.client import tracing
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
 from outrider.models.http.security import KeyRing
@@ -252,7 +252,7 @@ def test_each_verification_carries_the_trace(
     seen = Seen(monkeypatch)
 
     async def scenario() -> None:
-        async with CloudClient(cloud.url) as client:
+        async with VerifierClient(cloud.url) as client:
             agent = make_agent(Mode.STOP_AND_WAIT, Endpoints([client]), NgramDrafter())
             await agent.generate(GenerationRequest((5, 6, 7), max_tokens=3, ignore_eos=True))
 

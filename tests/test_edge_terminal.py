@@ -18,8 +18,8 @@ from outrider.edge.cli.run import _printer
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
-from outrider.edge.link.errors import refusal_error
 from outrider.edge.results import GenerationResult, Mode, TokenBatch
+from outrider.models.client.errors import refusal_error
 from outrider.models.command_line import print_error, print_line
 from outrider.models.protocol import ErrorBody
 from outrider.models.visible import visible

@@ -19,10 +19,10 @@ from tests.serving import StepGate, serve_fake
 from outrider.edge.cli.cloud_flags import certificate_in_use
 from outrider.edge.cli.draft_source import clouds_of
 from outrider.edge.cli.pull_options import PullOptions
-from outrider.edge.link.certificate import ClientCertificate
-from outrider.edge.link.client import ClientOptions, CloudClient
-from outrider.edge.link.errors import EndpointLost, lost
-from outrider.edge.link.sender import DraftMessage
+from outrider.models.client.certificate import ClientCertificate
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import EndpointLost, lost
+from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.ingress.sockets import ClientName, TlsFiles, tls_files
 from outrider.models.protocol import SessionOpen, SessionRequest
@@ -36,7 +36,7 @@ CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", 
 
 async def status(url: str, certificate: ClientCertificate | None = None) -> str:
     """Of the server's readiness."""
-    async with CloudClient(url, ClientOptions(certificate=certificate)) as client:
+    async with VerifierClient(url, ClientOptions(certificate=certificate)) as client:
         return (await client.ready()).status
 
 
@@ -95,8 +95,8 @@ def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, m
         async def post_to_a_session_of_the_phone() -> None:
             drafts = DraftMessage("application/json", b'{"base": 0, "paths": [[1]]}')
             async with (
-                CloudClient(server.url, ClientOptions(certificate=phone)) as own,
-                CloudClient(server.url, ClientOptions(certificate=tablet)) as foreign,
+                VerifierClient(server.url, ClientOptions(certificate=phone)) as own,
+                VerifierClient(server.url, ClientOptions(certificate=tablet)) as foreign,
                 own.open_session(SessionRequest(prompt=[1, 2], max_tokens=4)) as stream,
             ):
                 opened = await anext(stream)
@@ -202,9 +202,9 @@ def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 def test_plain_http_needs_no_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     """And https without the package names the command that installs it."""
     monkeypatch.setitem(sys.modules, "truststore", None)
-    CloudClient("http://127.0.0.1:1")
+    VerifierClient("http://127.0.0.1:1")
     with pytest.raises(RuntimeUnavailable, match=r"https needs the package 'truststore'.*outrider\[edge\]"):
-        CloudClient("https://127.0.0.1:1")
+        VerifierClient("https://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.seam import EndEvent, Event, GenerateRequest
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.errors import EndpointLost
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import RequestError
 from outrider.models.protocol import ReadyAnswer
 from outrider.models.runtimes.base import SequenceSlice
@@ -482,7 +482,7 @@ def test_readiness_and_metrics_show_a_failed_engine_and_agents_move_on() -> None
             raise RuntimeError("the device is gone")
 
     async def ready(url: str) -> ReadyAnswer:
-        async with CloudClient(url) as agent:
+        async with VerifierClient(url) as agent:
             return await agent.ready()
 
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=on_step)

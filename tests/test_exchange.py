@@ -9,27 +9,25 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import TIMEOUT_S, fake_tokenizer, serve_fake
+from tests.serving import TIMEOUT_S, serve_fake
 
-from outrider.cloud.upstream import client as upstream
-from outrider.cloud.upstream.errors import UpstreamLost
-from outrider.edge.link.client import ClientOptions, CloudClient
-from outrider.edge.link.sender import DraftMessage
-from outrider.models import exchange
+from outrider.models.client import exchange
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError
-from outrider.models.protocol import DraftRequest, SessionEnd, SessionEvent, SessionOpen, SessionRequest, Usage
+from outrider.models.protocol import SessionEnd, SessionEvent, SessionOpen, SessionRequest, Usage
 
 ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
 """A connection that is not given back shows at the next request: PoolTimeout."""
-Ask = Callable[[CloudClient], Coroutine[Any, Any, object]]
+Ask = Callable[[VerifierClient], Coroutine[Any, Any, object]]
 
 
-async def post(client: CloudClient) -> None:
+async def post(client: VerifierClient) -> None:
     with suppress(OutriderError):  # no such session
         await client.post_drafts("none", DraftMessage("application/json", b"{}"))
 
 
-async def read_text(client: CloudClient) -> None:
+async def read_text(client: VerifierClient) -> None:
     async with client.open_session(SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)) as events:
         async for _ in events:
             pass
@@ -53,17 +51,15 @@ def test_texts_one_after_the_other_share_a_connection(monkeypatch: pytest.Monkey
     async def check(url: str) -> None:
         request = SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)
         seen: set[int] = set()
-        async with CloudClient(url, ONE) as client, aclosing(upstream.UpstreamClient(url)) as mid:
-            pools = [http._transport._pool for http in (client._http, mid._streams)]  # type: ignore[attr-defined]
+        async with VerifierClient(url, ONE) as client:
+            pool = client._http._transport._pool  # type: ignore[attr-defined]
             for _ in range(3):
                 async with client.open_session(request) as events, aclosing(events):
                     assert [event.type async for event in until_end(events)][-1] == "end"
-                async with mid.open_session(request, None, fake_tokenizer().size) as events, aclosing(events):
-                    assert [event.type async for event in until_end(events)][-1] == "end"
-                held = [connection for pool in pools for connection in pool.connections]
-                assert len(held) == 2 and all(connection.is_idle() for connection in held)
-                seen |= {id(connection) for connection in held}
-        assert len(seen) == 2
+                (held,) = pool.connections
+                assert held.is_idle()
+                seen.add(id(held))
+        assert len(seen) == 1
 
     with serve_fake() as server:
         asyncio.run(check(server.url))
@@ -93,12 +89,12 @@ def test_a_body_that_does_not_end_costs_its_connection_only(monkeypatch: pytest.
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         request = SessionRequest(prompt=[5, 6], max_tokens=3)
         async with server:
-            async with CloudClient(url, ONE) as client:
+            async with VerifierClient(url, ONE) as client:
                 for _ in range(2):
                     async with client.open_session(request) as events, aclosing(events):
                         assert [event.type async for event in until_end(events)] == ["open", "end"]
             monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)
-            async with CloudClient(url, ONE) as client:
+            async with VerifierClient(url, ONE) as client:
                 stack = client.open_session(request)
                 events = await stack.__aenter__()
                 async for _ in until_end(events):
@@ -127,7 +123,7 @@ def test_a_cancelled_request_gives_its_connection_back_wherever_it_was(ask: Ask,
 
     async def check(url: str) -> None:
         for num_turns in range(40):
-            async with CloudClient(url, ONE) as client:
+            async with VerifierClient(url, ONE) as client:
                 for _ in range(2):  # without a connection, then with one
                     await cut_after(num_turns, num_cuts, ask(client))
                     assert (await client.ready()).status == "ready", num_turns
@@ -135,24 +131,6 @@ def test_a_cancelled_request_gives_its_connection_back_wherever_it_was(ask: Ask,
     with serve_fake() as server:
         asyncio.run(check(server.url))
         server.wait_until(server.is_empty)
-
-
-def test_a_cascade_s_posts_give_their_connections_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that ends cancels its posts to the upstream verifier; a post that gets no connection raises."""
-    monkeypatch.setattr(upstream, "MAX_POSTS", 1)
-
-    async def check(url: str) -> None:
-        for num_turns in range(30):
-            client = upstream.UpstreamClient(url)
-            for _ in range(2):
-                draft = DraftRequest(base=0, paths=[[5]])
-                await cut_after(num_turns, 1, client.post_drafts("none", draft))
-                with pytest.raises(UpstreamLost, match="HTTP 404"):
-                    await client.post_drafts("none", draft)
-            await client.aclose()
-
-    with serve_fake() as server:
-        asyncio.run(check(server.url))
 
 
 def test_a_caller_does_not_wait_for_what_it_left() -> None:
@@ -170,7 +148,7 @@ def test_a_caller_does_not_wait_for_what_it_left() -> None:
 
         server = await asyncio.start_server(hang, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server, CloudClient(url, ONE) as client:
+        async with server, VerifierClient(url, ONE) as client:
             task = asyncio.create_task(post(client))
             await asked.wait()
             task.cancel()
@@ -192,7 +170,7 @@ def test_over_another_transport_a_cancellation_reaches_the_request() -> None:
                 cut.set()
             raise AssertionError
 
-        async with CloudClient("http://127.0.0.1:1", transport=httpx.MockTransport(hang)) as client:
+        async with VerifierClient("http://127.0.0.1:1", transport=httpx.MockTransport(hang)) as client:
             task = asyncio.create_task(post(client))
             await asked.wait()
             task.cancel()

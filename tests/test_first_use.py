@@ -39,7 +39,6 @@ from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient, verifier_url
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
@@ -47,6 +46,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
 from outrider.export.recipes import ExportOptions
+from outrider.models.client.client import VerifierClient, verifier_url
 from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
 from outrider.models.machine_load import Counters, MachineLoad
 from outrider.models.reference_export import export_arguments
@@ -71,7 +71,7 @@ def result(num_tokens: int = 40, tokens_per_s: float = 50.0, **changes: Any) -> 
 
 def agent(estimates: Estimates, depth: DepthController) -> StreamAgent:
     """A drafting agent that has measured `estimates`."""
-    client = CloudClient("127.0.0.1:1", transport=httpx.MockTransport(lambda request: httpx.Response(500)))
+    client = VerifierClient("127.0.0.1:1", transport=httpx.MockTransport(lambda request: httpx.Response(500)))
     return StreamAgent(Endpoints([client]), NgramDrafter(), depth, estimates)
 
 
@@ -237,7 +237,7 @@ def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPat
 )
 def test_an_address_is_understood_as_other_clients_write_it(given: str, meant: str) -> None:
     """Without a scheme, and with the /v1 of OpenAI clients."""
-    assert verifier_url(given) == meant and CloudClient(given).url == meant
+    assert verifier_url(given) == meant and VerifierClient(given).url == meant
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None
     reported: list[str] = []
 
     async def ask() -> None:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             endpoints = Endpoints(
                 [client], RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0), on_trouble=reported.append
             )
@@ -275,7 +275,7 @@ def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(503))
 
     async def ask() -> None:
-        client = CloudClient("http://127.0.0.1:1", transport=transport)
+        client = VerifierClient("http://127.0.0.1:1", transport=transport)
         endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=reported.append)
         await endpoints.call(lambda client: client.ready())
 

@@ -24,7 +24,7 @@ from tools.api_page import KEYLESS, application
 from outrider.cloud.api.error_codes import own_codes, shared_codes
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.exchange import Exchange
+from outrider.models.client.exchange import Exchange
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import ErrorAnswer
 

@@ -35,7 +35,7 @@ ROOMS = {
         "",
     ),
     "cloud": ("server", "replicas", "api", "recent", "upstream", "vllm", "engine", "pending", ""),
-    "models": ("ingress", "http", "runtimes", "transforms", "grammar", ""),
+    "models": ("ingress", "http", "client", "runtimes", "transforms", "grammar", ""),
     "reference": ("",),
 }
 # What a part may import of the others.

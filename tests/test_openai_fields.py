@@ -21,10 +21,10 @@ from outrider.cloud.api import sessions
 from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.pending.policy import Policy
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.choices import best_choices, choice_seed
@@ -396,7 +396,7 @@ def test_an_agent_learns_where_a_stop_string_ends_its_text(cloud: FakeServer) ->
     request = GenerationRequest(tuple(ids), PARAMS, 40, ignore_eos=True, stop=(stop,))
 
     async def run(asked: GenerationRequest) -> GenerationResult:
-        async with CloudClient(cloud.url) as client:
+        async with VerifierClient(cloud.url) as client:
             return await StreamAgent(Endpoints([client])).generate(asked)
 
     found = asyncio.run(run(request))

@@ -23,12 +23,12 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_options
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.state import LocalSettings
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, SamplingError
 from outrider.models.protocol import Commit, ErrorAnswer
 from outrider.models.sampling import SamplingParams
@@ -216,7 +216,7 @@ def test_a_device_that_knows_the_rules_has_more_tokens_accepted(cloud: FakeServe
     """The draft is as good as can be, so with rules all it drafts is accepted; the text is the same."""
 
     async def write(drafter: ModelDrafter) -> GenerationResult:
-        async with CloudClient(cloud.url) as client:
+        async with VerifierClient(cloud.url) as client:
             agent = StopAndWaitAgent(Endpoints([client]), drafter, FixedDepth(4), Estimates())
             return await agent.generate(asked(RULES[name], 40))
 

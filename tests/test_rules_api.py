@@ -20,11 +20,11 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.drafting.by_rule import RuleDrafter
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
 from outrider.models.acceptance import Rule, RuleTerms
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.rejection import WHOLE, SparseDistribution
 from outrider.models.runtimes.base import ModelLimits
@@ -71,7 +71,7 @@ async def generate(
     terms: RuleTerms,
     requests: Sequence[GenerationRequest],
 ) -> list[GenerationResult]:
-    async with CloudClient(url) as client:
+    async with VerifierClient(url) as client:
         agent = make_agent(mode, Endpoints([client]), drafter, "3", terms=terms)
         return [await agent.generate(request) for request in requests]
 
@@ -256,7 +256,7 @@ def test_what_a_client_sends_changes_its_own_text_only() -> None:
 
 
 def test_a_draft_without_probabilities_is_refused_on_the_device() -> None:
-    endpoints = Endpoints([CloudClient("http://nobody")])
+    endpoints = Endpoints([VerifierClient("http://nobody")])
     with pytest.raises(ConfigError, match="lookup has no probabilities"):
         make_agent(Mode.STOP_AND_WAIT, endpoints, NgramDrafter(), terms=REJECTION)
 

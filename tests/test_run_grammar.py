@@ -19,10 +19,10 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationResult, Mode
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.grammar.spec import GrammarSpec
 
@@ -50,7 +50,7 @@ def test_the_grammar_goes_to_the_session_and_to_the_draft(schema: Path) -> None:
             request = make_request(options, fake_tokenizer(), fake_tokenizer().fingerprint)
             assert (request.draft_grammar is None) is (mode is Mode.CLOUD_ONLY)
             drafter = None if mode is Mode.CLOUD_ONLY else ModelDrafter(fake_draft(0.5))
-            async with CloudClient(cloud.url) as client:
+            async with VerifierClient(cloud.url) as client:
                 depth = FixedDepth(0 if drafter is None else 6)
                 agent = StopAndWaitAgent(Endpoints([client]), drafter, depth, Estimates())
                 return await agent.generate(request)

@@ -27,11 +27,11 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.replicated import APPLICATION, OpenReplica, app, application_of, deploy
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
-from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import TargetMismatch
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey
 from outrider.models.protocol import SessionEnd, SessionOpen
@@ -121,7 +121,7 @@ async def generate(
 ) -> GenerationResult:
     """One text by an agent that drafts, whose prompt ends in `index`."""
     request = GenerationRequest((*PROMPT, index), max_tokens=count, ignore_eos=True)
-    async with CloudClient(url, ClientOptions(api_key=KEY)) as client:
+    async with VerifierClient(url, ClientOptions(api_key=KEY)) as client:
         agent = StreamAgent(Endpoints([client]), NgramDrafter(), FixedDepth(4))
         return await agent.generate(request, lambda tokens: on_token(index))
 

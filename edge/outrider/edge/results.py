@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from outrider.models.acceptance import Rule
+from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ConfigError
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.spec import GrammarSpec
@@ -158,35 +159,6 @@ class TokenBatch:
 
 
 OnTokens = Callable[[TokenBatch], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ByteCounts:
-    """Bytes between agent and cloud. Bodies include the event stream with its `data:` lines.
-
-    Not counted: the framing of chunked bodies (about 6 bytes per chunk), TLS and TCP.
-    """
-
-    body_up: int = 0
-    body_down: int = 0
-    headers_up: int = 0
-    headers_down: int = 0
-
-    def __add__(self, other: ByteCounts) -> ByteCounts:
-        return ByteCounts(
-            self.body_up + other.body_up,
-            self.body_down + other.body_down,
-            self.headers_up + other.headers_up,
-            self.headers_down + other.headers_down,
-        )
-
-    def __sub__(self, other: ByteCounts) -> ByteCounts:
-        return ByteCounts(
-            self.body_up - other.body_up,
-            self.body_down - other.body_down,
-            self.headers_up - other.headers_up,
-            self.headers_down - other.headers_down,
-        )
 
 
 @dataclass(frozen=True, slots=True)

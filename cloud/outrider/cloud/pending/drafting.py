@@ -240,7 +240,7 @@ class Drafting:
             drafts.num_declined += bool(guesses)
             if drafts.num_declined % _TESTED_EVERY:
                 guesses = []
-        for guess in guesses:  # also those that cannot be verified: commits test them
+        for guess in guesses if self._with_trees else guesses[:1]:
             trie.merge_lookup(guess.tokens, guess.kinds)
         if is_better and (is_rival or len(guesses) > 1):
             trie.prefer(guesses[0].tokens)

@@ -13,12 +13,13 @@ from typing import Final
 
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import ServedModel
+from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.errors import UpstreamLost, UpstreamRefused
 from outrider.cloud.upstream.text import CascadeCounts
-from outrider.models.errors import ConfigError, TokenizerMismatch
+from outrider.models.client.errors import EndpointLost
+from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.protocol import ModelFacts
 
 UPSTREAM_KEY_VARIABLE: Final = "OUTRIDER_UPSTREAM_KEY"
@@ -62,7 +63,9 @@ class CascadeTarget(Target):
     def load(self) -> Iterator[LoadedTarget]:
         """Loads the mid."""
         with self._mid.load() as loaded:
-            engine = CascadeEngine(loaded.engine, lambda: UpstreamClient(self._url, self._key), self._facts)
+            vocab_size = self._facts.vocab_size
+            connect = partial(UpstreamClient.to, self._url, self._key, vocab_size)
+            engine = CascadeEngine(loaded.engine, connect, self._facts)
             yield LoadedTarget(engine, f"{loaded.summary}; it verifies first for {self._facts.name} at {self._url}")
 
 
@@ -70,21 +73,21 @@ def fetch_facts(url: str, key: str | None) -> ModelFacts:
     """What the upstream verifier says of its model. Raises ConfigError where it does not answer, or refuses the key."""
 
     async def asked() -> ModelFacts:
-        client = UpstreamClient(url, key)
+        client = UpstreamClient.to(url, key)
         try:
-            return await client.facts()
+            return await client.streams.model_facts()
         finally:
             await client.aclose()
 
     try:
         return asyncio.run(asked())
-    except UpstreamRefused as refused:
+    except RequestError as refused:
         advice = (
             f"set {UPSTREAM_KEY_VARIABLE}, or correct it" if refused.code == "unauthorized" else "check the address"
         )
         raise ConfigError(f"the upstream verifier at {url} refuses: {refused.code}; {advice}") from None
-    except UpstreamLost as lost:
-        raise ConfigError(f"{lost} ({url}); start it first") from None
+    except EndpointLost as lost:
+        raise ConfigError(f"the upstream verifier: {lost}; start it first, or check the address") from None
 
 
 def cascade_model(mid: ServedModel, facts: ModelFacts, name: str | None) -> ServedModel:
@@ -131,8 +134,10 @@ def upstream_key(path: Path | None) -> str | None:
     return key or None
 
 
-def show_cascade(metrics: Metrics, counts: CascadeCounts) -> None:
-    """Adds a cascade's counters to /metrics."""
+def show_cascade(metrics: Metrics, engine: ServingEngine) -> None:
+    """Adds the counters of a cascade's engine to /metrics."""
+    assert isinstance(engine, CascadeEngine)
+    counts = engine.counts
 
     def tokens() -> Mapping[tuple[str, ...], int]:
         return {

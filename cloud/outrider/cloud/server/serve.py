@@ -22,7 +22,6 @@ from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
-from outrider.cloud.server.cascade import CascadeTarget, show_cascade, upstream_key
 from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.hangup import HangUps, takes_hangups
 from outrider.cloud.server.offered import find_offered
@@ -32,7 +31,6 @@ from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.sigterm import ends_on_sigterm
 from outrider.cloud.server.target import Target
-from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.models.command_line import print_error
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
@@ -87,8 +85,10 @@ def _serve(options: ServeOptions, hangups: HangUps) -> int:
             reloads = Counter[tuple[str, str]]()
             settings = replace(server_settings(options, keys, pages), traces=traces, audit=audit, reloads=reloads)
             app = create_app(loaded.engine, target.model, settings, drafts, recent)
-            if isinstance(loaded.engine, CascadeEngine):
-                show_cascade(app.state.core.metrics, loaded.engine.counts)
+            if options.upstream is not None:
+                from outrider.cloud.server.cascade import show_cascade
+
+                show_cascade(app.state.core.metrics, loaded.engine)
             server = VerifierServer(
                 app,
                 drain_s=options.drain_s,
@@ -156,6 +156,8 @@ def _refuse_replica_options(options: ServeOptions) -> None:
 def open_target(options: ServeOptions) -> Target:
     """The target, checked and not loaded. Raises OutriderError for one that cannot be served."""
     if options.upstream is not None:
+        from outrider.cloud.server.cascade import CascadeTarget, upstream_key  # it needs httpx
+
         if options.ray:
             raise ConfigError("--upstream is for one server; leave out --ray, or put the replicas upstream")
         key = upstream_key(options.upstream_key_file)

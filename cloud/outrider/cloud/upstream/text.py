@@ -25,9 +25,10 @@ from outrider.cloud.seam import (
     Sink,
 )
 from outrider.cloud.upstream.client import UpstreamClient
-from outrider.cloud.upstream.errors import UpstreamLost, UpstreamRefused
 from outrider.cloud.upstream.mid import MidRun
-from outrider.models.errors import RequestError
+from outrider.models.client.errors import EndpointLost, EndpointUnfit
+from outrider.models.client.messages import DraftMessage
+from outrider.models.errors import OutriderError, RequestError, TokenizerMismatch
 from outrider.models.faults import log_fault
 from outrider.models.protocol import (
     MAX_PATH_TOKENS,
@@ -168,10 +169,10 @@ class CascadedText:
             try:
                 await self._run_session()
                 continue
-            except UpstreamRefused as refused:
-                _log.warning("the upstream verifier refused a text: %s", refused.code, extra={"event": "upstream"})
+            except (RequestError, TokenizerMismatch, EndpointUnfit) as refused:
+                _log.warning("the upstream verifier refused a text: %s", _code(refused), extra={"event": "upstream"})
                 return self.end("error", _refused(refused))
-            except UpstreamLost as lost:
+            except EndpointLost as lost:
                 counts.losses += 1
                 now = loop.time()
                 if not num_failures or len(self.confirmed) > num_known:
@@ -187,17 +188,17 @@ class CascadedText:
             pause_s = min(2.0 * pause_s, retry.max_pause_s)
 
     async def _run_session(self) -> None:
-        """One session upstream, to its end. Raises UpstreamLost where it is cut, UpstreamRefused."""
+        """One session upstream, to its end. Raises EndpointLost where it is cut, and else as the client does."""
         client, facts = self._upstream.client, self._upstream.facts
         asked = wire_request(self.request, self.confirmed, self._upstream)
         start = len(self.confirmed)
-        async with client.open_session(asked, facts.target, facts.vocab_size) as stream, aclosing(stream):
+        async with client.streams.open_session(asked, facts.target) as stream, aclosing(stream):
             async for event in stream:
                 if self._has_ended:
                     return
                 if isinstance(event, SessionOpen):
                     if event.target != facts.target:
-                        raise UpstreamLost("the upstream verifier has another target now; start this server again")
+                        raise EndpointLost("the upstream verifier has another target now; start this server again")
                     self._session, self._session_start, self._posted_end = event.session, start, start
                     self._post_ahead()
                 elif isinstance(event, Commit):
@@ -211,13 +212,10 @@ class CascadedText:
                     if event.reason in ("stop", "length", "context", "deadline"):
                         return self.end(event.reason)
                     code = event.error.code if event.error is not None else event.reason
-                    raise UpstreamLost(f"the upstream verifier ended a session: {code}")
-        raise UpstreamLost("the upstream verifier cut a stream")
+                    raise EndpointLost(f"the upstream verifier ended a session: {code}")
+        raise EndpointLost("the upstream verifier cut a stream")
 
     def _on_commit(self, commit: Commit) -> None:
-        num_known = len(commit.logprobs or ())
-        if self.request.num_logprobs is not None and num_known < len(commit.tokens):  # before they count as sent
-            raise UpstreamRefused("no_logprobs", "the upstream verifier sends no logprobs; update it")
         base, counts, tokens = len(self.confirmed), self._upstream.counts, commit.tokens
         num_first = min(len(self._mid.ahead), len(tokens))
         ahead = self._mid.ahead[:num_first]
@@ -254,11 +252,13 @@ class CascadedText:
         salt, facts = self._upstream.cache_salt(self.request.client), self._upstream.facts
         item = wire_item(self.request, facts)
         try:
-            request = VerifyRequest(items=[item], cache_salt=salt)
-            result = await self._upstream.client.verify(request, facts.vocab_size)
-        except UpstreamRefused as refused:
+            answer = await self._upstream.client.streams.verify(VerifyRequest(items=[item], cache_salt=salt))
+            result = answer.results[0]
+            if result.error is not None:
+                raise RequestError(result.error.code, result.error.message)
+        except (RequestError, TokenizerMismatch, EndpointUnfit) as refused:
             return self.end("error", _refused(refused))
-        except UpstreamLost as lost:
+        except EndpointLost as lost:
             self._upstream.counts.losses += 1
             _log.warning("%s", lost, extra={"event": "upstream_lost"})
             return self.end("error", _lost())
@@ -291,16 +291,17 @@ class CascadedText:
         if not path or known + len(path) <= self._posted_end:
             return
         self._posted_end = known + len(path)
-        message = DraftRequest(base=known - self._session_start, paths=[path])
+        request = DraftRequest(base=known - self._session_start, paths=[path])
+        message = DraftMessage("application/json", request.model_dump_json().encode())
         task = asyncio.get_running_loop().create_task(self._post(self._session, message))
         self._posts.add(task)
         task.add_done_callback(self._posted)
 
-    async def _post(self, session: str, message: DraftRequest) -> bool:
+    async def _post(self, session: str, message: DraftMessage) -> bool:
         """Returns whether it arrived: only a hint is lost, which the next message repeats."""
         try:
-            await self._upstream.client.post_drafts(session, message)
-        except UpstreamLost:
+            await self._upstream.client.posts.post_drafts(session, message)
+        except OutriderError:
             return False
         return True
 
@@ -385,9 +386,14 @@ def _lost() -> RequestError:
     )
 
 
-def _refused(refused: UpstreamRefused) -> RequestError:
+def _refused(refused: OutriderError) -> RequestError:
     return RequestError(
         "upstream_refused",
-        f"the target's verifier refused the request: {refused.code}; ask who runs this server",
+        f"the target's verifier refused the request: {_code(refused)}; ask who runs this server",
         status=502,
     )
+
+
+def _code(refused: OutriderError) -> str:
+    """Not its words, which may quote the text."""
+    return refused.code if isinstance(refused, RequestError) else type(refused).__name__

@@ -25,12 +25,12 @@ from outrider.edge.chat.messages import (
     turns_of,
     without_oldest,
 )
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import EndpointLost, ProtocolBroken
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, OnTokens, TokenBatch
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, ConfigError, RequestError
 from outrider.models.protocol import MAX_COUNT, ModelFacts, RenderAnswer
 from outrider.models.sampling import SamplingParams
@@ -228,7 +228,7 @@ class Conversation:
             )
         served: list[Served] = []
 
-        async def ask(client: CloudClient) -> RenderAnswer:
+        async def ask(client: VerifierClient) -> RenderAnswer:
             rendered = await client.render(body)
             served[:] = [Served(client.url, rendered.model, rendered.target)]
             if self._is_other(served[0]):
@@ -253,7 +253,7 @@ class Conversation:
         return before is not None and (before.model, before.target) != (served.model, served.target)
 
 
-async def _facts_of(client: CloudClient) -> ModelFacts:
+async def _facts_of(client: VerifierClient) -> ModelFacts:
     facts = await client.model_facts()
     if not 1 <= facts.max_positions <= MAX_COUNT:
         raise ProtocolBroken(client.url, f"max_positions is out of bounds; expected 1 to {MAX_COUNT}")

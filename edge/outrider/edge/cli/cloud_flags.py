@@ -9,10 +9,10 @@ import click
 import typer
 from click.core import ParameterSource
 
-from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.key_file import read_key_file, require_private
 from outrider.edge.setup.settings import Settings
+from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 
 Clouds = Annotated[

@@ -13,9 +13,9 @@ import psutil
 
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.lab.laboratory import interleave
-from outrider.edge.link.client import verifier_url
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.client.client import verifier_url
 from outrider.models.hosts import is_loopback
 from outrider.models.machine_load import MachineLoad
 

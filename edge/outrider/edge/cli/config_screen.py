@@ -9,10 +9,10 @@ import click
 import typer
 from rich.console import Console
 
-from outrider.edge.link.address import without_password
 from outrider.edge.setup.config_file import VARIABLE, ConfigFile, config_path, read_config
 from outrider.edge.setup.example import example_config, write_new
 from outrider.edge.setup.settings import Path_, Setting, Settings
+from outrider.models.client.address import without_password
 from outrider.models.command_line import CommandGroup, print_line
 from outrider.models.errors import ConfigError
 

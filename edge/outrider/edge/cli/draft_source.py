@@ -20,8 +20,6 @@ from outrider.edge.cli.placing import measured_link, placed_words, rank
 from outrider.edge.cli.said import SaidOnce
 from outrider.edge.devices.placement import DraftChoice, Placement
 from outrider.edge.devices.profiles import Link
-from outrider.edge.link.address import split_login, verifier_url
-from outrider.edge.link.client import ClientOptions
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.ladder import Candidate, candidates_of
@@ -31,6 +29,8 @@ from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.shelf import Pulled, find_pulled_from
 from outrider.edge.store.use import in_use
 from outrider.models.bundle import Bundle
+from outrider.models.client.address import split_login, verifier_url
+from outrider.models.client.client import ClientOptions
 from outrider.models.command_line import print_line
 from outrider.models.errors import BundleError, CloudError
 from outrider.models.reference_export import REFERENCE

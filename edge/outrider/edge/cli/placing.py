@@ -21,10 +21,10 @@ from outrider.edge.devices.profiles import (
     text_token_ms,
 )
 from outrider.edge.doctor.probe import ProbeFailed, profile_draft
-from outrider.edge.link.client import ClientOptions
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.ladder import Candidate
 from outrider.models.bundle import Bundle
+from outrider.models.client.client import ClientOptions
 from outrider.models.version import outrider_version
 
 LINK_TIMEOUT_S: Final = 2.0

@@ -43,7 +43,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Tok
 from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
-from outrider.edge.tracing import start_tracing
+from outrider.models.client.tracing import start_tracing
 from outrider.models.command_line import print_line
 from outrider.models.counted import counted
 from outrider.models.detokenizer import StreamingDetokenizer

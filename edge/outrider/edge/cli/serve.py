@@ -20,7 +20,6 @@ from outrider.edge.cli.placing import measured_link
 from outrider.edge.cli.serve_options import ServeOptions, refuse_one_file
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.modes.assemble import make_depth, make_options, open_draft_bundle, open_draft_model
 from outrider.edge.modes.ladder import lazy_model, open_first
 from outrider.edge.serve.drafts import DraftSequences
@@ -29,7 +28,8 @@ from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.key_file import require_private
-from outrider.edge.tracing import start_tracing
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.tracing import start_tracing
 from outrider.models.command_line import print_line
 from outrider.models.extras import require_packages
 from outrider.models.hosts import is_loopback
@@ -135,7 +135,7 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     )
     show_notes(model.placement, about)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
-    clients = [CloudClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
+    clients = [VerifierClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
     fingerprint = bundle.manifest.tokenizer_fingerprint
     return LocalCore(
         tokenizer=tokenizer,

@@ -22,11 +22,11 @@ import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
-from outrider.edge.link.address import without_password
-from outrider.edge.link.certificate import ClientCertificate
-from outrider.edge.link.errors import naming_a_wrong_proxy, untrusted
-from outrider.edge.link.tls import system_tls
 from outrider.edge.setup.endpoints import is_plain_http
+from outrider.models.client.address import without_password
+from outrider.models.client.certificate import ClientCertificate
+from outrider.models.client.errors import naming_a_wrong_proxy, untrusted
+from outrider.models.client.tls import system_tls
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import PROTOCOL_VERSION, TREES_SINCE, ReadyAnswer

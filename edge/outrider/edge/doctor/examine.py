@@ -15,8 +15,8 @@ from outrider.edge.doctor.hardware import check_disk, check_memory, check_power,
 from outrider.edge.doctor.installation import check_packages, check_python
 from outrider.edge.doctor.probe import ProbeFailed, Profile, profile_draft
 from outrider.edge.drafting.depth import MAX_DEPTH
-from outrider.edge.link.address import split_login, verifier_url, without_password
 from outrider.edge.setup.endpoints import Endpoint, Keys
+from outrider.models.client.address import split_login, verifier_url, without_password
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
 from outrider.models.machine_load import MachineLoad

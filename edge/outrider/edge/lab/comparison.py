@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
-from outrider.edge.results import ByteCounts, GenerationResult
+from outrider.edge.results import GenerationResult
+from outrider.models.client.messages import ByteCounts
 from outrider.models.counted import counted
 
 MIN_GAPS: Final = 8

@@ -20,13 +20,13 @@ from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import CorePlan, Cores, plan_cores, running_on
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent, open_draft_bundle, open_drafter
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.bundle import Bundle
+from outrider.models.client.client import VerifierClient
 from outrider.models.tokenizer import Tokenizer, require_same_tokenizer
 
 CLOUD_ONLY = "cloud_only"
@@ -126,7 +126,7 @@ def network(url: str, rtt_ms: float, cores: Cores) -> Iterator[str]:
 async def connected(url: str, cores: CorePlan, rtt_ms: float = 0.0) -> AsyncIterator[Endpoints]:
     """The cloud at `url`, a round trip of `rtt_ms` away."""
     with network(url, rtt_ms, cores.agent) as url:
-        async with CloudClient(url) as client:
+        async with VerifierClient(url) as client:
             yield Endpoints([client])
 
 

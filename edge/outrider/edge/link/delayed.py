@@ -8,17 +8,17 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from outrider.edge.link.client import CloudClient
+from outrider.models.client.client import VerifierClient
 from outrider.models.protocol import SessionEvent, SessionRequest
 
 
-class DelayedClient(CloudClient):
-    """For one text, as `CloudClient.for_one_text`: every message takes half of `delay_s` longer each way.
+class DelayedClient(VerifierClient):
+    """For one text, as `VerifierClient.for_one_text`: every message takes half of `delay_s` longer each way.
 
     Messages do not wait for each other: each is late by its own delay, as on a long line.
     """
 
-    def __init__(self, client: CloudClient, delay_s: float, *, no_store: bool = False) -> None:
+    def __init__(self, client: VerifierClient, delay_s: float, *, no_store: bool = False) -> None:
         vars(self).update(vars(client.for_one_text(no_store=no_store)))
         self._half_s = delay_s / 2
 
@@ -32,7 +32,7 @@ class DelayedClient(CloudClient):
     async def open_session(
         self, request: SessionRequest, target: str | None = None
     ) -> AsyncIterator[AsyncGenerator[SessionEvent, None]]:
-        """As `CloudClient.open_session`."""
+        """As `VerifierClient.open_session`."""
         await asyncio.sleep(self._half_s)
         async with super().open_session(request, target) as events, aclosing(self._late(events)) as late:
             yield late

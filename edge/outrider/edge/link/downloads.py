@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 import httpx
 
-from outrider.edge.link.client import PLAIN, CloudClient, Headers
-from outrider.edge.link.errors import ProtocolBroken, short
-from outrider.models.exchange import Exchange
+from outrider.models.client.client import PLAIN, Headers, VerifierClient
+from outrider.models.client.errors import ProtocolBroken, short
+from outrider.models.client.exchange import Exchange
 from outrider.models.protocol import DraftList, OfferedFile
 
 
@@ -23,8 +23,8 @@ class Arriving:
     pieces: AsyncGenerator[bytes, None]
 
 
-class DraftClient(CloudClient):
-    """A client of one server that also downloads; raises as `CloudClient` does."""
+class DraftClient(VerifierClient):
+    """A client of one server that also downloads; raises as `VerifierClient` does."""
 
     async def draft_list(self) -> DraftList:
         """GET /v1/drafts. Raises ProtocolBroken where a draft's size is not that of its files: it is what the user sees

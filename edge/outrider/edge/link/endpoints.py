@@ -14,11 +14,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.errors import EndpointLost, EndpointUnfit, EndpointWrong, refusal_error
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
-from outrider.edge.results import ByteCounts
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost, EndpointUnfit, EndpointWrong, refusal_error
+from outrider.models.client.messages import ByteCounts
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
@@ -53,7 +53,7 @@ class Arrival:
     """An event of the current session, and the client that its drafts go to."""
 
     event: SessionEvent
-    client: CloudClient
+    client: VerifierClient
 
 
 class Endpoints:
@@ -66,7 +66,7 @@ class Endpoints:
 
     def __init__(
         self,
-        clients: Sequence[CloudClient],
+        clients: Sequence[VerifierClient],
         retry: RetryPolicy | None = None,
         sleep: Sleep = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -143,7 +143,7 @@ class Endpoints:
                 if not can_ask_again(client.url, e):
                     raise
 
-    async def call(self, ask: Callable[[CloudClient], Awaitable[Answer]], text: TextOrigin | None = None) -> Answer:
+    async def call(self, ask: Callable[[VerifierClient], Awaitable[Answer]], text: TextOrigin | None = None) -> Answer:
         """Asks one endpoint after the other until one answers; raises CloudError when none is left.
 
         text: keeps the calls of one text at one target; `ask` reports to it what it takes.
@@ -162,7 +162,7 @@ class Endpoints:
                 self._report_success(client)
                 return answer
 
-    def _choose(self, text: TextOrigin) -> CloudClient:
+    def _choose(self, text: TextOrigin) -> VerifierClient:
         """The current endpoint, or the next that is fit for the text. Raises CloudError where none is."""
         if all(client.url in text.unfit for client in self._clients):
             raise _none_fit(list(text.unfit.values()))
@@ -227,7 +227,7 @@ class Endpoints:
             fit = [index for index in fit if not fleet.is_down(self._clients[index].url)] or fit
         return min(fit or after, key=lambda index: max(now, self._not_before.get(self._clients[index].url, now)))
 
-    def _report_success(self, client: CloudClient) -> None:
+    def _report_success(self, client: VerifierClient) -> None:
         if self._fleet is not None:
             self._fleet.served(client.url)
 
@@ -247,7 +247,7 @@ class Endpoints:
         )
 
 
-async def _require_fit(client: CloudClient, text: TextOrigin) -> None:
+async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
     """Raises TargetMismatch where a text that has begun would go to another target: before that target works for it."""
     if not text.needs_probe(client.url):
         return
@@ -262,7 +262,7 @@ async def _require_fit(client: CloudClient, text: TextOrigin) -> None:
     text.require_same(served)
 
 
-async def _look(client: CloudClient) -> Served:
+async def _look(client: VerifierClient) -> Served:
     ready = await client.ready()
     return Served(client.url, ready.model, ready.target)
 
@@ -273,7 +273,7 @@ def _none_fit(errors: list[EndpointLost]) -> OutriderError:
     return CloudError(f"no cloud endpoint can go on with this text: {'; '.join(map(str, errors))}")
 
 
-def _end_error(client: CloudClient, end: SessionEnd) -> Exception:
+def _end_error(client: VerifierClient, end: SessionEnd) -> Exception:
     if end.error is not None and end.reason == "error":
         # The server answers for a fault of its own with "error"; elsewhere the same request may well succeed.
         return refusal_error(client.url, end.error, 500)

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Final
 
 from outrider.edge.breaker import Breaker
-from outrider.edge.link.client import ClientOptions, CloudClient
-from outrider.edge.link.errors import EndpointLost, EndpointUnfit
 from outrider.edge.link.origin import Served, mixed_targets
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import OutriderError
 from outrider.models.protocol import ReadyAnswer
 
@@ -45,7 +45,7 @@ _SCARCE: Final = 0.1
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    client: CloudClient
+    client: VerifierClient
     breaker: Breaker
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     ready: ReadyAnswer | None = None
@@ -79,7 +79,7 @@ class Fleet:
 
     def __init__(
         self,
-        clients: Sequence[CloudClient],
+        clients: Sequence[VerifierClient],
         clock: Callable[[], float] = time.monotonic,
         sleep: Sleep = asyncio.sleep,
         first_pause_s: float = 1.0,
@@ -92,11 +92,11 @@ class Fleet:
         self._on_change = on_change
 
     @property
-    def clients(self) -> Sequence[CloudClient]:
+    def clients(self) -> Sequence[VerifierClient]:
         """All clouds, in the order of preference."""
         return tuple(self._clients)
 
-    def ranked(self) -> list[CloudClient]:
+    def ranked(self) -> list[VerifierClient]:
         """All clouds, in the order in which the next text tries them. Starts looks at those whose figures are old.
 
         First the preferred one of those that cost about the least, then the others by cost, then those that are known
@@ -250,7 +250,7 @@ class Fleet:
 async def open_fleet(clouds: Sequence[tuple[str, ClientOptions]]) -> AsyncIterator[Fleet]:
     """The clouds at these addresses, each with its own key; closes the clients and the fleet."""
     async with AsyncExitStack() as stack:
-        fleet = Fleet([await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds])
+        fleet = Fleet([await stack.enter_async_context(VerifierClient(url, each)) for url, each in clouds])
         stack.push_async_callback(fleet.aclose)
         yield fleet
 

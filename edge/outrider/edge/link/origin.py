@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.edge.link.errors import EndpointLost, EndpointWrong, TargetMismatch, short
+from outrider.models.client.errors import EndpointLost, EndpointWrong, TargetMismatch, short
 
 
 @dataclass(frozen=True, slots=True)

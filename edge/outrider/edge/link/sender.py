@@ -9,20 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError
 
 
-class DraftMessage(NamedTuple):
-    """The body of a draft message, and its media type."""
-
-    media_type: str
-    body: bytes
-
-
 class Posts(Protocol):
-    """Destination of drafts: `CloudClient`, or a wrapper that injects faults."""
+    """Destination of drafts: `VerifierClient`, or a wrapper that injects faults."""
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
         """Delivers one message or raises an OutriderError."""

@@ -17,10 +17,10 @@ from typing import Final, TypeVar, cast
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.drafter import Drafter
-from outrider.edge.link.errors import EndpointUnfit
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch, ends_of
+from outrider.models.client.errors import EndpointUnfit
 from outrider.models.errors import CloudError
 
 Found = TypeVar("Found")

@@ -5,18 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from outrider.edge import tracing
-from outrider.edge.results import (
-    ByteCounts,
-    GenerationRequest,
-    GenerationResult,
-    HeldPrefix,
-    Mode,
-    OnTokens,
-    Source,
-    TokenBatch,
-)
+from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens, Source, TokenBatch
 from outrider.models.acceptance import Rule
+from outrider.models.client import tracing
+from outrider.models.client.messages import ByteCounts
 from outrider.models.protocol import TextCut
 from outrider.models.transforms.chooser import TokenLogprobs
 

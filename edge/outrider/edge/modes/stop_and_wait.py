@@ -15,19 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.edge import tracing
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import DepthController
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import refusal_error
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.models.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.client import tracing
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import refusal_error
 from outrider.models.errors import RequestError
 from outrider.models.protocol import VerifyItem, VerifyRequest, VerifyResult
 from outrider.models.rejection import SparseDistribution
@@ -159,7 +159,7 @@ class StopAndWaitAgent:
         return {} if terms.rule is Rule.COUPLED else {"rule": terms.rule}
 
     async def _ask(self, request: GenerationRequest, item: VerifyItem, text: TextOrigin) -> VerifyResult:
-        async def ask(client: CloudClient) -> VerifyResult:
+        async def ask(client: VerifierClient) -> VerifyResult:
             self.estimates.use(client.url)
             asked_at = self.clock()
             target = text.target if item.prefix_hash is None else None  # whoever holds the prefix has that target

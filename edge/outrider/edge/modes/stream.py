@@ -13,7 +13,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.edge import tracing
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
@@ -23,13 +22,15 @@ from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import OnCall, TreeLimits
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import TextOrigin
-from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
+from outrider.edge.link.sender import DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens
 from outrider.models.acceptance import Rule
+from outrider.models.client import tracing
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import RequestError
 from outrider.models.predicted import PredictionFollower
 from outrider.models.protocol import (
@@ -76,7 +77,7 @@ class StreamAgent:
         depth: DepthController | None = None,
         estimates: Estimates | None = None,
         options: AgentOptions | None = None,
-        wrap_posts: Callable[[CloudClient], Posts] | None = None,
+        wrap_posts: Callable[[VerifierClient], Posts] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
         rule: Rule = Rule.COUPLED,
@@ -257,7 +258,7 @@ class _Generation:
         is_full = self._max_positions is not None and len(request.prompt) + len(known) >= self._max_positions
         return "context" if is_full else None
 
-    def _on_open(self, event: SessionOpen, client: CloudClient) -> None:
+    def _on_open(self, event: SessionOpen, client: VerifierClient) -> None:
         self._recorder.num_sessions += 1
         (self._agent.with_mid.add if event.mid is not None else self._agent.with_mid.discard)(client.url)
         if self._recorder.num_sessions == 1 and self._asked is not None:
@@ -297,7 +298,7 @@ class _Generation:
                 logprobs=_logprobs(commit, len(outcome.tokens)),
             )
 
-    def _on_end(self, end: SessionEnd, client: CloudClient) -> str:
+    def _on_end(self, end: SessionEnd, client: VerifierClient) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
         self._recorder.cut = end.cut
         if self._recorder.num_sessions == 1:

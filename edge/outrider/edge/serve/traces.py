@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.edge import tracing
 from outrider.edge.serve.metrics import route_of
+from outrider.models.client import tracing
 
 
 class TracedRequests:

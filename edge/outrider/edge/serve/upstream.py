@@ -12,11 +12,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
+from outrider.models.client.client import VerifierClient
 from outrider.models.errors import OutriderError, TokenizerMismatch
 from outrider.models.http.openai import ChatMessage, Conversation
 from outrider.models.protocol import ModelFacts, ReadyAnswer, RenderAnswer
@@ -44,7 +44,7 @@ class Upstream:
 
     def __init__(
         self,
-        clients: Sequence[CloudClient],
+        clients: Sequence[VerifierClient],
         fingerprint: str,
         retry: RetryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -129,7 +129,7 @@ class Upstream:
         Raises TargetMismatch where another one answers, and else as a verifier's client does.
         """
 
-        async def ask(client: CloudClient) -> RenderAnswer:
+        async def ask(client: VerifierClient) -> RenderAnswer:
             rendered = await client.render(conversation)
             self.origin(facts).require_same(Served(client.url, rendered.model, rendered.target))
             return rendered
@@ -145,7 +145,7 @@ class Upstream:
     async def _ask_ready(self) -> ReadyAnswer:
         now = self._clock()
 
-        async def ask(client: CloudClient) -> ReadyAnswer:
+        async def ask(client: VerifierClient) -> ReadyAnswer:
             asked_at = self._clock()
             ready = await client.ready()
             self.fleet.answered(client.url, ready, 1e3 * (self._clock() - asked_at))
@@ -168,7 +168,7 @@ class Upstream:
             question.add_done_callback(end)
         return question
 
-    async def _ask(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
+    async def _ask(self, ask: Callable[[VerifierClient], Awaitable[Answer]]) -> Answer:
         clients = [client.for_one_text() for client in self.fleet.ranked()]
         return await Endpoints(clients, quick(len(clients)), fleet=self.fleet).call(ask)
 
@@ -193,7 +193,7 @@ def conversation_to_render(
     return json.dumps(document).encode()
 
 
-async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
+async def _facts_of(client: VerifierClient) -> tuple[str, ModelFacts]:
     return client.url, await client.model_facts()
 
 

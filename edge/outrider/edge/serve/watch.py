@@ -14,8 +14,9 @@ from typing import Final
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.view import SeenGuess
-from outrider.edge.link.sender import DraftMessage, Posts
+from outrider.edge.link.sender import Posts
 from outrider.edge.results import TokenBatch
+from outrider.models.client.messages import DraftMessage
 
 MAX_GUESSES: Final = 32
 """Of the tree, shown at a time."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import platformdirs
 
-from outrider.edge.link.address import without_password
+from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 
 VARIABLE: Final = "OUTRIDER_CONFIG"

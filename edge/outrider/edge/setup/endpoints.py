@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from outrider.edge.link.address import split_login, verifier_url, without_password
-from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.setup.config_file import ENDPOINT, ConfigFile, described
 from outrider.edge.setup.key_file import read_key_file
+from outrider.models.client.address import split_login, verifier_url, without_password
+from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 

@@ -18,9 +18,9 @@ from typing import Any, Final, Literal
 import click
 from click.core import ParameterSource
 
-from outrider.edge.link.address import without_password
 from outrider.edge.setup.config_file import COMMON, ENDPOINT, VARIABLE, ConfigFile, Where, described
 from outrider.edge.setup.endpoints import beside, read_endpoints
+from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 
 PREFIX: Final = "OUTRIDER_"

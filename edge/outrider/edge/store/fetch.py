@@ -19,10 +19,10 @@ from typing import Final
 from filelock import FileLock, Timeout
 
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.link.errors import EndpointLost, EndpointUnfit
 from outrider.edge.store.shelf import KEY_CHARS
 from outrider.models.bundle import DATA_SUFFIXES, Bundle, hash_file, refuse_unsafe
 from outrider.models.bundle_writer import flush_tree
+from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError
 from outrider.models.manifest import MANIFEST_NAME, Manifest
 from outrider.models.protocol import OfferedDraft, OfferedFile

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import EndpointLost
 from outrider.edge.store.shelf import Pulled, Shelf, find_all_pulled
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.protocol import ModelFacts
 
 
 async def find_for_server(
-    clients: Sequence[CloudClient],
+    clients: Sequence[VerifierClient],
     choice: DraftChoice = AS_BUNDLED,
     shelf: Shelf | None = None,
     retry: RetryPolicy | None = None,
@@ -43,7 +43,7 @@ async def find_for_server(
     return []
 
 
-async def _facts(client: CloudClient) -> tuple[CloudClient, ModelFacts | None]:
+async def _facts(client: VerifierClient) -> tuple[VerifierClient, ModelFacts | None]:
     """What is served there; None where it does not say, as some gateways."""
     try:
         return client, await client.model_facts()

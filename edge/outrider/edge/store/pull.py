@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import EndpointLost, EndpointUnfit
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
 from outrider.edge.store.fetch import BundleFetch, Progress, locked, manifest_of
 from outrider.edge.store.shelf import PulledFor, Shelf, now_s
 from outrider.models.bundle import Bundle, hash_file
+from outrider.models.client.client import VerifierClient
+from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
 from outrider.models.manifest import MANIFEST_NAME
 from outrider.models.protocol import DraftList
@@ -59,7 +59,7 @@ async def find_offer(
     refusals: dict[str, OutriderError] = {}
     by_url = {client.url: client for client in clients}
 
-    async def ask(client: CloudClient) -> Offer:
+    async def ask(client: VerifierClient) -> Offer:
         server = by_url[client.url]
         try:
             if (offered := await _listed(server)) is None:
@@ -91,7 +91,7 @@ async def find_offer(
         raise BundleError(f"no cloud has a draft that fits: {'; '.join(map(str, refusals.values()))}") from None
 
 
-async def _listed(client: CloudClient) -> DraftList | None:
+async def _listed(client: VerifierClient) -> DraftList | None:
     """None where there is no such route: the server is older, or another program."""
     assert isinstance(client, DraftClient)
     try:

@@ -10,7 +10,7 @@ import importlib
 import ssl
 from typing import Any, cast
 
-from outrider.edge.link.certificate import ClientCertificate
+from outrider.models.client.certificate import ClientCertificate
 from outrider.models.extras import missing_extra
 
 

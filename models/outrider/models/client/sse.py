@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from outrider.edge.link.errors import ProtocolBroken
+from outrider.models.client.errors import ProtocolBroken
 from outrider.models.protocol import SessionEvent, parse_event
 
 MAX_LINE_BYTES: Final = 1 << 18

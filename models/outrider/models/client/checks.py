@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from outrider.edge.link.errors import ProtocolBroken
+from outrider.models.client.errors import ProtocolBroken
 from outrider.models.protocol import (
     Commit,
     RenderAnswer,
     SessionEvent,
     SessionOpen,
+    SessionRequest,
     VerifyAnswer,
     VerifyItem,
     VerifyResult,
@@ -28,16 +29,15 @@ _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 class SessionCheck:
     """Follows the events of one session, in order.
 
-    url: the server; max_tokens, num_logprobs, provisional: as the session asked.
+    url: the server. asked: what opened the session. vocab_size: None: what the server says.
     """
 
-    def __init__(
-        self, url: str, max_tokens: int, num_logprobs: int | None = None, *, provisional: bool = False
-    ) -> None:
+    def __init__(self, url: str, asked: SessionRequest, vocab_size: int | None = None) -> None:
         self._url = url
-        self._max_tokens = max_tokens
-        self._num_logprobs = num_logprobs
-        self._takes_provisional = provisional
+        self._max_tokens = asked.max_tokens
+        self._num_logprobs = asked.logprobs
+        self._takes_provisional = asked.provisional
+        self._vocab_size = vocab_size
         self._open: SessionOpen | None = None
         self._num_tokens = 0
         self.is_over = False
@@ -51,9 +51,9 @@ class SessionCheck:
             raise ProtocolBroken(self._url, f"its stream begins with {event.type!r}; expected 'open'")
         elif isinstance(event, Commit):
             if event.provisional:
-                self._take_provisional(event, self._open.vocab_size)
+                self._take_provisional(event)
             else:
-                self._take_commit(event, self._open.vocab_size)
+                self._take_commit(event)
         elif not math.isfinite(event.usage.waited_ms):
             raise ProtocolBroken(self._url, f"waited_ms is {event.usage.waited_ms}; expected a number")
         else:
@@ -76,8 +76,9 @@ class SessionCheck:
             raise ProtocolBroken(self._url, f"keep_alive_s is {event.keep_alive_s}; expected a number")
         check_times(self._url, event)
         self._open = event
+        self._vocab_size = self._vocab_size or event.vocab_size
 
-    def _take_provisional(self, commit: Commit, vocab_size: int | None) -> None:
+    def _take_provisional(self, commit: Commit) -> None:
         end = commit.base + len(commit.tokens)
         if (
             not self._takes_provisional
@@ -89,9 +90,9 @@ class SessionCheck:
                 f"{len(commit.tokens)} provisional tokens come after {_shown(commit.base)}; expected some only where "
                 f"they are asked for, after {self._num_tokens} or more, and {self._max_tokens} at most in all",
             )
-        _check_tokens(self._url, commit.tokens, vocab_size)
+        _check_tokens(self._url, commit.tokens, self._vocab_size)
 
-    def _take_commit(self, commit: Commit, vocab_size: int | None) -> None:
+    def _take_commit(self, commit: Commit) -> None:
         if commit.base != self._num_tokens:
             raise ProtocolBroken(self._url, f"a commit's base is {_shown(commit.base)}; expected {self._num_tokens}")
         self._num_tokens += len(commit.tokens)
@@ -101,10 +102,10 @@ class SessionCheck:
                 f"{len(commit.tokens)} tokens were committed after {commit.base}; expected at least 1, and at most "
                 f"{self._max_tokens} in all",
             )
-        _check_tokens(self._url, commit.tokens, vocab_size)
+        _check_tokens(self._url, commit.tokens, self._vocab_size)
         check_times(self._url, commit)
         if self._num_logprobs is not None:
-            self._check_logprobs(commit, self._num_logprobs, vocab_size)
+            self._check_logprobs(commit, self._num_logprobs)
         if not 0 <= commit.accepted <= min(commit.proposed, len(commit.tokens)):
             raise ProtocolBroken(
                 self._url,
@@ -112,7 +113,7 @@ class SessionCheck:
                 f"{len(commit.tokens)}; expected no more than either",
             )
 
-    def _check_logprobs(self, commit: Commit, num_top: int, vocab_size: int | None) -> None:
+    def _check_logprobs(self, commit: Commit, num_top: int) -> None:
         found = commit.logprobs or []
         if len(found) != len(commit.tokens):
             raise ProtocolBroken(
@@ -123,7 +124,7 @@ class SessionCheck:
                 raise ProtocolBroken(
                     self._url, f"a token has {len(each.top)} likeliest tokens; expected at most {num_top}"
                 )
-            _check_tokens(self._url, [token for token, _ in each.top], vocab_size)
+            _check_tokens(self._url, [token for token, _ in each.top], self._vocab_size)
             if not all(map(math.isfinite, [each.logprob, *(logprob for _, logprob in each.top)])):
                 raise ProtocolBroken(self._url, "a logprob is not finite; expected a number")
 
@@ -136,7 +137,7 @@ def check_times(url: str, message: SessionOpen | Commit | VerifyAnswer) -> None:
             raise ProtocolBroken(url, f"{name} is {value}; expected a number, at least 0")
 
 
-def check_result(url: str, item: VerifyItem, result: VerifyResult) -> None:
+def check_result(url: str, item: VerifyItem, result: VerifyResult, vocab_size: int | None = None) -> None:
     """Raises ProtocolBroken for a result that is no answer to `item`: tokens, counts and hash out of bounds."""
     most = min(len(item.draft) + 1, item.max_tokens or MAX_TOKEN_ID)
     num_tokens = len(result.tokens)
@@ -147,7 +148,7 @@ def check_result(url: str, item: VerifyItem, result: VerifyResult) -> None:
             url, f"{_shown(result.accepted)} of {len(item.draft)} drafted tokens were accepted in {num_tokens} tokens"
         )
     _check_hash(url, result.prefix_hash)
-    _check_tokens(url, result.tokens, None)
+    _check_tokens(url, result.tokens, vocab_size)
 
 
 def check_rendered(url: str, answer: RenderAnswer) -> None:

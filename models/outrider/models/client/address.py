@@ -11,11 +11,12 @@ _PORTS: Final = {"http": ":80", "https": ":443"}
 """Which scheme needs no such port in its addresses."""
 
 
-def verifier_url(text: str) -> str:
+def verifier_url(text: str, what: str = "the cloud's address") -> str:
     """The base URL for `text`: http where no scheme is given, without the /v1 of OpenAI clients.
 
     Scheme and host are in lower case and the scheme's own port is left out, so that one server has one address: its
-    key, its certificate and what it once sent are found by it. Raises ConfigError for what is no address.
+    key, its certificate and what it once sent are found by it. Raises ConfigError for what is no address, called
+    `what` there.
     """
     url = text.strip() if "://" in text else f"http://{text.strip()}"
     try:
@@ -25,9 +26,7 @@ def verifier_url(text: str) -> str:
         is_address = False
     is_plain = is_address and not parts.query and not parts.fragment and "@" not in parts.path
     if not is_plain or parts.scheme not in _PORTS or " " in url:
-        raise ConfigError(
-            f"the cloud's address is {without_password(text)!r}; expected http://host:port or https://host"
-        )
+        raise ConfigError(f"{what} is {without_password(text)!r}; expected http://host:port or https://host")
     login, at, host = parts.netloc.rpartition("@")
     netloc = login + at + host.lower().removesuffix(_PORTS[parts.scheme])
     return urlunsplit((parts.scheme, netloc, parts.path.rstrip("/").removesuffix("/v1").rstrip("/"), "", ""))

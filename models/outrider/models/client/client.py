@@ -1,4 +1,4 @@
-"""Talks to one verifier endpoint over httpx: the agent's side of the wire.
+"""Talks to one verifier endpoint over httpx: the client's side of the wire.
 
 Small messages on connections that stay open (asyncio sets TCP_NODELAY), no header that HTTP does not need, and every
 byte of body and headers counted. This module knows the protocol, not what it is used for.
@@ -22,12 +22,12 @@ from urllib.request import getproxies
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from outrider.edge import tracing
-from outrider.edge.link.address import split_login
-from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
-from outrider.edge.link.certificate import ClientCertificate
-from outrider.edge.link.checks import SessionCheck, check_rendered, check_result, check_times
-from outrider.edge.link.errors import (
+from outrider.models.client import tracing
+from outrider.models.client.address import split_login
+from outrider.models.client.address import verifier_url as verifier_url  # also for importers of this module
+from outrider.models.client.certificate import ClientCertificate
+from outrider.models.client.checks import SessionCheck, check_rendered, check_result, check_times
+from outrider.models.client.errors import (
     EndpointLost,
     EndpointWrong,
     ProtocolBroken,
@@ -38,12 +38,11 @@ from outrider.edge.link.errors import (
     short,
     silent,
 )
-from outrider.edge.link.sender import DraftMessage
-from outrider.edge.link.sse import EventParser
-from outrider.edge.link.tls import system_tls
-from outrider.edge.results import ByteCounts
+from outrider.models.client.exchange import Exchange, LeftSteps, chunks_of, close
+from outrider.models.client.messages import ByteCounts, DraftMessage
+from outrider.models.client.sse import EventParser
+from outrider.models.client.tls import system_tls
 from outrider.models.errors import OutriderError, RequestError
-from outrider.models.exchange import Exchange, LeftSteps, chunks_of, close
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     TARGET_HEADER,
@@ -99,7 +98,8 @@ class ClientOptions:
     call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream, the rest for
     drafts in flight. certificate: what the device shows to servers that ask for one.
     no_store: asks servers to keep no text of a session, and to draft it from none that they kept.
-    login: user:password of a proxy in front, where there is no key; the address may have it instead.
+    login: user:password of a proxy in front, where there is no key; the address may have it instead. vocab_size: of the
+    target, where it is known: no other ids are taken. tls: settings of https; None: the system's, with the certificate.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -112,9 +112,11 @@ class ClientOptions:
     certificate: ClientCertificate | None = None
     no_store: bool = False
     login: str | None = field(default=None, repr=False)
+    vocab_size: int | None = None
+    tls: ssl.SSLContext | None = None
 
 
-class CloudClient:
+class VerifierClient:
     """One endpoint. Use as an async context manager, or call `aclose`; belongs to one event loop.
 
     Every method raises EndpointLost where trying again (elsewhere) may help, TokenizerMismatch and RequestError where
@@ -143,7 +145,7 @@ class CloudClient:
         is_tls = transport is None and self.url.startswith("https:")
         with naming_a_wrong_proxy():
             self._http = httpx.AsyncClient(
-                verify=system_tls(options.certificate) if is_tls else True,
+                verify=(options.tls or system_tls(options.certificate)) if is_tls else True,
                 timeout=self._timeouts(self._silence_s),
                 limits=limits,
                 transport=transport,
@@ -230,7 +232,7 @@ class CloudClient:
         check_times(self.url, answer)
         for item, result in zip(request.items, answer.results, strict=True):
             if result.error is None:
-                check_result(self.url, item, result)
+                check_result(self.url, item, result, self._options.vocab_size)
         return answer
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
@@ -264,7 +266,7 @@ class CloudClient:
                     await exchange.run(self._require_success(response))
                 if response.status_code != 200:
                     raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
-                check = SessionCheck(self.url, request.max_tokens, request.logprobs, provisional=request.provisional)
+                check = SessionCheck(self.url, request, self._options.vocab_size)
                 yield self._events(exchange, check)
             finally:
                 await exchange.aclose(is_ending=check is not None and check.is_over)
@@ -390,7 +392,7 @@ class CloudClient:
         status = response.status_code
         if 300 <= status < 400:
             location = short(response.headers.get("location", "nowhere"))
-            raise ProtocolBroken(self.url, f"it redirects to {location}", "give --cloud the verifier's own address")
+            raise ProtocolBroken(self.url, f"it redirects to {location}", "give the verifier's own address")
         if (coding := response.headers.get("content-encoding", "identity")).lower() != "identity":
             raise ProtocolBroken(self.url, f"its answer is encoded as {short(coding)!r}; asked for was 'identity'")
         if status >= 400:

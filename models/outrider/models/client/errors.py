@@ -132,7 +132,7 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     if code == "tokenizer_mismatch":
         return TokenizerMismatch(message)
     if status == 404 and code in _NO_PATH:
-        advice = "give --cloud the address of `outrider-cloud serve`"
+        advice = "give the address of `outrider-cloud serve`"
         return EndpointWrong(f"there is no verifier at {url}: {message}; {advice}", status=status)
     if status >= 500 or status in _PASSING_STATUS:
         return EndpointLost(f"{url}: {code}: {message}", status=status)

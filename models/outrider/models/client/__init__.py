@@ -1,0 +1,1 @@
+"""A client of the verifier: for the device, and for a cascade."""
