@@ -153,7 +153,7 @@ def open_servers(
         "VLLM_NO_USAGE_STATS": "1",
     }
     ours = [python, "-m", "outrider.cloud.server", "serve", str(target), "--engine", "vllm", "--name", MODEL]
-    ours += ["--threads", str(threads), "--max-running", str(MAX_RUNNING), "--step-tokens", str(STEP_TOKENS)]
+    ours += ["--threads", str(threads), "--max-running", str(MAX_RUNNING)]
     ours += ["--kv-cache-mb", str(kv_cache_mb), "--no-share-prefixes", "--no-lookup", "--drain-s", "0"]
     ours += ["--vllm-option", "dtype=float32", *(["--vllm-option", "enforce_eager=true"] if is_eager else [])]
     peer = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--served-model-name", MODEL]

@@ -178,7 +178,7 @@ def local_endpoint(
 def endpoint_arguments(draft: Path, clouds: Sequence[str]) -> list[str]:
     """What follows the command's name."""
     urls = [word for url in clouds for word in ("--cloud", url)]
-    return ["serve", "--draft", str(draft), *urls, "--threads", "1", "--drain-s", "0"]
+    return ["serve", "--draft", str(draft), *urls, "--threads", "1"]
 
 
 def _log(place: Path, name: str) -> Path:

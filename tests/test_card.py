@@ -23,12 +23,12 @@ from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 from outrider.export.check import timing
 from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
-from outrider.export.check.agreement import measure_agreement
-from outrider.export.check.runner import SequenceSteps, open_draft
+from outrider.export.check.runner import SequenceSteps, measure_agreement, open_draft
 from outrider.export.cli.display import print_report
 from outrider.export.make.pair import PairPaths, encode_judging, export_pair
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
+from outrider.export.report import card
 from outrider.export.report.card import (
     TargetTimes,
     ends_of,
@@ -43,7 +43,6 @@ from outrider.export.report.card import (
 )
 from outrider.export.report.card_html import card_html
 from outrider.export.report.card_plots import COLOURS, Item, speed_up_plot
-from outrider.export.report.simulation import forecast
 from outrider.export.report.simulation.ranks import Picked, Ranks
 from outrider.export.report.simulation.trees import Outcome
 from outrider.export.source.model_source import read_source
@@ -328,10 +327,10 @@ def test_a_forecast_plays_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyP
         played.append((num_tokens, seeds))
         return Outcome(2.0, *[0.0] * 7)
 
-    monkeypatch.setattr(forecast, "simulate", simulate)
+    monkeypatch.setattr(card, "simulate", simulate)
     ranks = Ranks((tuple(Picked(0, (1.0,) * 7) for _ in range(2000)),))
     found = forecast_for((acceptance(0.6),), 1.5, TargetTimes(40.0, 1.2, "as given"), ranks)
-    assert found is not None and played == [(forecast.MOST_TOKENS, (0,))] * (2 * len(found.curve))
+    assert found is not None and played == [(card.MOST_TOKENS, (0,))] * (2 * len(found.curve))
 
 
 def test_a_report_of_an_earlier_version_is_shown_as_it_was(reference_pair: PairPaths) -> None:

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -424,9 +423,9 @@ def test_owners_share_no_prompt_cache_upstream() -> None:
 
 
 def test_the_upstream_key_is_sent_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from the environment, from which it goes, or from a file."""
+    """It comes from the environment, from which it goes."""
     monkeypatch.setenv("OUTRIDER_UPSTREAM_KEY", KEY)
-    assert upstream_key(None) == KEY and upstream_key(None) is None
+    assert upstream_key() == KEY and upstream_key() is None
     big_settings = ServerSettings(keys=KeyRing([KEY]))
     with cascade(big_settings=big_settings, key=KEY) as running:
         assert run_session(running.client, asking()).tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
@@ -434,17 +433,12 @@ def test_the_upstream_key_is_sent_and_refused_by_name(monkeypatch: pytest.Monkey
             fetch_facts(running.big.url, "another-key-than-that")
 
 
-def test_a_key_file_holds_one_key_and_an_address_holds_none(tmp_path: Path) -> None:
+def test_the_environment_holds_one_key_and_an_address_holds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """No error repeats the key."""
-    file = tmp_path / "key"
-    file.write_text(KEY + "\n")
-    assert upstream_key(file) == KEY
-    file.write_text(KEY + " " + KEY)
-    with pytest.raises(ConfigError, match="does not hold one key") as refused:
-        upstream_key(file)
+    monkeypatch.setenv("OUTRIDER_UPSTREAM_KEY", f"{KEY} {KEY}")
+    with pytest.raises(ConfigError, match="is no key") as refused:
+        upstream_key()
     assert KEY not in str(refused.value)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        upstream_key(tmp_path / "none")
     assert upstream_url("big:8000/v1/") == "http://big:8000"
     for wrong in (f"http://user:{KEY}@big:8000", "ftp://big", "http://"):
         with pytest.raises(ConfigError) as refused:

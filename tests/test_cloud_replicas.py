@@ -33,7 +33,7 @@ from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
-from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
+from outrider.cloud.replicas.replica import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main, replicated
@@ -553,10 +553,8 @@ def test_replicas_follow_running_and_queued_sequences() -> None:
     ("options", "found"),
     [
         ({}, Scale(replicas=2)),
-        ({"replicas": 3}, Scale(replicas=3)),
-        ({"max_replicas": 4}, Scale(replicas=1, max_replicas=4)),
-        ({"min_replicas": 2, "max_replicas": 4}, Scale(replicas=2, min_replicas=2, max_replicas=4)),
-        ({"max_replicas": 4, "target_sequences": 9.0}, Scale(replicas=1, max_replicas=4, sequences=9.0)),
+        ({"replicas": "3"}, Scale(replicas=3)),
+        ({"replicas": "2-4", "max_running": 9}, Scale(replicas=2, min_replicas=2, max_replicas=4, sequences=9.0)),
         ({"gpus_per_replica": 0.5}, Scale(replicas=2, gpus=0.5)),
     ],
 )
@@ -565,18 +563,11 @@ def test_the_options_of_replicas_become_numbers(options: dict[str, Any], found: 
     assert scale_of(ServeOptions("x", ray=True, threads=3, **options)) == replace(found, cpus=3.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_replicas": 2}, "for --max-replicas; give it too"),
-        ({"target_sequences": 5.0}, "for --max-replicas; give it too"),
-        ({"replicas": 5, "max_replicas": 4}, "--replicas is 5; expected a number from --min-replicas"),
-    ],
-)
-def test_options_of_replicas_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("replicas", ["0", "4-2", "two", "1-", "-3"])
+def test_numbers_of_replicas_that_are_none_are_refused(replicas: str) -> None:
     """Before Ray starts."""
-    with pytest.raises(ConfigError, match=message):
-        scale_of(ServeOptions("x", ray=True, **options))
+    with pytest.raises(ConfigError, match=r"--replicas is .*; expected a number, or the fewest and the most: 1-4"):
+        scale_of(ServeOptions("x", ray=True, replicas=replicas))
 
 
 @pytest.mark.parametrize(("num_gpus", "given"), [(1, 0.0), (4, 0.0), (4, 1.0), (4, 0.5), (0, 1.0), (1, 2.0)])
@@ -635,7 +626,7 @@ def test_a_replica_keeps_recent_texts(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """One line each, exit code 2 where the command line says so."""
-    for option in ("--replicas", "--max-replicas", "--gpus-per-replica"):
+    for option in ("--replicas", "--gpus-per-replica"):
         refused = CliRunner().invoke(main.app, ["serve", "nowhere", option, "2"])
         assert isinstance(refused.exception, ConfigError)
         assert str(refused.exception) == f"{option} is for replicas; give --ray too"

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import Result
 from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,11 +32,11 @@ from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import CommitEvent
-from outrider.cloud.server import embedded, exporter
+from outrider.cloud.server import embedded
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.identity import target_identity
-from outrider.cloud.server.options import RuntimeName, ServeOptions
+from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.cli.exporter import draft_kind
 from outrider.edge.devices.placement import DraftChoice
@@ -415,24 +416,18 @@ def test_the_command_line_refuses_in_one_line(
         assert line.startswith("error: ") and told in line
 
 
-def test_help_names_every_option() -> None:
-    """`serve --help` works without loading anything heavy."""
-    found = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert found.exit_code == 0
-    for option in ("--host", "--port-file", "--api-key-file", "--insecure-no-keys", "--tls-cert", "--policy", "--rate"):
-        assert option in found.output
+def test_help_names_everyday_options_and_help_all_every_one() -> None:
+    """Without loading anything heavy."""
+    short, whole = (
+        CliRunner().invoke(cli.app, ["serve", help_option], env={"COLUMNS": "200", "TERM": "dumb"})
+        for help_option in ("--help", "--help-all")
+    )
+    assert short.exit_code == whole.exit_code == 0
+    for option in ("--host", "--api-key-file", "--tls-cert"):
+        assert option in short.output and option in whole.output
+    for option in ("--port-file", "--insecure-no-keys", "--policy", "--rate"):
+        assert option not in short.output and option in whole.output
     assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == version("outrider")
-
-
-def test_a_bundle_is_refused_in_a_runtime_that_it_was_not_made_for(tmp_path: Path) -> None:
-    """Torch does not read an OpenVINO model: said before one is loaded, with the command that makes the right one."""
-    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
-    manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
-    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"a bundle for openvino, which torch cannot run.*target MODEL --runtime torch"
-    ):
-        embedded._loading(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
 
 
 def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
@@ -451,13 +446,13 @@ def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
         ([], (True, False)),
         (["--lookup"], (True, False)),
         (["--no-lookup"], (False, False)),
-        (["--lookahead"], (True, True)),
+        (["--source", "lookahead"], (True, True)),
     ],
 )
 def test_lookup_can_be_turned_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: tuple[bool, bool]
 ) -> None:
-    """`serve --no-lookup` and `--lookahead` reach the engine."""
+    """`serve --no-lookup` and `--source lookahead` reach the engine."""
     file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
     manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
     bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
@@ -503,14 +498,14 @@ def test_serving_the_reference_target_exports_it_first(
         return '{"draft": "there/draft", "target": "there/target"}'
 
     monkeypatch.setattr("outrider.models.reference_export.run_child_command", run_child)
-    assert exporter.export_reference_target() == Path("there/target")
+    assert embedded.export_reference_target() == Path("there/target")
     assert ran == [["-m", "outrider.export.cli", *export_arguments(700.0, *draft_kind(DraftChoice()))]]  # as `run` asks
     assert "takes one to three minutes" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(
         RuntimeUnavailable, match=r"'nncf', which is not installed; run: pip install \"outrider\[export\]\""
     ):
-        exporter.export_reference_target()
+        embedded.export_reference_target()
     assert len(ran) == 1 and capsys.readouterr().err == ""
 
 
@@ -590,3 +585,35 @@ def test_serve_runs_a_bundle_from_start_to_signal(
     assert summary.startswith("mine: 14.6M parameters, int8, loaded in")
     assert ready == f"{READY_PREFIX}{url}"
     assert not port_file.exists()
+
+
+def test_options_come_from_a_file_and_what_is_typed_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--config FILE`; a name that is none, and a value that does not fit, are refused with file and name."""
+    seen: list[ServeOptions] = []
+    monkeypatch.setattr(serve_module, "serve", seen.append)
+    file = tmp_path / "verifier.toml"
+
+    def serve(*arguments: str) -> Result:
+        return CliRunner().invoke(cli.app, ["serve", "here", "--config", str(file), *arguments])
+
+    file.write_text('max_running = 5\nlookup = false\nallowed_host = ["a.example"]\ntls_cert = "cert"\nrate = 1.5\n')
+    assert serve("--rate", "9").exit_code == 0
+    (options,) = seen
+    assert (options.max_running, options.lookup, options.rate) == (5, False, 9.0)
+    assert (options.allowed_host, options.tls_cert) == (["a.example"], Path("cert"))
+    for text, told in (
+        ("max_runing = 5", "'max_runing' is no option of .*; did you mean 'max_running'?"),
+        ('max_running = "many"', "max_running is 'many': "),
+        ("max_running = 0", "max_running is 0: "),
+        ('allowed_host = "a"', "expected a list of values"),
+        ("name = [1]", "expected one value"),
+        ("name = ", "is not TOML"),
+    ):
+        file.write_text(text)
+        found = serve().exception
+        assert isinstance(found, ConfigError) and str(file) in str(found) and re.search(told, str(found)), found
+    file.unlink()
+    assert "cannot be read" in str(serve().exception)
+    assert len(seen) == 1

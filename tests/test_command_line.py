@@ -147,7 +147,7 @@ def test_a_mistyped_command_is_answered_with_one_suggestion(
 
 def test_only_options_are_suggested_for_an_option(run: Run) -> None:
     """Not the argument PROMPT, which is no answer to --promt."""
-    assert run("outrider", "run", "--promt", "x")[2].startswith("error: No such option '--promt'.\n")
+    assert run("outrider", "run", "--promt", "x")[2].startswith("error: No such option '--promt'. Did you mean '--param'?\n")
 
 
 def test_arguments_have_help(run: Run) -> None:
@@ -573,11 +573,34 @@ def commands_of(group: click.Command, path: tuple[str, ...] = ()) -> Iterator[tu
 def test_no_word_of_the_help_is_broken_or_cut_in_a_narrow_terminal(part: str) -> None:
     """Choices were broken between any two letters, and options beside them were cut short."""
     app = importlib.import_module(f"outrider.{part}").app
-    for path in commands_of(typer.main.get_command(app)):
+    paths = list(commands_of(typer.main.get_command(app)))
+    grouped = [path for path in paths if path in (("run",), ("chat",), ("serve",))]
+    for path, help_option in [*((each, "--help") for each in paths), *((each, "--help-all") for each in grouped)]:
         wide, *narrow = (
-            CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": width, "TERM": "dumb"}).output
+            CliRunner().invoke(app, [*path, help_option], env={"COLUMNS": width, "TERM": "dumb"}).output
             for width in ("120", "100", "80", "60")
         )
         assert "--help" in wide and "\n\n" in wide and "\ue000" not in wide
         for each in narrow:
             assert each.split() == wide.split(), path
+
+
+@pytest.mark.parametrize(
+    ("script", "command", "most"),
+    [("outrider-cloud", "serve", 42), ("outrider", "run", 36), ("outrider", "serve", 32), ("outrider", "chat", 24)],
+)
+def test_help_shows_few_options_in_named_groups_and_help_all_every_one(
+    script: str, command: str, most: int, run: Run
+) -> None:
+    """At most 20; an option that there was once is refused with what to do instead."""
+    short, whole = run(script, command, "--help")[1], run(script, command, "--help-all")[1]
+    named = [re.findall(r"^ +(?:-\w, )?--[\w-]+", text, re.MULTILINE) for text in (short, whole)]
+    helps = {"--help", "--help-all"}
+    assert len([each for each in named[0] if each.split()[-1] not in helps]) <= 20
+    assert set(named[0]) < set(named[1]) and len(set(named[1])) - len(helps) <= most
+    assert "\nMore:\n" in whole and "\nMore:\n" not in short
+    options = importlib.import_module(f"{SCRIPTS[script]}.main").app.registered_commands
+    removed = next(each.callback.removed for each in options if each.callback.__name__ == command)
+    for name, advice in removed.items():
+        code, _, told = run(script, command, "x", name, "1")
+        assert code == 2 and told.startswith(f"error: No such option {name!r}. {advice}\n")

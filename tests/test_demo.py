@@ -149,9 +149,9 @@ def test_the_demo_says_at_once_what_is_missing(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_demos_tree_is_that_of_its_options() -> None:
     """A wrong width is found before the export; the right one reaches the stream agent."""
-    options = DemoOptions(width="2", effort=Effort.LOW, draft_bytes=80.0, lookup=False)
+    options = DemoOptions(width="2", effort=Effort.LOW, lookup=False)
     tree = _tree(options)
-    assert (tree.tree.width, tree.effort, tree.bytes_per_token, tree.is_looked_up) == (2, Effort.LOW, 80.0, False)
+    assert (tree.tree.width, tree.effort, tree.is_looked_up) == (2, Effort.LOW, False)
     assert _tree(DemoOptions()) == AgentOptions()
     with pytest.raises(ConfigError, match="width is '9'; expected auto or a number, 1 to 8"):
         run_demo(DemoOptions(width="9"), Console(quiet=True))

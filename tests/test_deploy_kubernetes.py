@@ -301,9 +301,9 @@ def test_the_ray_application_is_the_servers(place: str, monkeypatch: pytest.Monk
     for deployment in application.get("deployments", ()):
         assert deployment["name"] in made
         assert made[deployment["name"]].ray_actor_options["num_cpus"] == deployment["ray_actor_options"]["num_cpus"]
-    is_scaled = "max_replicas" in application["args"]
-    assert is_scaled or made["replicas"].num_replicas == application["args"]["replicas"]
-    named = {name: value for name, value in application["args"].items() if name != "replica_host"}
+    given = str(application["args"]["replicas"])
+    assert "-" in given or made["replicas"].num_replicas == int(given)
+    named = {name: value for name, value in application["args"].items() if name != "replica_host"} | {"replicas": given}
     assert {name: getattr(options, name) for name in named} == named | {
         name: Path(value) for name, value in named.items() if isinstance(getattr(options, name), Path)
     }

@@ -34,11 +34,11 @@ pytest.importorskip("transformers")
 from outrider.export.distill.target import load_for_torch  # noqa: E402
 from outrider.export.distill.trainer import (  # noqa: E402
     acceptance,
-    compiling,
     losses,
     memory,
     order,
     rollout,
+    training,
 )
 from outrider.export.distill.trainer.distill import distill  # noqa: E402
 from outrider.export.distill.trainer.files import load_tensors, save_json, save_tensors  # noqa: E402
@@ -289,7 +289,7 @@ def small_pass(model: Any, rows: Any) -> tuple[Any, Any]:
 def backward(model: Any, rows: Any, *, is_compiled: bool) -> tuple[Any, Any, list[str]]:
     """Gradients after two passes, what was reported of the second, and what was said."""
     said: list[str] = []
-    run = compiling.BackwardPass(small_pass, is_compiled=is_compiled, tell=said.append)
+    run = training.BackwardPass(small_pass, is_compiled=is_compiled, tell=said.append)
     run(model, rows)
     facts = run(model, rows)
     assert run.is_compiled == (is_compiled and not said)
@@ -330,7 +330,7 @@ def test_an_error_of_our_own_is_not_taken_for_a_failed_compilation(model: Any) -
         raise ValueError("ours")
 
     with pytest.raises(ValueError, match="ours"):
-        compiling.BackwardPass(broken, is_compiled=True, tell=lambda text: None)(model, None)
+        training.BackwardPass(broken, is_compiled=True, tell=lambda text: None)(model, None)
 
 
 def test_every_family_has_its_tables_trained_by_adamw(tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import TURNS_TEMPLATE, FakeServer, StepGate, fake_tokenizer, run_session, serve_fake, target_tokens
 from tests.tiny_models import make_chat_pair
 
-from outrider.edge.chat.conversation import Conversation, read_facts
-from outrider.edge.chat.ids import continued
+from outrider.edge.chat.conversation import Conversation, continued, read_facts
 from outrider.edge.chat.messages import Message, load_chat, save_chat
 from outrider.edge.cli import chat as chat_module
 from outrider.edge.cli.chat import ChatScreen, chat_here

@@ -392,7 +392,7 @@ def test_a_typed_option_comes_before_a_configured_one_that_contradicts_it(
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: chosen.append(options.choice))
     config.write_text("[run]\ndraft_device = 'gpu.1'\n", encoding="utf-8")
     assert run_main(monkeypatch, "run", "text", "--runtime", "ngram") == 0
-    assert run_main(monkeypatch, "run", "text", "--provider", "prefer-npu") == 0
+    assert run_main(monkeypatch, "run", "text", "--draft-device", "prefer-npu") == 0
     assert run_main(monkeypatch, "run", "text", "--runtime", "openvino") == 0
     assert chosen == [DraftChoice("ngram"), DraftChoice(provider="prefer-npu"), DraftChoice("openvino", "gpu.1")]
     config.write_text("[run]\ndraft_device = 'gpu.1'\nruntime = 'ngram'\n", encoding="utf-8")

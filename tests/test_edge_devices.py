@@ -473,7 +473,7 @@ def test_a_comparison_starts_from_nothing(
     """The server drafts none of its texts from an earlier one, and keeps none; another run's text is kept."""
     with serve_fake(recent=MemoryStore()) as server:
         assert server.core.recent is not None
-        for arguments, num in ((["--compare", "--repeat", "2"], 0), ([], 1)):
+        for arguments, num in ((["--compare"], 0), ([], 1)):
             command = ["outrider", "run", "def def", "--cloud", server.url, "--draft", str(fake_bundle)]
             monkeypatch.setattr(sys, "argv", [*command, "--runtime", "ngram", "--ignore-eos", *arguments])
             with pytest.raises(SystemExit) as ended:
@@ -486,10 +486,10 @@ def test_a_comparison_starts_from_nothing(
 
 def test_a_comparison_of_a_text_that_is_too_short_is_refused(run: Run) -> None:
     """Eight tokens have no rate that a ratio could be made of; the texts are still compared."""
-    document = json.loads(run("--runtime", "ngram", "--compare", "--repeat", "2", "--json")[0])
+    document = json.loads(run("--runtime", "ngram", "--compare", "--json")[0])
     assert document["speed_up"] is None and document["speed_ups"] == [] and document["identical"] is True
     assert document["speed_up_unknown"] in ("only 8 tokens", "the text came in one burst")
-    about = run("--runtime", "ngram", "--compare", "--repeat", "1")[1]
+    about = run("--runtime", "ngram", "--compare")[1]
     assert "Too short to compare: " in about and "Raise --max-tokens." in about and "the same text" in about
 
 

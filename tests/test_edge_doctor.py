@@ -32,9 +32,9 @@ from outrider.edge.doctor import examine as examination
 from outrider.edge.doctor import probe
 from outrider.edge.doctor.bundles import Bundles, cached_drafts, check_bundle
 from outrider.edge.doctor.cloud import Cloud, CloudReport, Facts, check_tokenizer
+from outrider.edge.doctor.examine import check_packages, check_python
 from outrider.edge.doctor.findings import Finding, guarded, without_secrets
 from outrider.edge.doctor.hardware import check_disk, check_memory, check_power, check_runtimes
-from outrider.edge.doctor.installation import check_packages, check_python
 from outrider.edge.doctor.probe import ProbeFailed, Profile, ask_runtime, profile_draft
 from outrider.edge.store.shelf import PulledFor, Shelf
 from outrider.models.http.security import KeyRing

@@ -384,7 +384,7 @@ def test_run_writes_and_marks_a_text_without_a_cloud(
     monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", lambda *given: fake_draft(1.0))
     monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: "on battery, 40 %", float))
     command = ["run", PROMPT, "--draft", str(fake_bundle), "--cloud", "http://127.0.0.1:9", "--max-tokens", "48"]
-    sampled = ["--temperature", "0.8", "--top-p", "0.95", "--seed", "5", "--ignore-eos", "--offline-ok"]
+    sampled = ["--temperature", "0.8", "--param", "top_p=0.95", "--seed", "5", "--ignore-eos", "--offline-ok"]
     monkeypatch.setattr("outrider.edge.cli.run.OFFLINE_RETRY", QUICK)
     assert run_main(monkeypatch, *command, *sampled) == 0
     shown = capsys.readouterr()

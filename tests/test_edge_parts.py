@@ -24,9 +24,9 @@ from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.edge.link.sender import DraftSender
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import Mode, Source, TokenBatch
+from outrider.models.client.checks import EventParser
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.client.messages import ByteCounts, DraftMessage
-from outrider.models.client.sse import EventParser
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen
 

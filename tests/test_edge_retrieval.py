@@ -24,8 +24,8 @@ from outrider.edge.cli import main as cli
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
 from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.retrieval.documents import Document, DocumentLimits, read_documents
+from outrider.edge.retrieval.index import words_of
 from outrider.edge.retrieval.passages import PASSAGE_CHARS, cut_passages
-from outrider.edge.retrieval.words import words_of
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
@@ -420,7 +420,7 @@ def arguments(cloud: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "docs" / "bad.txt").write_bytes(b"\xff")
     return [
         *("--cloud", cloud.url, "--draft", str(bundle), "--runtime", "ngram"),
-        *("--docs", str(tmp_path / "docs"), "--docs-tokens", "300"),
+        *("--docs", str(tmp_path / "docs")),
     ]
 
 
@@ -482,6 +482,4 @@ def test_serve_grounds_and_shows_metrics(arguments: list[str]) -> None:
 def test_passage_options_without_documents_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """They would have no effect; a directory that is none is one line too."""
-    assert run_main(monkeypatch, "run", "x", "--docs-tokens", "100") == 2
-    assert "--docs-tokens would have no effect" in " ".join(capsys.readouterr().err.split())
+    """A directory that is none is one line."""

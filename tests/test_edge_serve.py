@@ -573,7 +573,7 @@ def test_the_command_serves_the_text_of_outrider_run(
         assert "draft: n-gram lookup, no model\n" in process.stdout.read()
         log = process.stderr.read()
         assert process.wait(30.0) in (0, -signal.SIGTERM) and "Traceback" not in log and PROMPT not in log
-    sampled = ["--temperature", "0.8", "--top-p", "0.95", "--seed", "5", "--max-tokens", "48", "--ignore-eos"]
+    sampled = ["--temperature", "0.8", "--param", "top_p=0.95", "--seed", "5", "--max-tokens", "48", "--ignore-eos"]
     assert run_main(monkeypatch, "run", PROMPT, *given, *sampled) == 0
     assert capsys.readouterr().out.removesuffix("\n") == answer.json()["choices"][0]["text"] == expected()
 

@@ -175,26 +175,27 @@ def test_new_certificates_are_served_without_a_restart(tmp_path: Path, monkeypat
 
 @pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
 def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    """A key without a certificate, a key that others can read, a key with a password, a CA without HTTPS."""
+    """A key that others can read, a key with a password, a CA without HTTPS."""
     certificate, key = make_own(tmp_path, "own")
     locked = tmp_path / "locked.key"
     openssl("ec", "-in", key, "-aes128", "-passout", "pass:secret", "-out", locked)
     locked.chmod(0o600)
+    both = key.with_name("both.pem")
+    both.write_bytes(certificate.read_bytes() + locked.read_bytes())
+    both.chmod(0o600)
     with pytest.raises(ConfigError, match="without a password"):
-        certificate_in_use(certificate, locked)
+        certificate_in_use(both)
     with pytest.raises(ConfigError, match="without a password"):
         TlsFiles(certificate, locked)
-    with pytest.raises(ConfigError, match="give --tls-client-cert"):
-        certificate_in_use(None, key)
+    both.write_bytes(certificate.read_bytes() + key.read_bytes())
     if os.name == "posix":
-        key.chmod(0o644)
+        both.chmod(0o644)
         with pytest.raises(ConfigError, match="chmod 600"):
-            certificate_in_use(certificate, key)
-    key.chmod(0o600)
-    assert certificate_in_use(certificate, key) == ClientCertificate(certificate, key)
-    options = PullOptions(tls_client_cert=certificate, tls_client_key=key)
-    (cloud,) = clouds_of(["https://cloud.example"], options.keys())
-    assert cloud[1].certificate == ClientCertificate(certificate, key)
+            certificate_in_use(both)
+    both.chmod(0o600)
+    assert certificate_in_use(both) == ClientCertificate(both)
+    (cloud,) = clouds_of(["https://cloud.example"], PullOptions(tls_client_cert=both).keys())
+    assert cloud[1].certificate == ClientCertificate(both)
     with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):
         tls_files(None, None, certificate)
 

@@ -18,8 +18,8 @@ import pytest
 from tests.onnx_graphs import VOCAB, build, load_fp32, truth_of, worst_delta
 from tests.quantized import read_blocks
 
-from outrider.export.convert.onnx_blocks import BLOCK_SIZE, quantize_blocks
 from outrider.export.convert.onnx_builder import build_with_genai, builder_obstacle, supports
+from outrider.export.convert.onnx_quantize import BLOCK_SIZE, quantize_blocks
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.tiny import make_tiny_source
 from outrider.models.errors import ExportError

@@ -13,19 +13,22 @@ import numpy as np
 import pytest
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar import bounds, cost, masks
+from outrider.models.grammar import bounds, cost
 from outrider.models.grammar import matchers as matchers_module
 from outrider.models.grammar.compiler import (
     MAX_CACHED_PER_OWNER,
+    MAX_CLIENTS,
+    MAX_STRIKES,
     MAX_WAITING,
+    STRIKE_S,
     CompiledGrammar,
     GrammarCompiler,
+    Strikes,
 )
 from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.rows import GrammarRows
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
-from outrider.models.grammar.state import GrammarState
-from outrider.models.grammar.strikes import MAX_CLIENTS, MAX_STRIKES, STRIKE_S, Strikes
+from outrider.models.grammar.state import GrammarState, apply_mask, unpack_mask
 from outrider.models.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
@@ -583,9 +586,9 @@ def test_masks_of_few_and_of_many_tokens_are_applied_alike(density: float) -> No
         kept = row.copy()
         is_allowed = np.zeros(size, np.bool_)
         is_allowed[: min(size, bits.size)] = bits[:size]
-        assert masks.apply(packed, row) == is_allowed.sum()
+        assert apply_mask(packed, row) == is_allowed.sum()
         assert np.array_equal(row, np.where(is_allowed, kept, -np.inf))
-        assert np.array_equal(masks.unpack(packed, size), is_allowed)
+        assert np.array_equal(unpack_mask(packed, size), is_allowed)
 
 
 def test_a_text_whose_grammar_takes_too_long_ends(

@@ -17,9 +17,14 @@ from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
 from outrider.cloud.vllm.terms import Terms, number_of
 from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
 from outrider.models.grammar import matchers as matchers_module
-from outrider.models.grammar.compiler import MAX_CACHED_PER_OWNER, MAX_COSTLY, CompiledGrammar, GrammarCompiler
+from outrider.models.grammar.compiler import (
+    MAX_CACHED_PER_OWNER,
+    MAX_COSTLY,
+    MAX_STRIKES,
+    CompiledGrammar,
+    GrammarCompiler,
+)
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.grammar.strikes import MAX_STRIKES
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 from outrider.reference import target_dir

@@ -17,8 +17,7 @@ from tests.quantized import Blocks, read_blocks
 from tests.tiny_models import make_tiny_model
 from tests.weight_bounds import FP16, SMALLEST_FP16, Matrix, block_bound, small_models
 
-from outrider.export.convert.onnx_blocks import BLOCK_SIZE
-from outrider.export.convert.onnx_quantize import quantize_weights
+from outrider.export.convert.onnx_quantize import BLOCK_SIZE, quantize_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -28,8 +28,8 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.choices import best_choices, choice_seed
+from outrider.models.http.encoding import fill_in_prompt
 from outrider.models.http.errors import FieldError
-from outrider.models.http.fill_in import fill_in_prompt
 from outrider.models.http.text import TextStyle, _StopString
 from outrider.models.predicted import PredictionFollower
 from outrider.models.sampling import SamplingParams

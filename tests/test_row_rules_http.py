@@ -263,9 +263,9 @@ def test_the_local_endpoint_passes_rules_on(cloud: FakeServer, name: str) -> Non
 
 def test_run_has_options_of_rules() -> None:
     """They become the request's rules; what is wrong is found before a model is loaded."""
-    options = RunOptions(
-        prompt="a", presence_penalty=0.5, logit_bias=["7=-3.5"], bad_word=["cat"], min_tokens=4, typical_p=0.9
-    )
+    numbers = ["presence_penalty=0.5", "min_tokens=4", "typical_p=0.9", "top_p=0.8", "top_k=5"]
+    options = RunOptions(prompt="a", param=numbers, logit_bias=["7=-3.5"], bad_word=["cat"])
+    assert (options.params.top_p, options.params.top_k) == (0.8, 5)
     rules = options.with_bad_words({"cat": [1], " cat": [2]}.__getitem__)
     assert rules == RowRules(1.0, 0.5, 0.0, ((7, -3.5),), ((1,), (2,)), 4, typical_p=0.9)
     request = make_request(options, fake_tokenizer(), "f")
@@ -273,4 +273,7 @@ def test_run_has_options_of_rules() -> None:
     with pytest.raises(ConfigError, match=r"--logit-bias is '7'"):
         RunOptions(prompt="a", logit_bias=["7"])
     with pytest.raises(SamplingError, match=r"^typical_p"):
-        RunOptions(prompt="a", typical_p=0.0)
+        RunOptions(prompt="a", param=["typical_p=0"])
+    for wrong in ("top_p", "top_k=1.5", "length=3", "min_p=x"):
+        with pytest.raises(ConfigError, match="expected NAME=NUMBER, with one of top_k, top_p"):
+            RunOptions(prompt="a", param=[wrong])

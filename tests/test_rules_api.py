@@ -18,10 +18,10 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import result_as_json, summary_lines
-from outrider.edge.drafting.by_rule import RuleDrafter
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
+from outrider.edge.modes.stop_and_wait import RuleDrafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
 from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.client.client import VerifierClient
@@ -268,11 +268,13 @@ def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
 
 
 def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None:
-    found = RunOptions(prompt="a", mode=Mode.STOP_AND_WAIT, rule=Rule.TOLERANCE, acceptance=0.7, seed=1)
+    found = RunOptions(prompt="a", mode=Mode.STOP_AND_WAIT, rule=Rule.TOLERANCE, delta="70%", seed=1)
     assert found.terms == RuleTerms(Rule.TOLERANCE, acceptance=0.7)
     idle: tuple[dict[str, Any], ...] = (
-        {"delta": 1.0},
-        {"rule": Rule.REJECTION, "acceptance": 0.7},
+        {"delta": "1.0"},
+        {"rule": Rule.REJECTION, "mode": Mode.STOP_AND_WAIT, "delta": "70%"},
+        {"rule": Rule.TOLERANCE, "mode": Mode.STOP_AND_WAIT, "delta": "100%"},
+        {"rule": Rule.TOLERANCE, "mode": Mode.STOP_AND_WAIT, "delta": "much"},
         {"rule": Rule.REJECTION},
         {"rule": Rule.REJECTION, "mode": Mode.STOP_AND_WAIT, "offline_ok": True},
         {"rule": Rule.REJECTION, "mode": Mode.CLOUD_ONLY},

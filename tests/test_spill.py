@@ -37,7 +37,7 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import embedded
 from outrider.cloud.server.embedded import _config
 from outrider.cloud.server.identity import instruction_set
-from outrider.cloud.server.options import EngineName, ServeOptions, SpillWhen
+from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.vllm_target import VllmTarget
 from outrider.models.errors import ConfigError, RequestError
 
@@ -562,8 +562,7 @@ def test_the_options_reach_the_engine(place: Path, monkeypatch: pytest.MonkeyPat
     assert _config(ServeOptions("b"), "t", None).spill is None
     assert platform.machine() in instruction_set()
     monkeypatch.setattr(embedded, "instruction_set", lambda: "x86_64 AVX2")
-    options = ServeOptions("b", spill_dir=place, spill=SpillWhen.ALWAYS, spill_mb=3, spill_s=60.0)
-    assert _config(options, "t", None).spill == SpillConfig(place, "t x86_64 AVX2", 3 << 20, 60.0, True)
-    assert _config(replace(options, spill=SpillWhen.EVICTED), "t", None).spill == SpillConfig(
-        place, "t x86_64 AVX2", 3 << 20, 60.0
-    )
+    options = ServeOptions("b", spill_dir=place, spill_mb=3)
+    assert _config(options, "t", None).spill == SpillConfig(place, "t x86_64 AVX2", 3 << 20)
+    of_replica = _config(replace(options, ray=True), "t", None).spill
+    assert of_replica == SpillConfig(place, "t x86_64 AVX2", 3 << 20, always=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.stored_weights import Wide
 
-from outrider.export.convert.onnx_blocks import BLOCK_SIZE
+from outrider.export.convert.onnx_quantize import BLOCK_SIZE
 from outrider.export.source.weight_range import FP16_MAX
 
 Matrix = NDArray[np.float32]

@@ -67,7 +67,7 @@ The document itself is at `/openapi.json`, and `/docs` shows it. [protocol.md](p
 and error codes; `outrider serve`, the endpoint on a device, is in [serve.md](serve.md).
 
 Where a table gives no upper bound, an integer is at most 2147483647, and `seed` at most 9223372036854775807. A whole
-body is at most `--max-body-kb` (1 MiB).
+body is at most 1 MiB.
 
 The lines below run as they are, with these variables; a test runs each of them.
 """

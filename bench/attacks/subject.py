@@ -149,7 +149,7 @@ class Subject:
         if self.engine == VLLM:
             step = str(max(step_ms, _LEAST_STEP_MS))
             paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", step, "--extra-ms", str(extra_ms)]
-            paced += ["--port", "0", "--threads", "1", "--drain-s", "0", "--step-tokens", "256", *self._engine_options]
+            paced += ["--port", "0", "--threads", "1", "--drain-s", "0", *self._engine_options]
             with self._running(paced) as server:
                 yield server
             return
@@ -167,7 +167,7 @@ class Subject:
         with tempfile.TemporaryDirectory() as place:
             arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud]
             arguments += ["--draft", str(draft or self.bundles[1])]
-            arguments += ["--port", "0", "--threads", "1", "--drain-s", "0", *options]
+            arguments += ["--port", "0", "--threads", "1", *options]
             if keys:
                 arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
             with self._running(arguments, self.own_python) as server:

@@ -86,7 +86,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         from ray import serve
 
         with _free_port() as port:
-            options = ServeOptions("fake", port=port, api_key_file=keys, replicas=2, threads=1, drain_s=0.1)
+            options = ServeOptions("fake", port=port, api_key_file=keys, replicas="2", threads=1, drain_s=0.1)
         deploy(application_of(options, OpenFake(), host=LOOPBACK))
         found = Running(f"http://127.0.0.1:{options.port}", options)
         found.wait_until(lambda reports: len(reports) == 2)
@@ -305,7 +305,7 @@ def test_replicas_scale_by_what_they_report() -> None:
     found = deployment._deployment_config.autoscaling_config
     assert (found.min_replicas, found.initial_replicas, found.max_replicas) == (2, 2, 6)
     assert found.target_ongoing_requests == 24.0
-    assert found.policy.policy_function == "outrider.cloud.replicas.scaling:by_sequences"
+    assert found.policy.policy_function == "outrider.cloud.replicas.replica:by_sequences"
     assert deployment._deployment_config.graceful_shutdown_timeout_s >= 30.0 + 15.0
     fixed = replicas_of(OpenFake(), "a", Scale(replicas=3), host=LOOPBACK, drain_s=1.0)._bound_deployment
     assert fixed.num_replicas == 3 and fixed._deployment_config.autoscaling_config is None
@@ -341,7 +341,7 @@ def test_applications_of_one_cluster_keep_to_their_replicas(running: Running) ->
 
     own = {report.tag for report in running.reports()}
     with _free_port() as port:
-        options = replace(running.options, port=port, replicas=1)
+        options = replace(running.options, port=port, replicas="1")
     # The builder of `serve deploy` does not know the application's name.
     deploy(application_of(options, OpenFake(seed=9), host=LOOPBACK), name="other")
     others = ray.get(open_registry("other").changes.remote(None), timeout=WAIT_S)[1]

@@ -12,7 +12,7 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_type_hints
@@ -76,6 +76,8 @@ class CommandGroup(typer.core.TyperGroup):
             command.context_class = HelpContext
             command.format_arguments = lambda ctx, formatter: None  # type: ignore[method-assign]  # typer has written them
             command.short_help = command.get_short_help_str(1000)  # whole, where click cuts it
+            if (groups := getattr(command.callback, "help_groups", None)) is not None:
+                _group_help(command, groups)
         return command
 
     def resolve_command(
@@ -85,6 +87,43 @@ class CommandGroup(typer.core.TyperGroup):
             return click.Group.resolve_command(self, ctx, args)
         except click.UsageError as error:
             raise click.UsageError(f"No such command {args[0]!r}.{_closest(args[0], self.commands)}", ctx) from error
+
+
+_SHOWS_ALL: Final = "outrider.help_all"
+
+
+def _group_help(command: click.Command, groups: Mapping[str, Sequence[str]]) -> None:
+    """Has --help show these options, by title, and --help-all all of them."""
+    if any(parameter.name == "help_all" for parameter in command.params):
+        return  # it has them already
+
+    def show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+        if is_asked:
+            ctx.meta[_SHOWS_ALL] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
+
+    def write_options(ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        parameters = [each for each in command.get_params(ctx) if each.name is not None]
+        records = {each.name: record for each in parameters if (record := each.get_help_record(ctx)) is not None}
+        arguments = [each.name for each in parameters if isinstance(each, click.Argument)]
+        sections = {"Arguments": arguments, **groups}
+        ends = [each.name for each in parameters if {"--help", "--help-all"} & {*each.opts}]
+        if ctx.meta.get(_SHOWS_ALL):
+            shown = {*ends, *(name for names in sections.values() for name in names)}
+            sections["More"] = [name for name in records if name not in shown]
+        for title, names in (sections | {"Help": ends}).items():
+            if rows := [records[name] for name in names if name in records]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+    options = [each for each in command.params if isinstance(each, click.Option)]
+    num_more = len(options) - sum(map(len, groups.values()))
+    help_text = f"Show all options: {num_more} more."
+    command.params.append(
+        click.Option(["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=show_all, help=help_text)
+    )
+    command.format_options = write_options  # type: ignore[method-assign]
 
 
 def _restore_argument_help(command: click.Command) -> None:
@@ -130,7 +169,8 @@ def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]
     The command's parameters are the fields that the dataclass' constructor takes: their names, types
     (`Annotated[..., typer.Option(...)]`) and defaults are stated there and nowhere else. Options that several commands
     share are a group: a base class with `__slots__ = ()`, so that a class can have several. `_in_order` places them.
-    `REMOVED`, if the class has it, says what to do in place of options that there were once.
+    `REMOVED`, if the class has it, says what to do in place of options that there were once. `HELP` names the fields
+    that --help shows, by the titles of their groups; --help-all shows all.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = []
@@ -153,6 +193,7 @@ def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]
         command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         command.removed = getattr(options, "REMOVED", {})  # type: ignore[attr-defined]
+        command.help_groups = getattr(options, "HELP", None)  # type: ignore[attr-defined]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions may have one
         return command
 

@@ -13,7 +13,6 @@ import typer
 
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")]
-MaxBodyKb = Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.audit import AuditedRequests
@@ -20,7 +22,6 @@ from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.downloads import download_routes
 from outrider.cloud.api.draft_budget import DraftBudget
 from outrider.cloud.api.drafts import MEDIA_TYPES, DraftsEndpoint, is_draft_path
-from outrider.cloud.api.errors import install_handlers
 from outrider.cloud.api.health import health_routes
 from outrider.cloud.api.metrics import route_of
 from outrider.cloud.api.openapi import install_openapi
@@ -32,11 +33,24 @@ from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
 from outrider.models.http.counted_requests import CountedRequests
-from outrider.models.http.errors import ErrorBoundary
+from outrider.models.http.errors import ErrorBoundary, error_response, from_validation
+from outrider.models.http.handlers import install_error_handlers
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
 from outrider.models.http.request_context import RequestIds
 from outrider.models.http.security import METRICS_PATH, Gate, Paced, PagePolicy
 from outrider.models.version import outrider_version
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Gives every error of the routes, and of the router itself, the one JSON shape."""
+
+    async def on_validation(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(from_validation(error.errors()))
+
+    install_error_handlers(app, "/openapi.json lists all paths")
+    app.add_exception_handler(RequestValidationError, on_validation)
+
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz")
 """Answered without a key, under any host name: load balancers probe by address."""

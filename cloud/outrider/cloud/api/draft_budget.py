@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-_FEW = 1024
+from outrider.models.http.limits import Buckets
+
 UNIT_BYTES = 256
 """More than most messages of a device have; parsing and merging take time by size."""
 TREE_UNIT_BYTES = 64
@@ -36,9 +37,8 @@ class DraftBudget:
     """Token buckets of sessions and owners."""
 
     def __init__(self, limits: DraftLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._sessions = _Buckets(limits.session_per_s, limits.session_burst)
-        self._owners = _Buckets(limits.owner_per_s, limits.owner_burst)
+        self._limits = limits
+        self._sessions, self._owners = Buckets(clock), Buckets(clock)
 
     @property
     def num_buckets(self) -> int:
@@ -52,49 +52,10 @@ class DraftBudget:
 
         A long message may take more than there is: the bucket fills up from below 0 then.
         """
-        now = self._clock()
-        if self._sessions.level(session_id, now) < 1.0:
+        limits, cost = self._limits, max(1, -(-num_bytes // unit_bytes))
+        if self._sessions.spend(session_id, cost, limits.session_per_s, limits.session_burst, 1.0) < 1.0:
             return "session"
-        if self._owners.level(owner, now) < 1.0:
+        if self._owners.spend(owner, cost, limits.owner_per_s, limits.owner_burst, 1.0) < 1.0:
+            self._sessions.spend(session_id, -cost, limits.session_per_s, limits.session_burst)
             return "owner"
-        cost = max(1, -(-num_bytes // unit_bytes))
-        self._sessions.take(session_id, cost)
-        self._owners.take(owner, cost)
         return None
-
-
-class _Buckets:
-    """Buckets by key. One that is full again is no different from none, so it is dropped now and then."""
-
-    def __init__(self, per_s: float, burst: float) -> None:
-        self._per_s = per_s
-        self._burst = burst
-        self._levels: dict[Hashable, list[float]] = {}  # level, and when that was
-        self._many = _FEW
-
-    def __len__(self) -> int:
-        return len(self._levels)
-
-    def level(self, key: Hashable, now: float) -> float:
-        """How many messages the bucket holds now."""
-        bucket = self._levels.get(key)
-        if bucket is None:
-            if len(self._levels) >= self._many:
-                self._drop_full(now)
-            bucket = self._levels[key] = [self._burst, now]
-        else:
-            bucket[0] = min(self._burst, bucket[0] + (now - bucket[1]) * self._per_s)
-            bucket[1] = now
-        return bucket[0]
-
-    def take(self, key: Hashable, cost: int) -> None:
-        """Takes as much as `cost` messages; call it after `level`."""
-        self._levels[key][0] -= cost
-
-    def _drop_full(self, now: float) -> None:
-        self._levels = {
-            key: bucket
-            for key, bucket in self._levels.items()
-            if bucket[0] + (now - bucket[1]) * self._per_s < self._burst
-        }
-        self._many = max(_FEW, 2 * len(self._levels))

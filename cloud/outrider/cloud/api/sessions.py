@@ -64,7 +64,7 @@ def session_routes(core: Core) -> APIRouter:
             max_tokens=body.max_tokens,
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos, grammar),
             draft_lag_ms=body.draft_lag_ms,
-            patience_ms=bounded_patience(body.patience_ms, core.settings.max_patience_ms),
+            patience_ms=body.patience_ms,
             owner=owner,
             prefix_hash=body.prefix_hash,
             rules=sampling_of(lambda: rules_of(body)),
@@ -142,10 +142,3 @@ def session_routes(core: Core) -> APIRouter:
         return Response(status_code=204)
 
     return router
-
-
-def bounded_patience(asked_ms: float | None, max_ms: float | None) -> float | None:
-    """The smaller of the session's and the server's bound on waiting for drafts; None leaves it to the engine."""
-    if asked_ms is None or max_ms is None:
-        return max_ms if asked_ms is None else asked_ms
-    return min(asked_ms, max_ms)

@@ -39,12 +39,12 @@ class ServerSettings:
 
     keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
     rate_per_s: requests that start work, per second and key; 0 is no limit. tokens_per_minute: of prompts (not cached)
-    and texts, per key; None is no limit. A key's own limits come before these. max_patience_ms: bound on every
-    session's patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages: which
-    names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
-    download_limits: bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name
-    and result. traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where
-    several replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule.
+    and texts, per key; None is no limit. A key's own limits come before these. keep_alive_s: silence on a stream after
+    which a comment is sent; `open` reports it. pages: which names and pages may call; None: PagePolicy's defaults.
+    draft_limits: budgets of draft messages. download_limits: bounds on downloads of drafts. audit: the audit log.
+    reloads: files that were read again, by name and result. traces: what records spans; None: nothing does.
+    session_prefix: how the ids of its sessions begin, where several replicas stand behind one address. allow_tolerance:
+    requests may ask for the lossy acceptance rule.
     metrics_age_s: for which /metrics answers the same text where many ask.
     """
 
@@ -53,7 +53,6 @@ class ServerSettings:
     max_sessions: int = 256
     rate_per_s: float = 0.0
     tokens_per_minute: int | None = None
-    max_patience_ms: float | None = None
     keep_alive_s: float = 5.0
     pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)

@@ -8,7 +8,6 @@ owner and in all; without the flag nothing is recorded.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.cloud.api.metrics import LabelledCounts, Metrics, route_of
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.errors import ERROR_CODE
+from outrider.models.http.limits import Buckets
 from outrider.models.http.request_context import current_request
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.sampling import SamplingParams
@@ -47,23 +47,17 @@ class SpanBudget:
 
     def __init__(self, limits: TraceLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
-        self._clock = clock
-        self._all = limits.burst, clock()
-        self._owners: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        self._all, self._owners = Buckets(clock), Buckets(clock, _MAX_OWNERS)
 
     def spend(self, owner: bytes) -> bool:
         """Takes a span from both buckets; False, and takes none, if one is empty."""
-        now, limits = self._clock(), self._limits
-        level, then = self._all
-        level = min(limits.burst, level + (now - then) * limits.per_s)
-        own, own_then = self._owners.pop(owner, (limits.owner_burst, now))
-        own = min(limits.owner_burst, own + (now - own_then) * limits.owner_per_s)
-        is_free = level >= 1.0 and own >= 1.0
-        self._all = level - is_free, now
-        self._owners[owner] = own - is_free, now
-        if len(self._owners) > _MAX_OWNERS:
-            self._owners.popitem(last=False)
-        return is_free
+        limits = self._limits
+        if self._all.spend(None, 1.0, limits.per_s, limits.burst, 1.0) < 1.0:
+            return False
+        if self._owners.spend(owner, 1.0, limits.owner_per_s, limits.owner_burst, 1.0) < 1.0:
+            self._all.spend(None, -1.0, limits.per_s, limits.burst)
+            return False
+        return True
 
 
 class Traces:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -18,15 +19,15 @@ from starlette.responses import Response
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.bridge import Delivery, Mailbox
-from outrider.cloud.api.rules import evidence_of, item_terms, lossy_of, name_of
-from outrider.cloud.api.state import Core
+from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.api.watch import log_failure
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
+from outrider.models.acceptance import DEFAULT_DELTA, Rule, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.encoding import check_tokens
-from outrider.models.http.errors import error_body, from_validation, internal_error
+from outrider.models.http.errors import FieldError, error_body, from_validation, internal_error
 from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
@@ -38,8 +39,65 @@ from outrider.models.protocol import (
     VerifyItem,
     VerifyResult,
 )
+from outrider.models.rejection import Evidence, SparseDistribution
 from outrider.models.strict_message import StrictMessage
 from outrider.models.transforms.wire import rules_of
+
+
+def item_terms(item: VerifyItem, settings: ServerSettings) -> RuleTerms:
+    """The rule of a verify item. Raises RequestError `tolerance_not_allowed`, `invalid_parameter`."""
+    _require_tolerance(item.rule, "delta", item.delta)
+    _require_allowed(item.rule, settings)
+    return RuleTerms(item.rule, _delta(item.delta))
+
+
+def evidence_of(qs: Sequence[Sequence[int]] | None, log_qs: Sequence[float] | None) -> tuple[Evidence, ...]:
+    """What came with drafted tokens in JSON. The engine checks that it is what the rule needs."""
+    if qs is not None and log_qs is not None:
+        raise FieldError(
+            "invalid_parameter", "draft_q and draft_log_q are both given; expected one of them", param="draft_log_q"
+        )
+    if log_qs is not None:
+        return tuple(log_qs)
+    for q in qs or ():
+        if len(q) % 2:
+            raise FieldError(
+                "invalid_parameter",
+                f"a distribution of draft_q has {len(q)} numbers; expected ids, each followed by its weight",
+                param="draft_q",
+            )
+    return tuple(SparseDistribution(tuple(q[::2]), tuple(q[1::2])) for q in qs or ())
+
+
+def name_of(terms: RuleTerms) -> str | None:
+    """The label of an answer: a rule that needs evidence."""
+    return terms.rule.value if terms.rule.needs_evidence else None
+
+
+def lossy_of(terms: RuleTerms) -> bool | None:
+    """True where the text may not be the target's, else None: the field is left out."""
+    return True if terms.is_lossy else None
+
+
+def _require_tolerance(rule: Rule, name: str, value: float | None) -> None:
+    if value is not None and rule is not Rule.TOLERANCE:
+        raise FieldError(
+            "invalid_parameter", f"{name} is given, and the rule is {rule.value}; leave it out", param=name
+        )
+
+
+def _require_allowed(rule: Rule, settings: ServerSettings) -> None:
+    if rule is Rule.TOLERANCE and not settings.allow_tolerance:
+        raise RequestError(
+            "tolerance_not_allowed",
+            "the rule tolerance is lossy, and this server does not allow it; use coupled or rejection",
+            status=403,
+        )
+
+
+def _delta(given: float | None) -> float:
+    return DEFAULT_DELTA if given is None else given
+
 
 MAX_WAITING_CALLS: Final = 256
 """Calls of one owner that may wait for their first slot; each holds its body."""

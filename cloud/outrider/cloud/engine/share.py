@@ -5,10 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.trees import depths, tree_mask
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """How many drafted tokens each token's path has, itself included: 1 for those after the last committed token."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def tree_mask(parents: Sequence[int], num_before: int) -> NDArray[np.uint8]:
+    """Which new tokens each new token attends: [n, n] uint8 with n = num_before + len(parents).
+
+    The first `num_before` tokens are a line that every drafted token follows; a drafted token attends these, its
+    ancestors and itself.
+    """
+    mask = np.tri(num_before + len(parents), dtype=np.uint8)
+    mask[num_before:, num_before:] = 0
+    for index, parent in enumerate(parents):
+        row = mask[num_before + index]
+        if parent >= 0:
+            row |= mask[num_before + parent]
+        row[num_before + index] = 1
+    return mask
 
 
 @dataclass(frozen=True, slots=True)

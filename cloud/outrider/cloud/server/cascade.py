@@ -116,20 +116,10 @@ def cascade_model(mid: ServedModel, facts: ModelFacts, name: str | None) -> Serv
     )
 
 
-def upstream_key(path: Path | None) -> str | None:
-    """The key of the file, else of the environment, from which it goes. Raises ConfigError, which never holds it."""
-    from_environment = os.environ.pop(UPSTREAM_KEY_VARIABLE, "").strip()
-    if path is None:
-        key = from_environment
-    else:
-        try:
-            with path.open("rb") as file:
-                key = file.read(_MAX_KEY_BYTES + 1).decode("ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            raise ConfigError(f"--upstream-key-file {path} cannot be read; name a file that holds one key") from None
-        if not key or len(key) > _MAX_KEY_BYTES or not key.isprintable() or " " in key:
-            raise ConfigError(f"--upstream-key-file {path} does not hold one key; write one line into it")
-    if key and (not key.isascii() or not key.isprintable() or " " in key):
+def upstream_key() -> str | None:
+    """The key of the environment, from which it goes. Raises ConfigError, which never holds it."""
+    key = os.environ.pop(UPSTREAM_KEY_VARIABLE, "").strip()
+    if len(key) > _MAX_KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{UPSTREAM_KEY_VARIABLE} is no key; expected printable ASCII without spaces")
     return key or None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +13,36 @@ from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import SpillConfig, TreeForm
 from outrider.cloud.seam import EngineStats
-from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import instruction_set, target_identity
-from outrider.cloud.server.options import ServeOptions, SpillWhen
+from outrider.cloud.server.options import OwnSource, ServeOptions
 from outrider.cloud.server.sigterm import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.models.bundle import Bundle
 from outrider.models.draft_heads import DraftHeads
 from outrider.models.errors import ConfigError
+from outrider.models.extras import require_packages
 from outrider.models.manifest import Manifest
-from outrider.models.reference_export import REFERENCE
+from outrider.models.places import default_cache_dir
+from outrider.models.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, export_reference_pair
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions
+
+
+def export_reference_target() -> Path:
+    """The widened reference target's bundle in the user's cache, exported if it is not there yet.
+
+    Raises RuntimeUnavailable where the exporter is not installed, or fails.
+    """
+    require_packages(EXPORTER_PACKAGES, "exporting the reference target", "export")
+    print(
+        f"Serves the reference target, widened to {WIDENED_MB:g} MB: a step takes as long as a large model's; the text "
+        "does not change.\nThe first time it is exported, which takes one to three minutes; it is kept in "
+        f"{default_cache_dir()}.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return export_reference_pair().target
+
 
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 
@@ -65,7 +84,7 @@ class BundleTarget(Target):
         started_s = time.monotonic()
         manifest = self._bundle.manifest
         with ends_at_once():
-            heads = _heads(self._bundle) if self._options.heads else None
+            heads = _heads(self._bundle) if OwnSource.HEADS in self._options.source else None
             runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         try:
             engine = EngineThread(Engine(runtime, _config(self._options, self._identity, heads)))
@@ -84,16 +103,14 @@ class BundleTarget(Target):
 def _config(options: ServeOptions, target: str, heads: DraftHeads | None) -> EngineConfig:
     spill = None
     if options.spill_dir is not None:
-        always = options.spill is SpillWhen.ALWAYS
+        always = options.ray  # replicas find each other's
         spilled = f"{target} {instruction_set()}"
         max_bytes, kind = options.spill_mb << 20, options.spill_type
-        spill = SpillConfig(options.spill_dir, spilled, max_bytes, options.spill_s, always, kind)
+        spill = SpillConfig(options.spill_dir, spilled, max_bytes, always=always, type=kind)
     return EngineConfig(
         max_running=options.max_running,
-        step_tokens=options.step_tokens,
-        max_queue=options.max_queue,
         looks_up=options.lookup,
-        looks_ahead=options.lookahead,
+        looks_ahead=OwnSource.LOOKAHEAD in options.source,
         heads=heads,
         share_prefixes=options.share_prefixes,
         share_between_owners=options.share_caches_between_keys,
@@ -122,24 +139,21 @@ def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
 
 
 def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
-    """How to load the bundle. Raises ConfigError for a runtime that is not the bundle's."""
+    """How to load the bundle."""
     manifest = bundle.manifest
     kind = manifest.runtime
-    if options.runtime is not None and options.runtime != kind:
-        raise ConfigError(
-            f"{bundle.path} is a bundle for {kind}, which {options.runtime} cannot run; export one with "
-            f"`outrider-export target MODEL --runtime {options.runtime}`"
-        )
     default_device = "CPU" if kind == "openvino" else "cpu"
     if manifest.device == "gpu":
         default_device = "GPU" if kind == "openvino" else "cuda"
+    device = options.device or default_device
+    compiled = default_cache_dir() / "compiled" / manifest.digest[:16]
     return RuntimeOptions(
-        device=options.device or default_device,
+        device=device,
         num_threads=options.threads,
         kv_cache_bytes=options.kv_cache_bytes,
-        keeps_hidden=options.heads,
+        keeps_hidden=OwnSource.HEADS in options.source,
         is_batch_invariant=options.tree is not TreeForm.TREE,
-        cache_dir=str(options.cache_dir) if options.cache_dir else None,
+        cache_dir=str(compiled) if kind == "openvino" and device != "CPU" else None,  # where compiling takes long
         # torch loads safetensors in any type; the export was checked in this one.
         properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
     )

@@ -11,20 +11,14 @@ import typer
 
 from outrider.cloud.engine.config import SpillType, TreeForm
 from outrider.cloud.pending.policy import Policy
+from outrider.cloud.server.options_file import configure
 from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.models.http.logs import LogFormat
 from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
+from outrider.models.listen_options import AccessOptions, Host, Port
 from outrider.models.reference_export import REFERENCE
 
 _LIMITS: Final = ConnectionLimits()
-
-
-class RuntimeName(StrEnum):
-    """What can run a target."""
-
-    OPENVINO = "openvino"
-    TORCH = "torch"
 
 
 class EngineName(StrEnum):
@@ -34,16 +28,39 @@ class EngineName(StrEnum):
     VLLM = "vllm"
 
 
-class SpillWhen(StrEnum):
-    """When a parked prefix is written to --spill-dir."""
+class OwnSource(StrEnum):
+    """What guesses beside prompt lookup where a device has sent nothing."""
 
-    EVICTED = "evicted"
-    ALWAYS = "always"
+    LOOKAHEAD = "lookahead"
+    HEADS = "heads"
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions(AccessOptions, ReplicaOptions):
     """The command line; None leaves a choice to the bundle or the engine."""
+
+    HELP: ClassVar = {
+        "The model": ("name", "engine", "device", "threads", "kv_cache_mb", "upstream", "drafts"),
+        "Address and access": ("host", "port", "api_key_file", "tls_cert", "tls_key", "allowed_host"),
+        "Load": ("max_running", "max_sessions", "tokens_per_minute", "ray", "replicas"),
+        "Operation": ("config", "audit_log"),
+    }
+    REMOVED: ClassVar = {
+        **dict.fromkeys(("--min-replicas", "--max-replicas"), "Give both numbers to --replicas: --replicas 1-4."),
+        "--target-sequences": "Another replica starts where each has --max-running sequences.",
+        "--runtime": "The bundle says what runs it; export another for another runtime.",
+        "--upstream-key-file": "Set OUTRIDER_UPSTREAM_KEY.",
+        "--spill": "Prefixes are written when they lose their place in memory; with --ray at once.",
+        "--spill-s": "A prefix is kept for an hour; --spill-mb bounds their size.",
+        "--recent-s": "A recent text is kept for ten minutes; --no-recent keeps none.",
+        "--cache-dir": "Compiled models are kept below OUTRIDER_CACHE.",
+        "--step-tokens": "A step has 256 tokens, or 8 per sequence where that is more; with vLLM 2,048.",
+        "--max-queue": "1,024 sequences may wait.",
+        "--patience-ms": "The engine bounds waits for drafts by its step times; so may a session's patience_ms.",
+        "--max-connections": "The limit on open files bounds connections; --max-per-client bounds those of an address.",
+        "--max-body-kb": "A request has 1,024 KiB at most.",
+        **dict.fromkeys(("--lookahead", "--heads"), "Give --source lookahead, --source heads."),
+    }
 
     bundle: Annotated[
         str,
@@ -52,6 +69,15 @@ class ServeOptions(AccessOptions, ReplicaOptions):
             "With --engine vllm also a Hugging Face directory."
         ),
     ]
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with options, by their names with underscores, such as max_running = 64.",
+            metavar="FILE",
+            callback=configure,
+            is_eager=True,
+        ),
+    ] = None
     host: Host = "127.0.0.1"
     port: Port = 8000
     port_file: Annotated[Path | None, typer.Option(help="Write the port here once the server is ready.")] = None
@@ -92,11 +118,7 @@ class ServeOptions(AccessOptions, ReplicaOptions):
             metavar="URL",
         ),
     ] = None
-    upstream_key_file: Annotated[
-        Path | None, typer.Option(help="File with the key for --upstream.", metavar="FILE")
-    ] = None
     _replicas: ClassVar = ReplicaOptions
-    runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
     threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0
     kv_cache_mb: Annotated[
@@ -110,10 +132,6 @@ class ServeOptions(AccessOptions, ReplicaOptions):
             metavar="DIR",
         ),
     ] = None
-    spill: Annotated[
-        SpillWhen,
-        typer.Option(help="evicted: when a prefix loses its place in memory, and at the end; always: at once."),
-    ] = SpillWhen.EVICTED
     spill_type: Annotated[
         SpillType,
         typer.Option(
@@ -122,18 +140,7 @@ class ServeOptions(AccessOptions, ReplicaOptions):
         ),
     ] = SpillType.EXACT
     spill_mb: Annotated[int, typer.Option(min=1, help="Size of --spill-dir, MiB.")] = 1024
-    spill_s: Annotated[float, typer.Option(min=1.0, help="How long a prefix is kept in --spill-dir.")] = 3600.0
-    cache_dir: Annotated[Path | None, typer.Option(help="Keep compiled models here, for a faster start.")] = None
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 32
-    step_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens in one step; default: 256, or 8 per sequence where that is more; with vLLM 2048."
-        ),
-    ] = None
-    max_queue: Annotated[
-        int, typer.Option(min=1, help="Sequences that may wait; keys with more than their share of them get 503.")
-    ] = 1024
     max_sessions: Annotated[int, typer.Option(min=1, help="Open sessions and completions per key.")] = 256
     policy: Annotated[
         Policy, typer.Option(help="stream: latency; verify: fewest target passes; auto: by the load.")
@@ -141,22 +148,17 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     lookup: Annotated[
         bool, typer.Option(help="Guess by prompt lookup where a device has sent nothing; also for completions.")
     ] = True
-    lookahead: Annotated[
-        bool,
+    source: Annotated[
+        list[OwnSource],
         typer.Option(
-            "--lookahead",
-            help="Also guess by lookahead decoding: by n-grams of the target's picks after drafted tokens.",
+            help="Another source of guesses, repeatable. lookahead: n-grams of the target's picks after drafted "
+            "tokens; heads: the bundle's draft heads, which `outrider-export heads` trains."
         ),
-    ] = False
-    heads: Annotated[
-        bool,
-        typer.Option("--heads", help="Also guess by the bundle's draft heads; `outrider-export heads` trains them."),
-    ] = False
+    ] = field(default_factory=list)
     recent: Annotated[
         bool,
         typer.Option(help="Keep the ids of recent texts, to draft a repeated prompt of the same key from them."),
     ] = True
-    recent_s: Annotated[float, typer.Option(min=1.0, help="How long a recent text is kept.")] = 600.0
     redis: Annotated[
         str | None,
         typer.Option(
@@ -189,16 +191,9 @@ class ServeOptions(AccessOptions, ReplicaOptions):
             help="Let requests choose the acceptance rule tolerance, which is LOSSY: the text is not the target's.",
         ),
     ] = False
-    patience_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="Longest wait for a draft, whatever sessions ask; 0 never waits.")
-    ] = None
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="Open connections; fewer where the limit on open files is lower.")
-    ] = _LIMITS.max_connections
     max_per_client: Annotated[
         int, typer.Option(min=1, help="Open connections of one address. Raise it behind a proxy, which is one address.")
     ] = _LIMITS.max_per_client
-    max_body_kb: MaxBodyKb = 1024
     rate: Annotated[
         float, typer.Option(min=0.0, help="Requests per second and key, drafts not counted; 0: no limit.")
     ] = 0.0
@@ -218,8 +213,3 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     def kv_cache_bytes(self) -> int:
         """Size of the KV cache."""
         return self.kv_cache_mb << 20
-
-    @property
-    def max_body_bytes(self) -> int:
-        """Largest request body."""
-        return self.max_body_kb << 10

@@ -33,8 +33,8 @@ def _store(options: ServeOptions) -> RecentStore | None:
         return None
     url = options.redis or os.environ.get(REDIS_VARIABLE)
     if not url:
-        return MemoryStore(options.recent_s)
+        return MemoryStore()
     require_packages(["redis"], "--redis", "scale")
     from outrider.cloud.recent.redis_store import RedisStore
 
-    return RedisStore(url, options.recent_s)
+    return RedisStore(url)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from outrider.models.errors import ConfigError
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
@@ -18,21 +20,22 @@ class ReplicaOptions:
         False
     )
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="With --ray: replicas, each with a model of its own; default: 2.")
-    ] = None
-    min_replicas: Annotated[int | None, typer.Option(min=1, help="With --max-replicas: the fewest; default: 1.")] = None
-    max_replicas: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --ray: start more replicas, up to this many, as sequences run and queue."),
-    ] = None
-    target_sequences: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            min=1.0,
-            help="With --max-replicas: sequences of a replica above which another starts; default: --max-running.",
+            metavar="NUMBER|FEWEST-MOST",
+            help="With --ray: replicas, each with a model of its own; 1-4 starts more, up to 4, while each has "
+            "--max-running sequences. Default: 2.",
         ),
     ] = None
     gpus_per_replica: Annotated[
         float | None,
         typer.Option(min=0.0, help="With --ray: GPUs that Ray gives each replica; default: what the target opens."),
     ] = None
+
+    def num_replicas(self) -> tuple[int, int]:
+        """The fewest and the most. Raises ConfigError."""
+        fewest, separator, most = (self.replicas or "2").partition("-")
+        most = most if separator else fewest
+        if not (fewest.isdecimal() and most.isdecimal() and 0 < int(fewest) <= int(most)):
+            raise ConfigError(f"--replicas is {self.replicas!r}; expected a number, or the fewest and the most: 1-4")
+        return int(fewest), int(most)

@@ -59,13 +59,13 @@ from outrider.models.watched_files import FileWatch, WatchedFiles
 _log = logging.getLogger("outrider.replicas")
 
 FRONT_OPTIONS: Final = (
+    "config",
     "api_key_file",
     "tls_cert",
     "tls_key",
     "tls_client_ca",
     "port_file",
     "upstream",
-    "upstream_key_file",
 )
 """Options that reach no replica. All others do, so that a replica is opened as a single server is."""
 APPLICATION: Final = "outrider"
@@ -197,6 +197,8 @@ def app(arguments: dict[str, Any]) -> Any:
         raise ConfigError(
             f"the application's argument {unknown[0]!r} is no option of `outrider-cloud serve`; remove it"
         )
+    if isinstance(arguments.get("replicas"), int):  # YAML has no quotes there
+        arguments["replicas"] = str(arguments["replicas"])
     try:
         options = TypeAdapter(ServeOptions).validate_python(arguments)
     except ValidationError as error:
@@ -306,7 +308,7 @@ class Access:
         """The front of the application `name`; Ray must be connected."""
         options = self.options
         settings = FrontSettings(
-            self.keys, options.max_body_bytes, options.rate, self.pages, audit=audit, reloads=self.reloads
+            self.keys, rate_per_s=options.rate, pages=self.pages, audit=audit, reloads=self.reloads
         )
 
         def reports() -> AsyncIterator[list[Report]]:
@@ -335,21 +337,14 @@ class Access:
 
 def scale_of(options: ServeOptions) -> Scale:
     """The numbers of the options. Raises ConfigError for those that contradict each other."""
-    most = options.max_replicas
-    if most is None and (options.min_replicas or options.target_sequences):
-        raise ConfigError("--min-replicas and --target-sequences are for --max-replicas; give it too")
-    replicas = options.replicas or (options.min_replicas or 1 if most is not None else 2)
-    if most is not None and not (options.min_replicas or 1) <= replicas <= most:
-        raise ConfigError(
-            f"--replicas is {replicas}; expected a number from --min-replicas ({options.min_replicas or 1}) to "
-            f"--max-replicas ({most})"
-        )
+    fewest, most = options.num_replicas()
+    is_scaled = most > fewest
     return Scale(
-        replicas=replicas,
-        min_replicas=options.min_replicas,
-        max_replicas=most,
-        sequences=options.target_sequences or float(options.max_running),
-        cpus=float(options.threads or max(1, (os.cpu_count() or 1) // max(replicas, most or 0))),
+        replicas=fewest,
+        min_replicas=fewest if is_scaled else None,
+        max_replicas=most if is_scaled else None,
+        sequences=float(options.max_running),
+        cpus=float(options.threads or max(1, (os.cpu_count() or 1) // most)),
         gpus=options.gpus_per_replica or 0.0,
     )
 
@@ -373,7 +368,6 @@ def _for_replica(options: ServeOptions, target: Target, scale: Scale) -> ServeOp
         bundle=str(target.path.resolve()),
         name=target.model.name,
         drafts=options.drafts.resolve() if options.drafts else None,
-        cache_dir=options.cache_dir.resolve() if options.cache_dir else None,
         spill_dir=options.spill_dir.resolve() if options.spill_dir else None,
         audit_log=options.audit_log.resolve() if options.audit_log else None,
         threads=options.threads or int(scale.cpus),

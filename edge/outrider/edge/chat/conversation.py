@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from outrider.edge.chat.ids import continued
 from outrider.edge.chat.messages import (
     ASSISTANT,
     KEPT_SHARE,
@@ -35,6 +34,38 @@ from outrider.models.errors import CloudError, ConfigError, RequestError
 from outrider.models.protocol import MAX_COUNT, ModelFacts, RenderAnswer
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
+
+
+def continued(tokenizer: Tokenizer, kept: Sequence[int], rendered: Sequence[int]) -> list[int] | None:
+    """The ids `kept` and those of `rendered` that follow the same text.
+
+    None where `rendered` begins with another text, or no token begins after it: then its own ids are the prompt.
+    """
+    shared = num_shared(kept, rendered)
+    own, start = kept[shared:], shared
+    if own:
+        context = kept[:shared]
+        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=False)
+        text = detokenizer.push(own) + detokenizer.flush()
+        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=False)
+        found = ""
+        while len(found) < len(text) and start < len(rendered):
+            found += detokenizer.push(rendered[start])
+            start += 1
+        if found != text:
+            return None
+    return [*kept, *rendered[start:]] if start < len(rendered) else None
+
+
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """First tokens that both have."""
+    shared = 0
+    for mine, its in zip(one, other, strict=False):
+        if mine != its:
+            break
+        shared += 1
+    return shared
+
 
 MAX_BODY_BYTES: Final = 1 << 20
 """What a server takes unless it was told otherwise."""

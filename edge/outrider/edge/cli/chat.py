@@ -53,6 +53,8 @@ COMMANDS: Final = {
     "/clear": "begin again; the system message stays",
     "/quit": "end the chat, as Ctrl-D does",
 }
+DRAFT_CONTEXT: Final = 8192
+"""Tokens of a chat that the draft holds; it bounds memory. Later ones get no drafts."""
 _HINT: Final = "Ctrl-D or /quit ends the chat."
 
 
@@ -108,7 +110,7 @@ def _open_draft(options: ChatOptions, bundles: Sequence[Bundle], clouds: Clouds,
         lambda words: print_line(about, words, "yellow"),
         is_asked=options.choice.wanted_device is not None,
         is_looked_up=options.is_looked_up,
-        max_positions=options.draft_context,
+        max_positions=DRAFT_CONTEXT,
     )
     show_notes(draft.placement, about)
     return draft
@@ -134,7 +136,7 @@ async def _chat(
                 screen.note(words)
 
         endpoints = Endpoints(fleet.clients, on_trouble=note, fleet=fleet)
-        tree = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
+        tree = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
         if draft is not None and (eased_by := PowerWatch(options.on_battery).reason) is not None:
             tree = eased(tree)
             screen.note(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")
@@ -147,7 +149,6 @@ async def _chat(
             bundle.manifest.tokenizer_fingerprint,
             screen.note,
             messages,
-            patience_ms=options.patience_ms,
         )
         await screen.run(conversation)
 

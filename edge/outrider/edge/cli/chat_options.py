@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from outrider.edge.cli.draft_flags import DRAFTS, Patience, Threads, given, refuse_idle
-from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SamplingOptions, SourceOptions
+from outrider.edge.cli.draft_flags import DRAFTS, REMOVED_DRAFTING, Threads, given, refuse_idle
+from outrider.edge.cli.option_groups import AS_PARAM, DraftingOptions, KeyOptions, SamplingOptions, SourceOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 
 
@@ -28,12 +28,16 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     _sampling: ClassVar = SamplingOptions
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers; default: drawn, /seed shows it.")] = None
     _drafting: ClassVar = DraftingOptions
-    patience_ms: Patience = None
     threads: Threads = 0
-    draft_context: Annotated[
-        int,
-        typer.Option(min=1, help="Tokens of a chat that the draft holds; it bounds memory. Later ones get no drafts."),
-    ] = 8192
+
+    HELP: ClassVar = {
+        "The chat": ("system", "load", "history", "max_tokens", "temperature", "seed", "param"),
+        "The draft and the cloud": ("draft", "draft_device", "cloud", "key_file", "drafts", "on_battery"),
+    }
+    REMOVED: ClassVar = REMOVED_DRAFTING | {
+        **dict.fromkeys(("--top-k", "--top-p", "--min-p"), AS_PARAM),
+        "--draft-context": "The draft holds 8,192 tokens of a chat.",
+    }
 
     def __post_init__(self) -> None:
         self._choose()

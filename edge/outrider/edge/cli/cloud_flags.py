@@ -31,26 +31,20 @@ AllowHttp = Annotated[
 TlsClientCert = Annotated[
     Path | None,
     typer.Option(
-        help="Certificate chain to show to servers that ask for one, PEM; without --tls-client-key with its key.",
+        help="Certificate chain and its private key to show to servers that ask for one, PEM; only you may read it.",
         metavar="FILE",
         show_default=False,
     ),
 ]
-TlsClientKey = Annotated[
-    Path | None,
-    typer.Option(help="Its private key, PEM; only you may read it.", metavar="FILE", show_default=False),
-]
 
 
-def certificate_in_use(certificate: Path | None, key: Path | None) -> ClientCertificate | None:
-    """What the device shows to servers. Raises ConfigError for a lone key, or for files that cannot be used."""
+def certificate_in_use(certificate: Path | None) -> ClientCertificate | None:
+    """What the device shows to servers. Raises ConfigError for a file that cannot be used."""
     if certificate is None:
-        if key is not None:
-            raise ConfigError("--tls-client-key is the key of a certificate; give --tls-client-cert too")
         return None
-    certificate, key = certificate.expanduser(), key.expanduser() if key is not None else None
-    require_private(key or certificate)
-    shown = ClientCertificate(certificate, key)
+    certificate = certificate.expanduser()
+    require_private(certificate)
+    shown = ClientCertificate(certificate)
     shown.check()
     return shown
 

@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from outrider.edge.cli.draft_flags import (
-    DraftBytes,
     DraftDevice,
     EmulateNpu,
     HowMuch,
@@ -22,7 +21,6 @@ from outrider.edge.cli.draft_flags import (
 )
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import Effort
-from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import WIDENED_MB
 from outrider.models.sampling import SamplingParams
@@ -55,7 +53,6 @@ class DemoOptions:
     emulate_npu: EmulateNpu = False
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
-    draft_bytes: DraftBytes = BYTES_PER_TOKEN
     lookup: Lookup = None
     choice: DraftChoice = field(init=False)
     params: SamplingParams = field(init=False)
@@ -63,6 +60,6 @@ class DemoOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", draft_choice(self.runtime, self.draft_device, self.emulate_npu))
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
-        refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)
+        refuse_idle_tree(self.width, self.lookup, self.runtime)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
             raise ConfigError(f"--json {self.json} cannot be written; name a file in a directory that you may write to")

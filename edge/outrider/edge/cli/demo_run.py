@@ -143,7 +143,7 @@ def _left_out(options: DemoOptions, plan: TimePlan, num_texts: int) -> list[str]
 
 
 def _tree(options: DemoOptions) -> AgentOptions:
-    return make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
+    return make_options(options.width, options.effort, is_looked_up=options.lookup is not False)
 
 
 async def _texts(

@@ -13,7 +13,7 @@ from outrider.models.command_line import print_line
 from outrider.models.tokenizer import Tokenizer
 
 
-def open_library(docs: Path, docs_tokens: int, tokenizer: Tokenizer, about: Console) -> Library:
+def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:
     """Reads and indexes the documents; says what is left out. Raises ConfigError, and RuntimeUnavailable."""
     found = read_documents(docs)
     index = PassageIndex(found.documents, default_index_cache())
@@ -23,4 +23,4 @@ def open_library(docs: Path, docs_tokens: int, tokenizer: Tokenizer, about: Cons
     print_line(
         about, f"documents: {len(found.documents)}, in {len(index.passages)} passages; the index was {how}", "dim"
     )
-    return Library(index, tokenizer, docs_tokens)
+    return Library(index, tokenizer)

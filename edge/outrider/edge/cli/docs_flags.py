@@ -14,4 +14,3 @@ Docs = Annotated[
         help="Find passages for the prompt in the text, Markdown and program files below DIR, and draft from them.",
     ),
 ]
-DocsTokens = Annotated[int, typer.Option(min=64, help="Tokens of the passages of --docs in one prompt, at most.")]

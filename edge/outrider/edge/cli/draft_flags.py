@@ -14,7 +14,6 @@ from click.core import ParameterSource
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntime
 from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
-from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.store.auto import AUTO
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
 
 LOOKUP: Final = "--lookup or --no-lookup"
 
-TREE: Final = ("width", "draft_bytes", "lookup", "patience_ms")
+TREE: Final = ("width", "lookup")
 """Options of drafted trees."""
 DRAFTS: Final = (
-    *("runtime", "draft_device", "emulate_npu", "provider"),
+    *("runtime", "draft_device", "emulate_npu"),
     *TREE,
     *("on_battery", "depth", "effort", "threads"),
 )
@@ -63,7 +62,8 @@ DraftDevice = Annotated[
     str | None,
     typer.Option(
         metavar="[cpu|gpu|npu|gpu.N]",
-        help="What the draft runs on, gpu.1 for the second GPU; default: the device that its bundle was made for.",
+        help="What the draft runs on, gpu.1 for the second GPU; or ONNX Runtime's execution provider by full name, or "
+        "prefer-npu. Default: the device that its bundle was made for.",
     ),
 ]
 Runtime = Annotated[
@@ -71,26 +71,27 @@ Runtime = Annotated[
     typer.Option(help="What drafts; default: the bundle's runtime. ngram copies earlier passages of the text."),
 ]
 EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]
-Provider = Annotated[
-    str | None,
-    typer.Option(help="ONNX Runtime's execution provider by full name, or prefer-npu; in place of --draft-device."),
-]
 Depth = Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")]
 Width = Annotated[str, typer.Option(help="Guesses per token: auto, or 1 to 8; 1 drafts a single path.")]
 HowMuch = Annotated[Effort, typer.Option(help="How much the device drafts; low saves energy.")]
-DraftBytes = Annotated[float, typer.Option(min=1.0, help="Bytes of drafts sent per token of the text, at most.")]
 Lookup = Annotated[
     bool | None,
     typer.Option("--lookup/--no-lookup", help="Also copy earlier passages of the text.", show_default="lookup"),
-]
-Patience = Annotated[
-    float | None, typer.Option(min=0.0, help="Longest wait of the target for a draft; default: it chooses.")
 ]
 Threads = Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")]
 OfflineOk = Annotated[
     bool,
     typer.Option("--offline-ok", help="Where no cloud answers, let the draft write alone, marked as unverified."),
 ]
+
+
+REMOVED_DRAFTING: Final = {
+    "--draft-bytes": "A device sends 150 bytes of drafts per token of the text at most; with --width 1 about 10.",
+    "--provider": "Give the execution provider's name to --draft-device.",
+    "--patience-ms": "The target chooses how long it waits for a draft, by its step times.",
+    "--tls-client-key": "Put the key into the file of --tls-client-cert, after the certificates.",
+}
+"""What to do in place of options that there were once."""
 
 
 def is_typed(parameter: str) -> bool:
@@ -103,25 +104,28 @@ def is_typed(parameter: str) -> bool:
     return source in (None, ParameterSource.COMMANDLINE)
 
 
-def draft_choice(
-    runtime: DraftRuntime | None, draft_device: str | None, emulate_npu: bool, provider: str | None = None
-) -> DraftChoice:
+def draft_choice(runtime: DraftRuntime | None, draft_device: str | None, emulate_npu: bool) -> DraftChoice:
     """The choice that these options make. Raises ConfigError where typed ones contradict each other.
 
     A configured one that contradicts a typed one gives way.
     """
     try:
-        return DraftChoice(runtime, draft_device, emulate_npu, provider)
+        return _choice(runtime, draft_device, emulate_npu)
     except ConfigError:
-        typed = DraftChoice(
+        typed = _choice(
             runtime if is_typed("runtime") else None,
             draft_device if is_typed("draft_device") else None,
             emulate_npu and is_typed("emulate_npu"),
-            provider if is_typed("provider") else None,
         )
         if typed == AS_BUNDLED:
             raise
         return typed
+
+
+def _choice(runtime: DraftRuntime | None, device: str | None, emulate_npu: bool) -> DraftChoice:
+    if device is not None and (device == "prefer-npu" or device.endswith("ExecutionProvider")):
+        return DraftChoice(runtime, None, emulate_npu, device)
+    return DraftChoice(runtime, device, emulate_npu)
 
 
 def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
@@ -145,13 +149,12 @@ def refuse_idle_effort(depth: str, effort: Effort) -> None:
         refuse_idle(f"--depth {depth} does not depend on times", {"--effort": effort is not Effort.NORMAL})
 
 
-def refuse_idle_tree(width: str, draft_bytes: float, lookup: bool | None, runtime: str | None) -> None:
+def refuse_idle_tree(width: str, lookup: bool | None, runtime: str | None) -> None:
     """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
-    is_bytes, is_lookup = draft_bytes != BYTES_PER_TOKEN, lookup is not None
     if width == "1":
-        refuse_idle("--width 1 drafts a single path", {"--draft-bytes": is_bytes, LOOKUP: is_lookup})
+        refuse_idle("--width 1 drafts a single path", {LOOKUP: lookup is not None})
     if runtime == "ngram":
-        refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: is_lookup})
+        refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: lookup is not None})
 
 
 def _parameter(name: str) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -14,20 +15,17 @@ from outrider.edge.cli.cloud_flags import (
     Clouds,
     KeyFile,
     TlsClientCert,
-    TlsClientKey,
     certificate_in_use,
     keys_in_use,
 )
 from outrider.edge.cli.draft_flags import (
     BatteryWork,
     Depth,
-    DraftBytes,
     DraftDevice,
     Drafts,
     EmulateNpu,
     HowMuch,
     Lookup,
-    Provider,
     Runtime,
     Width,
     draft_choice,
@@ -37,11 +35,15 @@ from outrider.edge.cli.draft_flags import (
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
-from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
+from outrider.models.errors import ConfigError
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.sampling import SamplingParams
+
+AS_PARAM: Final = "Give it as --param NAME=NUMBER, such as --param top_p=0.9."
+_SAMPLING: Final = ("top_k", "top_p", "min_p")
+_INTEGERS: Final = ("top_k", "min_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,6 @@ class KeyOptions:
     key_file: KeyFile = None
     allow_http: AllowHttp = False
     tls_client_cert: TlsClientCert = None
-    tls_client_key: TlsClientKey = None
 
     def keys(self) -> Keys:
         """The keys, and the device's certificate, for the command that runs now.
@@ -72,7 +73,7 @@ class KeyOptions:
         Raises as `keys_in_use` and `certificate_in_use`.
         """
         keys = keys_in_use(self.api_key, self.key_file, allow_http=self.allow_http)
-        return replace(keys, certificate=certificate_in_use(self.tls_client_cert, self.tls_client_key))
+        return replace(keys, certificate=certificate_in_use(self.tls_client_cert))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +85,11 @@ class PlaceOptions:
     draft_device: DraftDevice = None
     runtime: Runtime = None
     emulate_npu: EmulateNpu = False
-    provider: Provider = None
     choice: DraftChoice = field(init=False)
 
     def _choose(self) -> None:
         """Sets `choice`. Raises as `draft_choice`."""
-        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
+        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu)
         object.__setattr__(self, "choice", choice)
 
 
@@ -103,7 +103,6 @@ class DraftingOptions(PlaceOptions):
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
     on_battery: BatteryWork = OnBattery.HALF
-    draft_bytes: DraftBytes = BYTES_PER_TOKEN
     lookup: Lookup = None
 
     @property
@@ -114,7 +113,7 @@ class DraftingOptions(PlaceOptions):
     def _refuse_idle_drafting(self) -> None:
         """Raises ConfigError for typed options that have no effect beside one another."""
         refuse_idle_effort(self.depth, self.effort)
-        refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)
+        refuse_idle_tree(self.width, self.lookup, self.runtime)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +123,33 @@ class SamplingOptions:
     __slots__ = ()
 
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
-    top_k: Annotated[int, typer.Option(help="0 or -1 keeps all.")] = 0
-    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="0 keeps all.")] = 0.0
+    param: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=NUMBER",
+            help="Another parameter of the pick, repeatable: top_k, top_p, min_p; for `run` also repetition_penalty, "
+            "presence_penalty, frequency_penalty, min_tokens, typical_p, xtc_probability and xtc_threshold.",
+        ),
+    ] = field(default_factory=list)
     params: SamplingParams = field(init=False)
 
-    def _set_params(self, seed: int | None) -> None:
-        """Sets `params`; draws a seed where none is given. Raises SamplingError."""
+    def _set_params(self, seed: int | None, others: Sequence[str] = ()) -> dict[str, float]:
+        """Sets `params`; draws a seed where none is given. Raises SamplingError.
+
+        others: names that --param may have beside those of the sampling; returns their numbers.
+        """
+        numbers = dict(_named(each, (*_SAMPLING, *others)) for each in self.param)
         seed = secrets.randbits(32) if seed is None else seed
-        object.__setattr__(self, "params", SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, seed))
+        top_k, top_p, min_p = int(numbers.get("top_k", 0)), numbers.get("top_p", 1.0), numbers.get("min_p", 0.0)
+        object.__setattr__(self, "params", SamplingParams(self.temperature, top_k, top_p, min_p, seed))
+        return {name: number for name, number in numbers.items() if name not in _SAMPLING}
+
+
+def _named(text: str, names: Sequence[str]) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        if name not in names or (name in _INTEGERS and not number.lstrip("-").isdecimal()):
+            raise ValueError
+        return name, float(number)
+    except ValueError:
+        raise ConfigError(f"--param is {text!r}; expected NAME=NUMBER, with one of {', '.join(names)}") from None

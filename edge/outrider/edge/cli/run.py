@@ -51,6 +51,8 @@ from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
 from outrider.models.tokenizer import Tokenizer
 
+ROUNDS: Final = 3
+"""Of --compare; the median counts."""
 OFFLINE_RETRY: Final = RetryPolicy(max_failures=2, max_outage_s=3.0, max_loading_s=1.0, max_asked_s=3.0)
 """With --offline-ok a cloud is given up soon: text comes in the meantime, and the cloud is looked for."""
 
@@ -96,7 +98,7 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
     tokenizer = bundle.tokenizer()
     grounding = None
     if options.docs is not None and options.prompt is not None:
-        library = open_library(options.docs, options.docs_tokens, tokenizer, about)
+        library = open_library(options.docs, tokenizer, about)
         grounding = library.ground(options.prompt)
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
     if is_drafted:
@@ -167,7 +169,6 @@ def make_request(
         params=options.params,
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
-        patience_ms=options.patience_ms,
         tokenizer=fingerprint,
         rules=options.with_bad_words(partial(tokenizer.encode, add_special_tokens=False)),
         end_ids=frozenset(tokenizer.eos_token_ids),
@@ -203,7 +204,7 @@ async def _generate(
         retry = OFFLINE_RETRY if options.offline_ok else None
         endpoints = Endpoints(fleet.ranked(), retry, on_trouble=warn, fleet=fleet)
         drafter = draft.drafter if draft is not None else None
-        tree = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
+        tree = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
         quoted = grounding.quoted if grounding is not None else ()
         tree = tree if eased_by is None else eased(tree)
         agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted, terms=options.terms)
@@ -285,9 +286,9 @@ async def _compare(
     with about.status("comparing with cloud-only", refresh_per_second=1) as status:
 
         def show(num_done: int) -> None:
-            status.update(f"comparing with cloud-only: {num_done} of {options.repeat} rounds")
+            status.update(f"comparing with cloud-only: {num_done} of {ROUNDS} rounds")
 
-        return await compare_modes(agent, cloud_only, request, options.repeat, options.cloud, show)
+        return await compare_modes(agent, cloud_only, request, ROUNDS, options.cloud, show)
 
 
 def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool) -> list[str]:

@@ -2,22 +2,113 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Final
 
 import typer
 
-from outrider.edge.cli.acceptance_options import AcceptanceOptions
-from outrider.edge.cli.docs_flags import Docs, DocsTokens
-from outrider.edge.cli.draft_flags import DRAFTS, TREE, OfflineOk, Patience, Threads, given, is_typed, refuse_idle
+from outrider.edge.cli.docs_flags import Docs
+from outrider.edge.cli.draft_flags import (
+    DRAFTS,
+    REMOVED_DRAFTING,
+    TREE,
+    OfflineOk,
+    Threads,
+    given,
+    is_typed,
+    refuse_idle,
+)
 from outrider.edge.cli.grammar_options import GrammarOptions
-from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SamplingOptions, SourceOptions
-from outrider.edge.cli.rule_options import RuleOptions
+from outrider.edge.cli.option_groups import AS_PARAM, DraftingOptions, KeyOptions, SamplingOptions, SourceOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
-from outrider.edge.retrieval.documents import DOCS_TOKENS
-from outrider.models.acceptance import RuleTerms
+from outrider.models.acceptance import DEFAULT_DELTA, MAX_DELTA, PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.errors import ConfigError
+from outrider.models.transforms.bad_words import bad_word_ids
+from outrider.models.transforms.rules import PLAIN, RowRules
+
+NUMBERS: Final = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "typical_p", "xtc_probability", "xtc_threshold"),
+)
+"""Rules on rows that --param gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions:
+    """What changes the target's choice besides sampling; numbers are --param's. The draft knows the rules too."""
+
+    __slots__ = ()
+
+    logit_bias: Annotated[
+        list[str], typer.Option(metavar="ID=NUMBER", help="Added to a token's logit, -100 to 100; repeatable.")
+    ] = field(default_factory=list)
+    bad_word: Annotated[list[str], typer.Option(help="A word that the text never has; repeatable.")] = field(
+        default_factory=list
+    )
+    rules: RowRules = field(init=False)
+
+    def _set_rules(self, numbers: Mapping[str, float]) -> None:
+        """Sets `rules`, without the bad words. numbers: by the rules' names. Raises ConfigError, SamplingError."""
+        fields: dict[str, Any] = {**numbers, "logit_bias": tuple(map(_bias, self.logit_bias))}
+        if "min_tokens" in numbers:
+            fields["min_tokens"] = int(numbers["min_tokens"])
+        object.__setattr__(self, "rules", replace(PLAIN, **fields))
+
+    def with_bad_words(self, encode: Callable[[str], list[int]]) -> RowRules:
+        """The rules with the bad words. encode: without special tokens. Raises SamplingError."""
+        if not self.bad_word:
+            return self.rules
+        return replace(self.rules, bad_words=tuple(map(tuple, bad_word_ids(encode, self.bad_word))))
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, separator, addend = text.partition("=")
+    try:
+        if not (separator and token.isascii() and token.isdecimal()):
+            raise ValueError
+        return int(token), float(addend)
+    except ValueError:
+        raise ConfigError(f"--logit-bias is {text!r}; expected ID=NUMBER, such as 42=-100") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceOptions:
+    """The rule, and tolerance's parameters."""
+
+    __slots__ = ()
+
+    rule: Annotated[
+        Rule,
+        typer.Option(
+            help="How the target accepts drafted tokens. coupled, greedy: exactly its text; rejection: a text of the "
+            "same distribution; tolerance: LOSSY, and the server must allow it. The last two need --mode stop-and-wait."
+        ),
+    ] = Rule.COUPLED
+    delta: Annotated[
+        str,
+        typer.Option(
+            metavar="NUMBER|SHARE%",
+            help="tolerance: accept while log p >= log q - delta; 70% calibrates delta until so many are accepted.",
+        ),
+    ] = str(DEFAULT_DELTA)
+    terms: RuleTerms = field(init=False)
+
+    def _set_terms(self) -> None:
+        """Sets `terms`. Raises ConfigError, also for a typed delta that has no effect under the rule."""
+        if self.rule is not Rule.TOLERANCE:
+            refuse_idle(f"the rule is {self.rule.value}", given(self, "delta"))
+        try:
+            number, is_share = float(self.delta.removesuffix("%")), self.delta.endswith("%")
+            terms = RuleTerms(self.rule, acceptance=number / 100.0) if is_share else RuleTerms(self.rule, number)
+        except ValueError:
+            number, is_share, terms = -1.0, False, PLAIN_TERMS
+        if not (1.0 <= number <= 99.0 if is_share else 0.0 <= number <= MAX_DELTA):
+            raise ConfigError(
+                f"--delta is {self.delta!r}; expected a number, 0 to {MAX_DELTA:g}, or a share, 1% to 99%"
+            )
+        object.__setattr__(self, "terms", terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +132,7 @@ class RunOptions(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False
     _rules: ClassVar = RuleOptions
     _grammar: ClassVar = GrammarOptions
-    patience_ms: Patience = None
     docs: Docs = None
-    docs_tokens: DocsTokens = DOCS_TOKENS
     threads: Threads = 0
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
     offline_ok: OfflineOk = False
@@ -54,29 +143,38 @@ class RunOptions(
     compare: Annotated[
         bool, typer.Option("--compare", help="Then measure this mode and cloud-only in turn; print the speed-up.")
     ] = False
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds of --compare; the median counts.")] = 3
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also print the other figures, and which passages the prompt has.")
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     _keys: ClassVar = KeyOptions
-    terms: RuleTerms = field(init=False)
+
+    HELP: ClassVar = {
+        "The text": ("max_tokens", "temperature", "seed", "param", "schema", "docs", "chat"),
+        "The draft and the cloud": ("draft", "draft_device", "cloud", "key_file", "mode", "on_battery", "offline_ok"),
+        "What is shown": ("compare", "verbose", "as_json"),
+    }
+    REMOVED: ClassVar = REMOVED_DRAFTING | {
+        **dict.fromkeys(
+            ("--top-k", "--top-p", "--min-p", *(f"--{name.replace('_', '-')}" for name in NUMBERS)), AS_PARAM
+        ),
+        "--acceptance": "Give the share to --delta: --delta 70%.",
+        "--repeat": "--compare measures three rounds.",
+        "--docs-tokens": "Passages have 512 tokens at most.",
+    }
 
     def __post_init__(self) -> None:
         self._choose()
-        self._set_params(self.seed)
-        self._set_rules()
+        self._set_rules(self._set_params(self.seed, NUMBERS))
+        self._set_terms()
         self._set_grammar()
         self._refuse_idle()
-        terms = RuleTerms(self.rule, self.delta, self.acceptance)
-        object.__setattr__(self, "terms", terms)
         if self.mode is Mode.CLOUD_ONLY:
             if self.compare and is_typed("compare"):
                 raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")
             # What is left was configured for other modes.
             object.__setattr__(self, "choice", AS_BUNDLED)
             object.__setattr__(self, "compare", False)
-            object.__setattr__(self, "patience_ms", None)
 
     def _refuse_idle(self) -> None:
         """Raises ConfigError for typed options that would have no effect."""
@@ -86,9 +184,6 @@ class RunOptions(
             raise ConfigError("--compare measures the cloud, and --offline-ok does without; leave one of them out")
         if self.grammar is not None:
             refuse_idle("the grammar says where the text ends", given(self, "ignore_eos"))
-        if self.docs is None:
-            refuse_idle("without --docs there are no passages", given(self, "docs_tokens"))
-        self._refuse_idle_acceptance()
         if self.rule.needs_evidence and self.mode is Mode.STREAM:
             raise ConfigError(
                 f"--rule {self.rule.value} judges a block at a time; add --mode stop-and-wait, or leave out --rule"

@@ -46,6 +46,8 @@ _log = logging.getLogger("outrider.serve")
 _SWITCH_S: Final = 0.001
 """How long another thread may keep Python from the event loop, which lets go at each read and write. By default it is
 5 ms: while a request's documents are indexed, answers to others took 100 ms."""
+DRAIN_S: Final = 5.0
+"""How long texts may take to finish at the end."""
 _CONNECTIONS_PER_TEXT: Final = 10
 """To a verifier: a stream, and the drafts in flight."""
 
@@ -71,15 +73,13 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     make_depth(options.depth, Estimates())
-    agent_options = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
+    agent_options = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
     clouds = clouds_of(options.cloud, cloud_keys or Keys(options.api_key, is_http_allowed=options.allow_http))
     with open_socket(options.host, options.port) as sock:
         settings = LocalSettings(
             keys=keys,
-            max_body_bytes=options.max_body_kb << 10,
             max_requests=options.max_requests,
             max_own=options.max_own or options.max_requests,
-            rate_per_s=options.rate,
             pages=page_policy(
                 options.host,
                 sock.getsockname()[0],
@@ -92,15 +92,13 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
             shows_details=is_loopback(options.host),
             depth=options.depth,
             options=agent_options,
-            patience_ms=options.patience_ms,
-            docs_tokens=options.docs_tokens,
             shows_metrics=options.metrics,
         )
         core = _open_core(options, clouds, settings)
         url = url_of(sock, is_tls=tls is not None)
         server = LocalServer(
             core,
-            drain_s=options.drain_s,
+            drain_s=DRAIN_S,
             limits=ConnectionLimits(max_body_bytes=settings.max_body_bytes),
             tls=tls,
             on_ready=lambda: _announce(url, core),
@@ -126,7 +124,7 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
     tokenizer = bundle.tokenizer()
-    library = open_library(options.docs, options.docs_tokens, tokenizer, about) if options.docs is not None else None
+    library = open_library(options.docs, tokenizer, about) if options.docs is not None else None
     model, others = open_first(
         candidates,
         lambda each: open_draft_model(each.bundle, each.choice, options.threads, num_sequences, options.draft_context),

@@ -8,22 +8,32 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from outrider.edge.cli.docs_flags import Docs, DocsTokens
-from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
+from outrider.edge.cli.docs_flags import Docs
+from outrider.edge.cli.draft_flags import REMOVED_DRAFTING, OfflineOk, Threads
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
-from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.models.errors import ConfigError
-from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
+from outrider.models.listen_options import AccessOptions, Host, Port
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
-    REMOVED: ClassVar = dict.fromkeys(
-        ("--rule", "--delta", "--acceptance"),
-        "Every text is exactly the target's; other rules are for `outrider run --mode stop-and-wait`.",
-    )
+    HELP: ClassVar = {
+        "Address and access": ("host", "port", "api_key_file", "allowed_origin", "tls_cert", "tls_key", "metrics"),
+        "The draft and the cloud": ("draft", "draft_device", "cloud", "key_file", "on_battery", "offline_ok"),
+        "Texts": ("max_requests", "docs"),
+    }
+    REMOVED: ClassVar = REMOVED_DRAFTING | {
+        **dict.fromkeys(
+            ("--rule", "--delta", "--acceptance"),
+            "Every text is exactly the target's; other rules are for `outrider run --mode stop-and-wait`.",
+        ),
+        "--max-body-kb": "A request has 1,024 KiB at most.",
+        "--rate": "--max-own bounds what one client has running.",
+        "--drain-s": "Texts have 5 s to finish at the end.",
+        "--docs-tokens": "Passages have 512 tokens at most.",
+    }
     _keys: ClassVar = KeyOptions
     host: Host = "127.0.0.1"
     port: Port = 8077
@@ -55,13 +65,8 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
         int,
         typer.Option(min=1, help="Tokens of a text that the draft holds; it bounds memory. Later ones get no drafts."),
     ] = 8192
-    max_body_kb: MaxBodyKb = 1024
-    rate: Annotated[float, typer.Option(min=0.0, help="Requests per second and client; 0: no limit.")] = 0.0
-    drain_s: Annotated[float, typer.Option(min=0.0, help="How long texts may take to finish at the end.")] = 5.0
     _drafting: ClassVar = DraftingOptions
-    patience_ms: Patience = None
     docs: Docs = None
-    docs_tokens: DocsTokens = DOCS_TOKENS
     offline_ok: OfflineOk = False
     threads: Threads = 0
     metrics: Annotated[bool, typer.Option("--metrics", help="Offer Prometheus metrics at /metrics.")] = False

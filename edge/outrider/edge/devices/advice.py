@@ -48,7 +48,7 @@ def npu_advice(
         if platform != "win32":
             return drives
         return (
-            f"{drives} ONNX Runtime drives Qualcomm's: `pip install onnxruntime-qnn`, then --provider "
+            f"{drives} ONNX Runtime drives Qualcomm's: `pip install onnxruntime-qnn`, then --draft-device "
             "QNNExecutionProvider."
         )
     if platform == "win32":
@@ -134,7 +134,7 @@ def provider_advice(device: str, platform: str = sys.platform, machine: str | No
 
 _METAL: Final = (
     "A Mac's GPU (Metal) is no CUDA device: of ONNX Runtime's providers only WebGPU drives it, `pip install "
-    "onnxruntime-ep-webgpu`, then --provider WebGpuExecutionProvider; not tried by us."
+    "onnxruntime-ep-webgpu`, then --draft-device WebGpuExecutionProvider; not tried by us."
 )
 
 

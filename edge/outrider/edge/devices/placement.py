@@ -52,18 +52,19 @@ class DraftChoice:
                 )
         if self.runtime == "ngram" and (self.device or self.emulate_npu or self.provider):
             raise ConfigError(
-                "n-gram lookup has no model, so no device runs it; leave out --draft-device, --emulate-npu and "
-                "--provider"
+                "n-gram lookup has no model, so no device runs it; leave out --draft-device and --emulate-npu"
             )
         if self.emulate_npu and self.device not in (None, "npu"):
             raise ConfigError(
                 f"--emulate-npu runs the NPU path, and --draft-device asks for {self.device}; leave one of them out"
             )
         if self.emulate_npu and (self.runtime == "onnxruntime" or self.provider):
-            raise ConfigError("--emulate-npu runs OpenVINO's NPU path; leave out --runtime onnxruntime or --provider")
-        if self.provider and (self.device or self.runtime == "openvino"):
             raise ConfigError(
-                "--provider names what ONNX Runtime runs a draft on; leave out --draft-device and --runtime openvino"
+                "--emulate-npu runs OpenVINO's NPU path; leave out --runtime onnxruntime, or the execution provider"
+            )
+        if self.provider and self.runtime == "openvino":
+            raise ConfigError(
+                f"--draft-device {self.provider} is what ONNX Runtime runs a draft on; leave out --runtime openvino"
             )
 
     @property

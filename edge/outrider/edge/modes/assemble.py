@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Protocol
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, Placement, opened_as, place_draft
-from outrider.edge.drafting.by_rule import RuleDrafter
 from outrider.edge.drafting.calibration import MAX_WIDTH
 from outrider.edge.drafting.depth import (
     MAX_DEPTH,
@@ -26,7 +25,7 @@ from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stop_and_wait import RuleDrafter, StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.models.acceptance import PLAIN_TERMS, RuleTerms

@@ -65,7 +65,6 @@ def watching_routes(core: LocalCore) -> list[Route]:
                 tuple(prompt),
                 params,
                 body.max_tokens,
-                patience_ms=core.settings.patience_ms,
                 tokenizer=core.fingerprint,
             )
             text.begin([wanted], TextStyle(stop_ids=stop_ids), facts, [grounding.quoted], is_up=is_up)

@@ -32,9 +32,8 @@ from outrider.edge.serve.grounding import (
 )
 from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
-from outrider.edge.serve.unverified import VerifyAnswerRequest
+from outrider.edge.serve.unverified import VerifyAnswerRequest, verify_answer
 from outrider.edge.serve.upstream import conversation_to_render
-from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
@@ -268,8 +267,7 @@ async def _answer(
                 max_tokens,
                 stop_ids,
                 ignores_eos,
-                core.settings.patience_ms,
-                core.fingerprint,
+                tokenizer=core.fingerprint,
                 rules=rules,
                 end_ids=own_stops,
                 grammar=grammar,

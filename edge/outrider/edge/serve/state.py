@@ -52,7 +52,6 @@ class LocalSettings:
     shows_details: bool = True
     depth: str = "auto"
     options: AgentOptions = field(default_factory=AgentOptions)
-    patience_ms: float | None = None
     docs_tokens: int = DOCS_TOKENS
     shows_metrics: bool = False
 

@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.check.advice import Advice, advise
-from outrider.export.check.agreement import measure_agreement
 from outrider.export.check.measured import load_measured
-from outrider.export.check.parity import Steps, check_parity, rounded
+from outrider.export.check.parity import Steps, check_parity, log_softmax, rounded
 from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
@@ -39,6 +38,31 @@ from outrider.models.machine_load import MachineLoad
 from outrider.models.manifest import Agreement, Parity, Precision, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
+
+
+def measure_agreement(
+    steps: Steps, texts: Sequence[Sequence[int]], expected: Sequence[NDArray[np.float32]], *, num_ids: int
+) -> Agreement:
+    """Share of equal argmaxes and mean KL from the source, over every position of `texts`.
+
+    expected: the source's logits of each text, [length, vocab_size]. num_ids: ids that the tokenizer knows; columns
+    beyond are padding. Tokens go in one at a time, as they do when a model drafts.
+    """
+    num_equal = num_rows = 0
+    divergence = 0.0
+    for text, truth in zip(texts, expected, strict=True):
+        steps.truncate(0)
+        for index, logits in enumerate(truth):
+            found = steps.run(text[index : index + 1], 1)[:, :num_ids]
+            log_p, log_q = log_softmax(logits[None, :num_ids]), log_softmax(found)
+            num_equal += int(found.argmax() == logits[:num_ids].argmax())
+            divergence += float((np.exp(log_p) * (log_p - log_q)).sum())
+            num_rows += 1
+    # Rounding can leave a sum a hair below zero, where no divergence is.
+    return Agreement(
+        rows=num_rows, argmax=rounded(num_equal / num_rows), mean_kl=rounded(max(0.0, divergence / num_rows))
+    )
+
 
 _CHECK_CACHE_BYTES: Final = 1 << 30
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from outrider.export.convert.onnx_blocks import BLOCK_SIZE, quantize_blocks
 from outrider.export.convert.onnx_graph import (
     add_initializer,
     drop_unused,
@@ -25,6 +25,21 @@ from outrider.export.convert.onnx_graph import (
 )
 from outrider.export.quiet import quiet_upstream
 from outrider.models.errors import ExportError
+
+BLOCK_SIZE: Final = 32
+
+
+def quantize_blocks(weights: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Quantizes [K, N] float32 symmetrically: packed [N, B, 32 * bits / 8] uint8 and scales [N, B] float32."""
+    with quiet_onnx():
+        from onnxruntime.quantization import matmul_nbits_quantizer as quantizer
+
+        config = quantizer.DefaultWeightOnlyQuantConfig(block_size=BLOCK_SIZE, is_symmetric=True, bits=bits)
+        packed, scales, _ = quantizer.DefaultWeightOnlyQuantizer(config).qbits_block_quant(
+            np.ascontiguousarray(weights, dtype=np.float32)
+        )
+    return packed, scales
+
 
 _ACCURACY_LEVEL: Final = 4
 _CONTRIB: Final = "com.microsoft"

@@ -26,7 +26,7 @@ from outrider.models.client import tracing
 from outrider.models.client.address import split_login
 from outrider.models.client.address import verifier_url as verifier_url  # also for importers of this module
 from outrider.models.client.certificate import ClientCertificate
-from outrider.models.client.checks import SessionCheck, check_rendered, check_result, check_times
+from outrider.models.client.checks import EventParser, SessionCheck, check_rendered, check_result, check_times
 from outrider.models.client.errors import (
     EndpointLost,
     EndpointWrong,
@@ -40,7 +40,6 @@ from outrider.models.client.errors import (
 )
 from outrider.models.client.exchange import Exchange, LeftSteps, chunks_of, close
 from outrider.models.client.messages import ByteCounts, DraftMessage
-from outrider.models.client.sse import EventParser
 from outrider.models.client.tls import system_tls
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback

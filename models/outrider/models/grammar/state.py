@@ -11,10 +11,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar import masks
 from outrider.models.grammar.cost import GrammarCost
 from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.vocabulary import Vocabulary
+
+_FEW = 512  # allowed tokens up to which they are listed
+
+
+def unpack_mask(bits: bytes, size: int) -> NDArray[np.bool_]:
+    """Which of the first `size` tokens a bit mask allows, lowest bit first; tokens beyond its end are forbidden."""
+    packed = np.frombuffer(bits, np.uint8)
+    found = np.unpackbits(packed, count=min(size, packed.size * 8), bitorder="little").view(np.bool_)
+    if found.size == size:
+        return found
+    padded = np.zeros(size, np.bool_)
+    padded[: found.size] = found
+    return padded
+
+
+def apply_mask(bits: bytes, row: NDArray[np.float32]) -> int:
+    """Sets logits of forbidden tokens to -inf, in place; returns how many tokens stay allowed."""
+    packed = np.frombuffer(bits, np.uint8)
+    filled = np.flatnonzero(packed)
+    if filled.size <= _FEW:  # most places of JSON: listing the allowed tokens costs less than a pass over the row
+        inside = np.unpackbits(packed[filled], bitorder="little").view(np.bool_)
+        allowed = (filled[:, None] * 8 + np.arange(8)).ravel()[inside]
+        allowed = allowed[allowed < row.size]
+        kept = row[allowed]
+        row.fill(-np.inf)
+        row[allowed] = kept
+        return int(allowed.size)
+    is_allowed = unpack_mask(bits, row.size)
+    np.copyto(row, -np.inf, where=~is_allowed)
+    return int(np.count_nonzero(is_allowed))
+
 
 Found = TypeVar("Found")
 
@@ -90,14 +120,14 @@ class GrammarState:
         if self._is_waiting:
             row[self._vocabulary.num_tokens :] = -np.inf
             return
-        if not masks.apply(self._bits(), row):
+        if not apply_mask(self._bits(), row):
             raise self._dead_end()
 
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """Which of the first `size` ids may come next: bool [size]; raises as `mask`."""
         if self._is_waiting:
             return np.arange(size) < self._vocabulary.num_tokens
-        found = masks.unpack(self._bits(), size)
+        found = unpack_mask(self._bits(), size)
         if not found.any():
             raise self._dead_end()
         return found

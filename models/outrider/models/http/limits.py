@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -57,110 +57,111 @@ def body_too_large(max_bytes: int) -> RequestError:
 
 
 MAX_BUCKETS: Final = 65_536
-"""Owners whose rates are known at a time: without keys anybody can be many."""
+"""Owners whose levels are known at a time: without keys anybody can be many."""
 
 
-class RateLimiter:
-    """A token bucket per owner; `rate_per_s` 0 is no limit. Forgets buckets that are full again."""
+class Buckets:
+    """Token buckets by key: each fills by so many units a second, up to its capacity. Any thread may call it.
 
-    def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate_per_s = rate_per_s
-        self._capacity = max(1.0, rate_per_s * BURST_S)
+    Forgets buckets that are full again, and the least recently used beyond `most`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = MAX_BUCKETS) -> None:
         self._clock = clock
-        self._others: dict[float, RateLimiter] = {}  # by rate: key files name few
-        # Owner -> level and when that was, the oldest first.
-        self._levels: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+        self._most = most
+        self._lock = threading.Lock()
+        # Level, when that was, units per second, capacity; the least recently used first.
+        self._levels: OrderedDict[Hashable, tuple[float, float, float, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._levels)
+
+    def spend(self, key: Hashable, count: float, per_s: float, capacity: float, least: float | None = None) -> float:
+        """The bucket's level. Takes `count` units, where that is at least `least`: then the level may fall below 0.
+
+        least: None takes in any case. A negative count gives back. A bucket that was full is full after its limits have
+        changed, too.
+        """
+        with self._lock:
+            now = self._clock()
+            level, then, _, before = self._levels.get(key, (capacity, now, per_s, capacity))
+            level = min(capacity, level + (capacity - before if level >= before else 0.0) + (now - then) * per_s)
+            left = min(capacity, level - count) if least is None or level >= least else level
+            self._levels[key] = left, now, per_s, capacity
+            self._levels.move_to_end(key)
+            while self._levels:
+                left, then, rate, most = next(iter(self._levels.values()))
+                if left + (now - then) * rate < most and len(self._levels) <= self._most:
+                    break
+                self._levels.popitem(last=False)
+            return level
+
+
+class RateLimiter:
+    """Requests per second of each owner; `rate_per_s` 0 is no limit."""
+
+    def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate_per_s = rate_per_s
+        self._buckets = Buckets(clock)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
 
     def spend(self, owner: bytes, rate_per_s: float | None = None) -> None:
         """Takes one request from the owner's bucket. rate_per_s: the owner's own; None: as all others.
 
         Raises RequestError 429 `rate_limited`.
         """
-        if rate_per_s is not None and rate_per_s != self._rate_per_s:
-            if rate_per_s not in self._others:
-                self._others[rate_per_s] = RateLimiter(rate_per_s, self._clock)
-            return self._others[rate_per_s].spend(owner)
-        if not self._rate_per_s:
+        per_s = self._rate_per_s if rate_per_s is None else rate_per_s
+        if not per_s:
             return
-        now = self._clock()
-        self._forget_full(now)
-        level, then = self._levels.pop(owner, (self._capacity, now))
-        level = min(self._capacity, level + (now - then) * self._rate_per_s)
-        is_enough = level >= 1.0
-        self._levels[owner] = (level - 1.0 if is_enough else level, now)
-        if not is_enough:
-            wait_s = math.ceil((1.0 - level) / self._rate_per_s)
+        level = self._buckets.spend(owner, 1.0, per_s, max(1.0, per_s * BURST_S), 1.0)
+        if level < 1.0:
+            wait_s = math.ceil((1.0 - level) / per_s)
             raise Throttled(
-                "rate_limited",
-                f"more than {self._rate_per_s:g} requests per second; retry in {wait_s} s",
-                retry_after_s=wait_s,
+                "rate_limited", f"more than {per_s:g} requests per second; retry in {wait_s} s", retry_after_s=wait_s
             )
-
-    def _forget_full(self, now: float) -> None:
-        full_s = self._capacity / self._rate_per_s
-        while self._levels:
-            _, then = next(iter(self._levels.values()))
-            if now - then < full_s and len(self._levels) < MAX_BUCKETS:
-                return
-            self._levels.popitem(last=False)
 
 
 class Pacer:
     """Spaces a client's requests: `burst` at once, then `rate_per_s`; the others wait, so that none of many cheap ones
-    keeps the event loop from other clients. Forgets clients that could send a full burst again.
-
-    The generic cell rate algorithm (ITU-T I.371): a client has the time at which all of its requests are paid.
+    keeps the event loop from other clients.
     """
 
     def __init__(self, rate_per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._gap_s = 1.0 / rate_per_s
-        self._burst_s = burst / rate_per_s
-        self._clock = clock
-        self._paid_at_s: OrderedDict[bytes, float] = OrderedDict()  # the least recently seen first
+        self._rate_per_s = rate_per_s
+        self._burst = burst
+        self._buckets = Buckets(clock)
 
     def __len__(self) -> int:
-        return len(self._paid_at_s)
+        return len(self._buckets)
 
     def wait_s(self, client: bytes, most_s: float) -> float | None:
         """How long the client's next request waits, which is then counted; None, not counted, beyond `most_s`."""
-        now = self._clock()
-        while self._paid_at_s and (next(iter(self._paid_at_s.values())) <= now or len(self._paid_at_s) > MAX_BUCKETS):
-            self._paid_at_s.popitem(last=False)
-        paid_at_s = max(now, self._paid_at_s.pop(client, now)) + self._gap_s
-        wait_s = max(0.0, paid_at_s - now - self._burst_s)
-        is_counted = wait_s <= most_s
-        self._paid_at_s[client] = paid_at_s if is_counted else paid_at_s - self._gap_s
-        return wait_s if is_counted else None
+        least = 1.0 - most_s * self._rate_per_s
+        level = self._buckets.spend(client, 1.0, self._rate_per_s, self._burst, least)
+        return max(0.0, 1.0 - level) / self._rate_per_s if level >= least else None
 
 
 class TokenBudget:
     """A bucket of tokens per owner, which fills in a minute. Any thread may call it.
 
     A request is admitted once its prompt fits what is there, or the bucket is full. Tokens that its text then takes
-    may exceed that: the debt is paid before the owner's next request. Forgets buckets that are full again.
+    may exceed that: the debt is paid before the owner's next request.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        # Owner -> level, when that was, tokens per minute; the least recently used first.
-        self._levels: OrderedDict[bytes, tuple[float, float, int]] = OrderedDict()
+        self._buckets = Buckets(clock)
 
     def __len__(self) -> int:
-        return len(self._levels)
+        return len(self._buckets)
 
     def admit(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
         """Takes a prompt's tokens. Raises RequestError 429 `tokens_exhausted`, and takes none, if it does not fit."""
-        with self._lock:
-            now = self._clock()
-            level = self._level(owner, now, per_minute)
-            missing = min(num_tokens, per_minute) - level
-            self._put(owner, level if missing > 0 else level - num_tokens, now, per_minute)
-        if missing > 0:
-            wait_s = max(1, math.ceil(missing * 60.0 / per_minute))
+        least = min(num_tokens, per_minute)
+        level = self._buckets.spend(owner, num_tokens, per_minute / 60.0, per_minute, least)
+        if level < least:
+            wait_s = max(1, math.ceil((least - level) * 60.0 / per_minute))
             raise Throttled(
                 "tokens_exhausted",
                 f"this client has used its {per_minute} tokens per minute; retry in {wait_s} s",
@@ -169,24 +170,7 @@ class TokenBudget:
 
     def take(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
         """Takes tokens that a text used, or gives back where `num_tokens` is negative."""
-        with self._lock:
-            now = self._clock()
-            level = self._level(owner, now, per_minute) - num_tokens
-            self._put(owner, min(float(per_minute), level), now, per_minute)
-
-    def _level(self, owner: bytes, now: float, per_minute: int) -> float:
-        level, then, capacity = self._levels.get(owner, (float(per_minute), now, per_minute))
-        level += per_minute - capacity if level >= capacity else 0  # a new limit starts full where the old one was
-        return min(float(per_minute), level + (now - then) * per_minute / 60.0)
-
-    def _put(self, owner: bytes, level: float, now: float, per_minute: int) -> None:
-        self._levels[owner] = (level, now, per_minute)
-        self._levels.move_to_end(owner)
-        while self._levels:
-            level, then, capacity = next(iter(self._levels.values()))
-            if level + (now - then) * capacity / 60.0 < capacity and len(self._levels) <= MAX_BUCKETS:
-                return
-            self._levels.popitem(last=False)
+        self._buckets.spend(owner, num_tokens, per_minute / 60.0, per_minute)
 
 
 class Slots:
