@@ -27,10 +27,10 @@ from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.export.check.acceptance import Continuation, read_along
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.simulation.ranks import Picked
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.picks.sampling import SamplingParams, candidates, pick
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
-from outrider.models.sampling import SamplingParams, candidates, pick
 
 MOST_DRAFTED: Final = 24
 """Tokens of a round at most, as the simulation of drafts beside a target has it (`tree_beside`)."""

@@ -40,7 +40,7 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source.widen import widen
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
 from outrider.reference import draft_dir

@@ -59,7 +59,7 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 ALONE_WAY, TWO, MID, THREE = "target alone", "draft, target", "mid, target", "draft, mid, target"

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from outrider.models.bundle import Bundle
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
 
 TURNS: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"

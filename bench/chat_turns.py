@@ -33,7 +33,7 @@ from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.reference import load_prompts
 
 MOST_OF_FIRST: Final = 1.5

@@ -37,10 +37,10 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source.tiny import make_tiny_model, make_tiny_tokenizer
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
-from outrider.models.sampling import SamplingParams
 
 THREADS = 2
 CONTEXT = 128

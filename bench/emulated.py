@@ -34,9 +34,9 @@ from outrider.edge.lab.cores import Cores
 from outrider.export.report.simulation.ranks import EDGES, Picked, Ranks, bucket
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.picks.sampling import SamplingParams, candidates, pick
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
-from outrider.models.sampling import SamplingParams, candidates, pick
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 Logits = NDArray[np.float32]

@@ -21,11 +21,11 @@ from rich.table import Table
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts
 
 CONTEXT = 96

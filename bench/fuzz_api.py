@@ -37,7 +37,7 @@ from tests.serving import StepGate, fake_tokenizer, read_events, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import SessionOpen
+from outrider.models.wire.protocol import SessionOpen
 from outrider.reference import target_dir
 
 console = Console()

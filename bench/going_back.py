@@ -26,10 +26,10 @@ from bench.report import write_json
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.seam import CommitEvent, Event, GenerateRequest, Sink
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.sampling import SamplingParams
 
 STEPS: Final = 8
 

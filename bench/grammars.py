@@ -32,7 +32,7 @@ from outrider.models.errors import OutriderError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 MAX_TOKENS = 150

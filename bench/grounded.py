@@ -44,7 +44,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.models.runtimes.ngram import QuotedText
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 LEAST: Final = 0.97

@@ -31,7 +31,7 @@ from outrider.cloud.server.serving import VerifierServer
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.sockets import open_socket
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 REFERENCE = Path(__file__).parents[1] / "reference/outrider/reference/target"
 KEY = "a-key-for-the-benchmark"

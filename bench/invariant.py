@@ -42,7 +42,7 @@ from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.reference import load_prompts
 

@@ -44,8 +44,8 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import cloud_process
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
 CLOUD_ONLY, STREAM, VERIFY, AUTO = "cloud-only", "stream", "verify", "auto"

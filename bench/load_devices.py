@@ -22,8 +22,8 @@ from outrider.edge.drafting.calibration import Calibration, Guess
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.modes.stream import tree_message
 from outrider.models.errors import CloudError
-from outrider.models.sampling import SamplingParams
-from outrider.models.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 LEAST_REACH: Final = 5e-4
 SEND_FLOOR: Final = 0.01

@@ -59,8 +59,8 @@ from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
 from outrider.models.http.text import TextAssembler
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
 DIRECT: Final = "direct"

@@ -32,12 +32,12 @@ from outrider.edge.drafting.calibration import Calibration
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.modes.stream import tree_message
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
-from outrider.models.tree_draft import TreeDraft, decode_tree
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.tree_draft import TreeDraft, decode_tree
 from outrider.reference import load_prompts, target_dir
 
 CONTEXT: Final = 96

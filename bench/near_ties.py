@@ -19,10 +19,10 @@ from typing import Final
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
 from outrider.cloud.vllm.options import VllmOptions, engine_arguments
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.errors import RequestError
-from outrider.models.reference_export import REFERENCE
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts
 
 TARGET: Final = Path(__file__).parents[1] / "reference" / "outrider" / REFERENCE / "target"

@@ -64,7 +64,7 @@ from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT
 from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import Outcome, path, simulate
-from outrider.models.prediction import Reach
+from outrider.models.bundle.speed_up import Reach
 
 FLOOR, OF_COMPUTED = 0.97, 0.9
 TREE_BOUNDS: Final = {10.0: 1.5, 50.0: 1.2}

@@ -29,7 +29,7 @@ from rich.table import Table
 from outrider.export.check.runner import BatchSteps, SequenceSteps
 from outrider.export.source.tiny import make_tiny_source
 from outrider.export.source.torch_source import load_source_model, source_logits
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions

@@ -43,7 +43,7 @@ from rich.console import Console
 
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.errors import CloudError
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
 MOST_GROWTH: Final = 0.03

@@ -26,10 +26,10 @@ from outrider.export.recipes import ExportOptions
 from outrider.export.report.simulation.plan import Form
 from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import draft_dir, load_prompts, target_dir
 
 NO_LOOKUP = "--no-lookup"

@@ -105,10 +105,10 @@ def embedded(target: Path, threads: int, num_blocks: int, *, is_batch_invariant:
     """Our engine, as `outrider-cloud serve` configures it, stepped by the caller."""
     from outrider.cloud.engine import Engine, EngineConfig
     from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
-    from outrider.models.bundle import Bundle
+    from outrider.models.bundle.bundle import Bundle
+    from outrider.models.picks.sampling import SamplingParams
     from outrider.models.runtimes import open_batch_runtime
     from outrider.models.runtimes.base import RuntimeOptions
-    from outrider.models.sampling import SamplingParams
 
     def open_runtime(num_bytes: int) -> Any:
         options = RuntimeOptions(num_threads=threads, is_batch_invariant=is_batch_invariant, kv_cache_bytes=num_bytes)

@@ -44,7 +44,7 @@ from outrider.edge.lab.cores import running_on
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.source.widen import widen
 from outrider.models.errors import RuntimeUnavailable
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
 LEAST: Final = 0.95

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams, pick
 
 KINDS = {
     "greedy": SamplingParams(),
@@ -60,7 +60,7 @@ def measure_batch(name: str, count: int, vocab: int, flat: bool, answers: Connec
 
     import torch
 
-    from outrider.models.sampling_torch import pick_rows
+    from outrider.models.picks.sampling_torch import pick_rows
 
     torch.set_num_threads(1)
     logits = torch.from_numpy(make_rows(count, vocab, flat=flat))

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.edge.results import GenerationRequest
+from outrider.models.picks.sampling import gumbel, pick, survivors
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import gumbel, pick, survivors
 from outrider.models.transforms.base import RowState, apply_all
 
 SCORE_NOISE: Final = 1e-3

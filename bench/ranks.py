@@ -32,9 +32,9 @@ from outrider.export.make.pair import PairPaths, reference_directories
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.simulation.ranks import EDGES, MOST_GUESSES, Picked, Ranks, bucket
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.picks.sampling import candidates
 from outrider.models.runtimes.base import SequenceRuntime
-from outrider.models.sampling import candidates
 from outrider.reference import load_prompts
 
 DATA: Final = Path(__file__).parent / "data"

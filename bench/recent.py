@@ -26,7 +26,7 @@ from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.reference import load_prompts
 
 HOT = SamplingParams(temperature=0.8, seed=1)

@@ -34,7 +34,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import VerifierClient
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 _WORKER: Final = "ray::ServeReplica:outrider:replicas"
 _LIMIT_S: Final = 600.0

@@ -26,7 +26,7 @@ from outrider.export.check.runner import open_draft
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.tiny import make_tiny_model, make_tiny_tokenizer
-from outrider.models.manifest import StaticShapes
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.runtimes.base import SequenceRuntime
 
 CONTEXT = 1024

@@ -32,7 +32,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.check.acceptance import Continuation
 from outrider.export.report.simulation.plan import Times
 from outrider.export.report.simulation.ranks import Ranks
-from outrider.models.prediction import Setting
+from outrider.models.bundle.speed_up import Setting
 
 PATH: Final = "path"
 TREE: Final = "tree"

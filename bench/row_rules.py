@@ -32,12 +32,12 @@ from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.rule_fields import RuleFields
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.transforms.base import apply_all
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rules import RowRules
 from outrider.models.transforms.wire import rules_of
+from outrider.models.wire.rule_fields import RuleFields
 
 PARAMS = SamplingParams(temperature=0.8)
 DEPTH = 4

@@ -44,13 +44,13 @@ from outrider.edge.lab.laboratory import ALIKE, Lab, connected, interleave, open
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent, make_options
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
-from outrider.models.acceptance import PLAIN_TERMS, Rule, RuleTerms
-from outrider.models.bundle import Bundle
-from outrider.models.reference_export import export_reference_pair
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.reference_export import export_reference_pair
+from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.picks.tolerance import log_probability
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
-from outrider.models.sampling import SamplingParams
-from outrider.models.tolerance import log_probability
 from outrider.reference import load_prompts
 
 CLOUD_ONLY: Final = "cloud-only"

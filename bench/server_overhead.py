@@ -52,10 +52,10 @@ from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
-from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 from outrider.reference import target_dir
 
 VOCAB_SIZE: Final = 4096

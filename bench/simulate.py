@@ -7,7 +7,7 @@ and no round trip) and the target passes per token:
   block    stop-and-wait, best fixed depth (computed, not simulated)
   never    drafts streamed, the target never waits for one
   patient  drafts streamed, the target waits up to P ms until it holds W drafted tokens; best P and W found by search
-  exact    the same two in expectation, as `outrider.models.prediction` computes them for report cards
+  exact    the same two in expectation, as `outrider.models.bundle.speed_up` computes them for report cards
 
     python -m bench.simulate --alpha 0.65 --draft-ms 1.5 --step-ms 40 --extra-ms 1.2
 """
@@ -18,7 +18,7 @@ import argparse
 import heapq
 import random
 
-from outrider.models.prediction import Reach, Setting, best_depth, stop_and_wait, stream
+from outrider.models.bundle.speed_up import Reach, Setting, best_depth, stop_and_wait, stream
 
 PATIENCES_MS = (0, 2, 5, 10, 20, 40, 80)
 WANTED = (1, 2, 3, 4, 6)

@@ -22,8 +22,8 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
-from outrider.models.protocol import Commit, SessionOpen, SessionRequest
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.protocol import Commit, SessionOpen, SessionRequest
 from outrider.reference import load_prompts
 
 console = Console()

@@ -51,15 +51,15 @@ from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.grounding import Library
 from outrider.edge.retrieval.index import PassageIndex
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
-from outrider.models.draft_heads import DraftHeads
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts
 
 LEAST: Final = 0.95

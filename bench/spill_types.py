@@ -29,7 +29,7 @@ from outrider.cloud.engine.config import SpillType
 from outrider.cloud.engine.spill_codec import BOUNDS
 from outrider.cloud.engine.spill_file import SpillTarget, read_blocks, read_head, write
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, BlockRuntime, RuntimeOptions, SequenceSlice
 from outrider.reference import load_prompts

@@ -29,16 +29,16 @@ from rich.table import Table
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
-from outrider.models.rejection import probabilities
+from outrider.models.picks.rejection import probabilities
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tokenizer import Tokenizer
-from outrider.models.tree_draft import ROOT, TreeDraft, level_of
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.tree_draft import ROOT, TreeDraft, level_of
 from outrider.reference import load_prompts
 
 WAYS = ("no drafts", "draft inside the grammar", "draft unaware of it")

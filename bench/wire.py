@@ -24,7 +24,7 @@ from outrider.edge.lab.comparison import ModeFigures, compare
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.reference import load_prompts
 
 MAX_UP, MAX_DOWN = 150.0, 60.0

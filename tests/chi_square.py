@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tests.fake_runtime import FakeSequenceRuntime
 
-from outrider.models.rejection import SparseDistribution, draw, probabilities, sparse
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.rejection import SparseDistribution, draw, probabilities, sparse
+from outrider.models.picks.sampling import SamplingParams
 
 Row = NDArray[np.float32]
 PROMPT = (1, 2)

@@ -8,9 +8,9 @@ from typing import Any
 from tests.serving import fake_tokenizer, save_fake_tokenizer
 from tests.test_bundle import make_manifest
 
-from outrider.models.bundle import Bundle
-from outrider.models.bundle_writer import BundleWriter
-from outrider.models.manifest import Acceptance
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.bundle.manifest import Acceptance
 
 
 def make_draft(place: Path, *, rate: float | None = None, content: bytes = b"weights", **changes: Any) -> Bundle:

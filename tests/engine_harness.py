@@ -8,8 +8,8 @@ from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
 
 VOCAB = 64
 SAMPLED = SamplingParams(temperature=0.8, seed=7)

@@ -35,10 +35,10 @@ from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.text import UpstreamRetry
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
-from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
 
 EOS_ID = 0
 """`<|end|>`; about one in 300 tokens of the fake language."""

@@ -19,7 +19,7 @@ from outrider.export.check.runner import where_to_check
 from outrider.export.make.pair import PairPaths
 from outrider.export.recipes import ExportOptions
 from outrider.models.errors import RuntimeUnavailable
-from outrider.models.sampling_torch import noise_bits, pick_rows
+from outrider.models.picks.sampling_torch import noise_bits, pick_rows
 from outrider.models.version import outrider_version
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # its profiler says what it lacks on this machine

@@ -18,9 +18,9 @@ from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.check.acceptance import Continuation
 from outrider.export.report.simulation.ranks import Ranks
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import BranchingRuntime
-from outrider.models.sampling import SamplingParams
-from outrider.models.tree_draft import ROOT, decode_tree
+from outrider.models.wire.tree_draft import ROOT, decode_tree
 
 DATA = Path(__file__).parent.parent / "bench" / "data"
 NO_TIME = Emulation(0.0, 0.0, 0.0)

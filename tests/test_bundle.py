@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
 
-from outrider.models import bundle as bundles
-from outrider.models.bundle import Bundle
-from outrider.models.bundle_writer import BundleWriter
-from outrider.models.errors import BundleError
-from outrider.models.manifest import (
+from outrider.models.bundle import bundle as bundles
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.bundle.manifest import (
     Architecture,
     ExportReport,
     FileEntry,
@@ -28,7 +27,8 @@ from outrider.models.manifest import (
     ParityStage,
     Source,
 )
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.errors import BundleError
+from outrider.models.text.tokenizer import Tokenizer
 
 
 def make_manifest(files: tuple[FileEntry, ...], fingerprint: str, name: str = "tiny") -> Manifest:
@@ -135,7 +135,7 @@ def test_an_unchanged_file_is_hashed_once_a_process(bundle: Path, monkeypatch: p
     def forbidden(path: Path) -> str:
         raise AssertionError(f"{path} was hashed again")
 
-    monkeypatch.setattr("outrider.models.bundle.hash_file", forbidden)
+    monkeypatch.setattr("outrider.models.bundle.bundle.hash_file", forbidden)
     Bundle.open(bundle)
 
 
@@ -256,7 +256,7 @@ def test_an_interrupted_writer_leaves_nothing_and_changes_nothing(bundle: Path) 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle_writer import BundleWriter
 with BundleWriter(sys.argv[1], overwrite=True) as writer:
     (writer.directory / "half.json").write_text("{")
     if len(sys.argv) > 2:  # killed between the two renames of a replacement

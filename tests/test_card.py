@@ -47,13 +47,13 @@ from outrider.export.report.simulation.ranks import Picked, Ranks
 from outrider.export.report.simulation.trees import Outcome
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Acceptance, AtDepth, Manifest, Timing
+from outrider.models.bundle.speed_up import Setting, stream
 from outrider.models.errors import ConfigError, ExportError, TokenizerError
-from outrider.models.machine_load import MachineLoad
-from outrider.models.manifest import Acceptance, AtDepth, Manifest, Timing
-from outrider.models.prediction import Setting, stream
+from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.process.machine_load import MachineLoad
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
 
 
 def acceptance(rate: float, *, temperature: float = 0.8) -> Acceptance:

@@ -14,7 +14,7 @@ from outrider.export.make.pair import PairPaths, export_pair
 from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card_html import PageWriter, card_html, write_card_html
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError, DiskFull, ExportError
 
 

@@ -41,11 +41,11 @@ from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import RowRules
-from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 VOCAB = fake_tokenizer().size
 PROMPT = [5, 17, 60, 4]

@@ -25,8 +25,8 @@ from outrider.edge.results import GenerationResult, TokenBatch
 from outrider.models.client.checks import SessionCheck
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import ProtocolBroken
-from outrider.models.protocol import Commit, SessionEvent, SessionOpen, SessionRequest
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.protocol import Commit, SessionEvent, SessionOpen, SessionRequest
 
 
 async def generate(url: str, params: list[SamplingParams], width: int) -> list[tuple[GenerationResult, list[int]]]:

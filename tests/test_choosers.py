@@ -14,7 +14,7 @@ from tests.test_engine import PROMPTS, PickingFake
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ModelFault
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.base import RowState
 from outrider.models.transforms.chooser import RowChooser, logprobs_of
 

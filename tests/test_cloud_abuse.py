@@ -64,8 +64,8 @@ from outrider.models.http.requests import (
     parse,
 )
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer
 
 ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 MESSAGES: dict[str, type[BaseModel]] = {

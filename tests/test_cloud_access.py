@@ -24,9 +24,9 @@ from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
-from outrider.models import watched_files
 from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey
+from outrider.models.process import watched_files
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 

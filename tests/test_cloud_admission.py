@@ -20,8 +20,8 @@ from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
 from outrider.models.http.keys import ApiKey, KeyRing
 from outrider.models.http.limits import MAX_BUCKETS, Slots, TokenBudget
-from outrider.models.protocol import Commit, SessionEnd
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.protocol import Commit, SessionEnd
 
 KEY, OTHER = "a-key-with-limits-of-its-own", "another-key-without-limits"
 OWNER = ApiKey.plain(KEY).digest

@@ -21,10 +21,10 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import ServeOptions
-from outrider.models.bundle import hash_file
+from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import DraftList
+from outrider.models.wire.protocol import DraftList
 
 WEIGHTS = "/v1/drafts/cpu-int8/openvino_model.bin"
 CONTENT = bytes(range(256)) * 8

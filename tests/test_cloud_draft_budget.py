@@ -20,8 +20,8 @@ from outrider.cloud.api.stream import SERVER_SEND, SessionStream
 from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import Commit, SessionEvent, SessionOpen, parse_event
-from outrider.models.tally import RequestTally
+from outrider.models.process.tally import RequestTally
+from outrider.models.wire.protocol import Commit, SessionEvent, SessionOpen, parse_event
 
 PROMPT = [5, 17, 99, 3]
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"

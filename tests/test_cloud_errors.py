@@ -15,7 +15,7 @@ from outrider.cloud.engine import EngineConfig
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import ErrorAnswer, SessionOpen
+from outrider.models.wire.protocol import ErrorAnswer, SessionOpen
 
 PROMPT = [5, 17, 99, 3]
 ALICE = "alice-has-this-key"

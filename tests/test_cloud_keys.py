@@ -17,8 +17,8 @@ from outrider.cloud.server.key_file import add_key, new_key, remove_key
 from outrider.cloud.server.main import app
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import ApiKey, KeyRing, Scope, read_key_lines
-from outrider.models.protocol import Commit, SessionEnd
-from outrider.models.watched_files import WatchedFiles
+from outrider.models.process.watched_files import WatchedFiles
+from outrider.models.wire.protocol import Commit, SessionEnd
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 PROMPT = [5, 6, 7]

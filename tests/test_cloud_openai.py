@@ -20,8 +20,8 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.encoding import encode_chat
 from outrider.models.http.openai import RenderRequest
 from outrider.models.http.text import TextAssembler
-from outrider.models.protocol import ErrorAnswer, RenderAnswer
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.protocol import ErrorAnswer, RenderAnswer
 
 PROMPT = "def verify("
 

@@ -37,13 +37,13 @@ from outrider.cloud.server import replicated
 from outrider.cloud.server.options import EngineName, OwnSource, ServeOptions
 from outrider.cloud.server.replicated import FRONT_OPTIONS, Access, OpenReplica
 from outrider.cloud.server.serve import audit_log_of
-from outrider.models import watched_files
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import KEYS_VARIABLE, ApiKey, KeyRing
 from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import Gate, PagePolicy
 from outrider.models.ingress.sockets import open_socket, url_of
-from outrider.models.protocol import SessionEnd
+from outrider.models.process import watched_files
+from outrider.models.wire.protocol import SessionEnd
 
 ALICE, BOB, ROOT = "alice-has-a-long-key", "bob-has-another-long-key", "root-reads-the-metrics"
 PROMPT = [5, 17, 99, 3]

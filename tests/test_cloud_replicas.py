@@ -46,14 +46,14 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.models import watched_files
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import ConfigError, RequestError, RuntimeUnavailable
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import Commit, SessionEnd, SessionOpen
-from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
+from outrider.models.process import watched_files
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}

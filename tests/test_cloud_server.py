@@ -40,16 +40,16 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.cli.exporter import draft_kind
 from outrider.edge.devices.placement import DraftChoice
+from outrider.models.bundle.manifest import FileEntry
+from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.errors import ConfigError, RuntimeUnavailable, SamplingError
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
-from outrider.models.manifest import FileEntry
-from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
-from outrider.models.reference_export import export_arguments
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.sampling import SamplingParams
-from outrider.models.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.wire.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 PROMPT = [5, 17, 99, 3]
 ALIASES = {
@@ -497,7 +497,7 @@ def test_serving_the_reference_target_exports_it_first(
         ran.append(arguments)
         return '{"draft": "there/draft", "target": "there/target"}'
 
-    monkeypatch.setattr("outrider.models.reference_export.run_child_command", run_child)
+    monkeypatch.setattr("outrider.models.bundle.reference_export.run_child_command", run_child)
     assert embedded.export_reference_target() == Path("there/target")
     assert ran == [["-m", "outrider.export.cli", *export_arguments(700.0, *draft_kind(DraftChoice()))]]  # as `run` asks
     assert "takes one to three minutes" in capsys.readouterr().err

@@ -16,9 +16,9 @@ from outrider.cloud.api.drafts import MAX_TREE_BYTES
 from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.http.sse import EventStream
-from outrider.models.protocol import MAX_STOP_IDS, TREES_SINCE, Commit, SessionEnd, SessionOpen
-from outrider.models.sampling import SamplingParams
-from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.protocol import MAX_STOP_IDS, TREES_SINCE, Commit, SessionEnd, SessionOpen
+from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
 

@@ -30,15 +30,15 @@ from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
-from outrider.models import tracing as models_tracing
 from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
-from outrider.models.extras import is_installed
 from outrider.models.http.logs import LogFormat, formatter_of
 from outrider.models.http.request_context import session_tag
 from outrider.models.http.security import KeyRing
-from outrider.models.tally import MAX_CODES, RequestTally
-from outrider.models.tracing import parse_traceparent
+from outrider.models.process import tracing as models_tracing
+from outrider.models.process.extras import is_installed
+from outrider.models.process.tally import MAX_CODES, RequestTally
+from outrider.models.process.tracing import parse_traceparent
 
 PROMPT = [5, 17, 99, 3]
 SHORT = (5, 17, 9, 3)

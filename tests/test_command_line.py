@@ -24,8 +24,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider.edge.lab import cores
-from outrider.models.child_command import run_child_command
-from outrider.models.command_line import (
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.process.child_command import run_child_command
+from outrider.models.process.command_line import (
     make_app,
     print_line,
     read_stdin,
@@ -34,8 +35,7 @@ from outrider.models.command_line import (
     takes_options,
     tolerate_narrow_encodings,
 )
-from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.extras import importing, is_installed, require_packages
+from outrider.models.process.extras import importing, is_installed, require_packages
 
 SCRIPTS = {
     "outrider": "outrider.edge.cli",
@@ -147,7 +147,9 @@ def test_a_mistyped_command_is_answered_with_one_suggestion(
 
 def test_only_options_are_suggested_for_an_option(run: Run) -> None:
     """Not the argument PROMPT, which is no answer to --promt."""
-    assert run("outrider", "run", "--promt", "x")[2].startswith("error: No such option '--promt'. Did you mean '--param'?\n")
+    assert run("outrider", "run", "--promt", "x")[2].startswith(
+        "error: No such option '--promt'. Did you mean '--param'?\n"
+    )
 
 
 def test_arguments_have_help(run: Run) -> None:
@@ -177,7 +179,7 @@ sys.meta_path.insert(0, Interrupt())
         ("outrider", ["run", "x"], "outrider.edge.cli.run"),
         ("outrider", ["run", "x"], "httpx"),
         ("outrider", ["devices"], "openvino"),
-        ("outrider-cloud", ["serve", "x"], "outrider.models.command_line"),
+        ("outrider-cloud", ["serve", "x"], "outrider.models.process.command_line"),
         ("outrider-cloud", ["serve", "x"], "rich.console"),
         ("outrider-cloud", ["serve", "x"], "fastapi"),
         ("outrider-export", ["families"], "outrider.export.make.pair"),
@@ -213,7 +215,7 @@ def test_a_narrow_encoding_replaces_characters(script: str, tmp_path: Path) -> N
 
 def test_standard_output_in_ascii_shows_question_marks() -> None:
     """What the encoding lacks is replaced, the rest is printed."""
-    wide = "from outrider.models.command_line import tolerate_narrow_encodings as t; t(); print('a東é')"
+    wide = "from outrider.models.process.command_line import tolerate_narrow_encodings as t; t(); print('a東é')"
     finished = run_script("outrider", "-h", before=wide, PYTHONIOENCODING="ascii")
     assert finished.returncode == 0 and finished.stdout.splitlines()[0] == "a??"
 
@@ -461,7 +463,7 @@ def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) ->
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
     child = f"import os, signal; open({str(fifo)!r}, 'w').write(str(os.getpid())); signal.pause()"
-    code = f"from outrider.models.child_command import run_child_command as run; run(['-c', {child!r}], 'no')"
+    code = f"from outrider.models.process.child_command import run_child_command as run; run(['-c', {child!r}], 'no')"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -513,7 +515,7 @@ def test_a_second_ctrl_c_ends_a_child_that_takes_its_time(tmp_path: Path) -> Non
     os.mkfifo(told)
     child = STUBBORN.format(started=str(started), told=str(told))
     code = (
-        "from outrider.models import child_command\n"
+        "from outrider.models.process import child_command\n"
         "child_command._GRACE_S = 1e6\n"
         f"child_command.run_child_command(['-c', {child!r}], 'no')"
     )

@@ -33,8 +33,8 @@ from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
+from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import export_arguments
 
 KEYS = {
     *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p95", "acceptance_rate", "tokens_per_pass", "passes_per_token"),

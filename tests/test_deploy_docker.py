@@ -34,7 +34,7 @@ from tests.serving import serve_fake
 from tests.tiny_models import make_chat_target
 
 from outrider.cloud.api.app import PROBE_PATHS
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ from tests.tiny_models import make_tiny_tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from outrider.models.errors import TokenizerError
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 TEXTS = st.text(
     alphabet=st.one_of(st.sampled_from("aeiou \n\t.,()'é中文日本語😀👩‍🚀🇳🇴"), st.characters(codec="utf-8")), max_size=40

@@ -27,7 +27,7 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.export.source.tiny import make_tiny_model, make_tiny_source, make_tiny_tokenizer
-from outrider.models.bundle import hash_file
+from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ConfigError, DiskFull, ExportError, ModelFault, RuntimeUnavailable, TokenizerMismatch
 
 OPTIONS = DistillOptions(

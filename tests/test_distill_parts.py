@@ -26,7 +26,7 @@ from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
 from outrider.models.errors import ExportError, TokenizerError
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -14,10 +14,10 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
-from outrider.models.protocol import SessionRequest
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.transforms.plan import RowPlan
+from outrider.models.wire.protocol import SessionRequest
 from outrider.reference import target_dir
 
 SCHEMA = {

@@ -20,13 +20,13 @@ from outrider.export.distill.heads import HeadOptions, add_heads
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.tiny import make_tiny_source
-from outrider.models.bundle import Bundle
-from outrider.models.draft_heads import HEADS_FILE, DraftHeads
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.draft_heads import HEADS_FILE, DraftHeads
 from outrider.models.errors import ConfigError
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import HiddenRuntime, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_reference import load_causal_lm
-from outrider.models.sampling import SamplingParams
 
 OPTIONS = HeadOptions(count=2, target_dtype="fp32", steps=40, tokens=3000, row_length=32, rate=3e-3, num_threads=1)
 PROMPTS = [f"def f{number}(x, y{number % 7}):" for number in range(40)]

@@ -35,10 +35,10 @@ from outrider.cloud.pending.trie import (
     DraftTrie,
 )
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.draft_heads import FORMAT, DraftHeads
+from outrider.models.bundle.draft_heads import FORMAT, DraftHeads
 from outrider.models.errors import BundleError, ConfigError
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
 
 GREEDY = SamplingParams()
 PROMPT = (1, 2, 3)

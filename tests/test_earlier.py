@@ -34,8 +34,8 @@ from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.http.security import KeyRing
-from outrider.models.sampling import SamplingParams
-from outrider.models.tree_draft import CHANCES, TreeDraft
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.tree_draft import CHANCES, TreeDraft
 
 GREEDY = SamplingParams()
 PROMPT = (1, 2, 3)

@@ -40,9 +40,9 @@ from outrider.models.client.errors import EndpointLost
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import CloudError, ModelFault, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import DraftRequest, SessionOpen
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tree_draft import TREE_MEDIA_TYPE, TreeDraft, decode_tree
+from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.wire.protocol import DraftRequest, SessionOpen
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE, TreeDraft, decode_tree
 
 VOCAB = fake_tokenizer().size
 SETTINGS = [SamplingParams(), SamplingParams(0.8, seed=11), SamplingParams(0.8, top_p=0.9, top_k=40, seed=12)]

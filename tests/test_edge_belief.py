@@ -22,7 +22,7 @@ from outrider.edge.drafting.calibration import (
 from outrider.edge.drafting.estimates import CallTimes, Estimates, ForgettingRatio
 from outrider.edge.drafting.tree import GuessTree, Node
 from outrider.models.errors import CloudError
-from outrider.models.sampling import Candidates
+from outrider.models.picks.sampling import Candidates
 
 CHANCES = (0.6, 0.3, 0.1)
 

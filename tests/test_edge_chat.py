@@ -41,7 +41,7 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import HeldPrefix, OnTokens, Origin, TokenBatch
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.errors import CloudError, ConfigError, RequestError
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 SAMPLED = SamplingParams(0.8, seed=5)
 MAX_TOKENS = 12

@@ -43,8 +43,8 @@ from outrider.export.quiet import quiet_upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.extras import missing_extra
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.extras import missing_extra
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

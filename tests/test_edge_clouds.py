@@ -25,7 +25,7 @@ from outrider.edge.setup.endpoints import Endpoint, Keys
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, TargetMismatch
 from outrider.models.errors import ConfigError
-from outrider.models.protocol import ReadyAnswer
+from outrider.models.wire.protocol import ReadyAnswer
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
 

@@ -24,7 +24,7 @@ from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
 from outrider.edge.setup.key_file import read_key_file
 from outrider.edge.setup.settings import Settings, expectation
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing

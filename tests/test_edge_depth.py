@@ -24,9 +24,9 @@ from outrider.edge.drafting.depth import (
     best_verified,
 )
 from outrider.edge.drafting.estimates import Estimates
+from outrider.models.bundle.speed_up import tokens_per_pass
 from outrider.models.errors import ConfigError
-from outrider.models.prediction import tokens_per_pass
-from outrider.models.sampling import Candidates
+from outrider.models.picks.sampling import Candidates
 
 
 def judged(num_matched: int, is_wrong: bool) -> CommitOutcome:

@@ -31,15 +31,15 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
-from outrider.models import extras
-from outrider.models.bundle import Bundle
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.bundle.manifest import Device, FileEntry, Manifest, StaticShapes
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.manifest import Device, FileEntry, Manifest, StaticShapes
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process import extras
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.npu_compile import npu_core
-from outrider.models.sampling import SamplingParams
 
 EMULATED = "NPU path emulated on the CPU; not run on hardware"
 ALL_DEVICES = {

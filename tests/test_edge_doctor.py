@@ -39,7 +39,7 @@ from outrider.edge.doctor.probe import ProbeFailed, Profile, ask_runtime, profil
 from outrider.edge.store.shelf import PulledFor, Shelf
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.sockets import TlsFiles
-from outrider.models.protocol import PROTOCOL_VERSION
+from outrider.models.wire.protocol import PROTOCOL_VERSION
 
 __all__ = ["bundle", "config"]  # fixtures
 

@@ -26,8 +26,8 @@ from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import DraftWorker, TreeLimits
 from outrider.edge.results import GenerationRequest
+from outrider.models.picks.sampling import Candidates, SamplingParams, pick
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
-from outrider.models.sampling import Candidates, SamplingParams, pick
 
 VOCAB = 30
 SAMPLED = SamplingParams(0.8, seed=4)

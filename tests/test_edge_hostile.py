@@ -39,7 +39,7 @@ from outrider.models.client.client import ClientOptions, VerifierClient, longest
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.sse import KEEP_ALIVE
-from outrider.models.protocol import SessionOpen
+from outrider.models.wire.protocol import SessionOpen
 
 VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)

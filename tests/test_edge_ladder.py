@@ -39,10 +39,10 @@ from outrider.edge.modes.ladder import LazyModel, candidates_of
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.drafts import DraftSequences
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 ORT = FoundRuntime("onnxruntime", "1.2", (FoundDevice("CPUExecutionProvider", "Some Processor", "cpu"),))

@@ -46,7 +46,7 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointUnfit, EndpointWrong
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.text import TextStyle
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.chooser import TokenLogprobs
 
 __all__ = ["fake_bundle"]  # a fixture

@@ -30,8 +30,8 @@ from outrider.edge.serve.watch import MAX_GUESSES
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import Commit, SessionEnd, SessionOpen, SessionRequest
 from outrider.models.visible import visible
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen, SessionRequest
 
 KEY = "a-key-of-the-device"
 LONG = "x" * 400

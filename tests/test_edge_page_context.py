@@ -14,7 +14,7 @@ from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_page import ask, code_of, events_of, fill, opened, runs, text_of
 
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.protocol import RenderAnswer
+from outrider.models.wire.protocol import RenderAnswer
 
 CONTEXT = 160
 COUNT_REQUESTS = """

@@ -28,7 +28,7 @@ from outrider.models.client.checks import EventParser
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.client.messages import ByteCounts, DraftMessage
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen
 
 STREAM = (
     b'data: {"type":"open","session":"s","model":"m","protocol":1,"step_ms":40.5}\n\n'
@@ -344,7 +344,7 @@ def test_importing_the_agent_loads_nothing_heavy() -> None:
         "for m in pkgutil.iter_modules(e.__path__): importlib.import_module('outrider.edge.' + m.name)\n"
         "heavy = ('torch', 'transformers', 'onnx', 'optimum', 'openvino', 'fastapi', 'uvicorn', 'outrider.export')\n"
         "bad = [n for n in sys.modules if n in heavy or n.startswith('outrider.export.')\n"
-        "       or (n.startswith('outrider.cloud.') and n != 'outrider.models.protocol')]\n"
+        "       or (n.startswith('outrider.cloud.') and n != 'outrider.models.wire.protocol')]\n"
         "print(bad); sys.exit(bool(bad))"
     )
     paths = [path for path in sys.path if path]

@@ -18,10 +18,10 @@ from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.extras import is_installed
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import SessionRequest
-from outrider.models.tree_draft import TREE_MEDIA_TYPE, decode_tree
+from outrider.models.process.extras import is_installed
+from outrider.models.wire.protocol import SessionRequest
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE, decode_tree
 
 PAGE = (Path(__file__).parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")
 LOCAL_KEY = "a-key-of-the-client"

@@ -37,12 +37,12 @@ from outrider.edge.store.fetch import Progress
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
 from outrider.edge.store.shelf import Pulled, PulledFor, Shelf, find_all_pulled, find_pulled
-from outrider.models.bundle import Bundle, hash_file
+from outrider.models.bundle.bundle import Bundle, hash_file
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
-from outrider.models.manifest import StaticShapes
-from outrider.models.protocol import DraftList, ModelFacts, OfferedDraft, OfferedFile
+from outrider.models.wire.protocol import DraftList, ModelFacts, OfferedDraft, OfferedFile
 
 CONTENT = bytes(range(251)) * 6000  # about 1.5 MB: several pieces of an answer
 SHA = "0" * 64

@@ -28,8 +28,8 @@ from outrider.edge.store.auto import AUTO
 from outrider.edge.store.choice import Wishes
 from outrider.edge.store.pull import find_offer
 from outrider.edge.store.shelf import Shelf
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import CloudError
-from outrider.models.manifest import StaticShapes
 
 Capture = pytest.CaptureFixture[str]
 

@@ -28,7 +28,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import CloudError
-from outrider.models.protocol import (
+from outrider.models.wire.protocol import (
     Commit,
     ReadyAnswer,
     SessionEnd,
@@ -40,7 +40,7 @@ from outrider.models.protocol import (
     VerifyRequest,
     VerifyResult,
 )
-from outrider.models.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 EOS = 9
 PROMPT = (1, 2, 3)

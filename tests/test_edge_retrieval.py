@@ -27,12 +27,12 @@ from outrider.edge.retrieval.documents import Document, DocumentLimits, read_doc
 from outrider.edge.retrieval.index import words_of
 from outrider.edge.retrieval.passages import PASSAGE_CHARS, cut_passages
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
-from outrider.models.extras import is_installed
 from outrider.models.ingress.sockets import READY_PREFIX
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.extras import is_installed
 from outrider.models.runtimes.ngram import LONGEST_MATCH, QuotedText
-from outrider.models.sampling import SamplingParams
 
 needs_bm25s = pytest.mark.skipif(
     not is_installed("bm25s"), reason='bm25s is not installed: pip install "outrider[docs]"'

@@ -15,7 +15,7 @@ from outrider.edge.serve.upstream import Upstream, quick
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import MAX_RETRY_AFTER_S, EndpointLost, retry_after_s
 from outrider.models.errors import CloudError
-from outrider.models.protocol import ModelFacts
+from outrider.models.wire.protocol import ModelFacts
 
 FACTS = ModelFacts(name="m", tokenizer="t", vocab_size=9, max_positions=9, eos_token_ids=[], has_chat_template=False)
 Answer = Callable[[httpx.Request], httpx.Response]

@@ -24,8 +24,8 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ModelFault
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import Reading
-from outrider.models.sampling import SamplingParams, pick
 
 VOCAB = fake_tokenizer().size
 SAMPLED = SamplingParams(0.8, seed=4)

@@ -33,7 +33,7 @@ from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalSettings
 from outrider.edge.serve.upstream import FACTS_S, Upstream
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.client.checks import check_rendered
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import ProtocolBroken
@@ -42,9 +42,9 @@ from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai_answers
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket
-from outrider.models.protocol import ModelFacts, RenderAnswer
-from outrider.models.sampling import SamplingParams
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.protocol import ModelFacts, RenderAnswer
+from outrider.models.wire.tree_draft import TreeDraft
 
 PROMPT = "def verify(tokens, drafts):"
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 5}

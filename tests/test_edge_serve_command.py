@@ -24,11 +24,11 @@ from outrider.edge.cli import serve as command
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.store.shelf import PulledFor, Shelf, find_pulled_from
-from outrider.models import watched_files
 from outrider.models.errors import RequestError
 from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import ModelFacts
+from outrider.models.process import watched_files
+from outrider.models.wire.protocol import ModelFacts
 
 __all__ = ["config"]  # a fixture
 

@@ -29,12 +29,12 @@ from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.models.bundle.manifest import FileEntry, Manifest
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import CloudError
-from outrider.models.manifest import FileEntry, Manifest
-from outrider.models.protocol import ReadyAnswer, SessionOpen, VerifyAnswer
 from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.wire.protocol import ReadyAnswer, SessionOpen, VerifyAnswer
 
 VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)

@@ -17,12 +17,12 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
 from outrider.edge.serve.state import LocalSettings
-from outrider.models import tracing as models_tracing
 from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError
-from outrider.models.extras import is_installed
 from outrider.models.http.security import KeyRing
+from outrider.models.process import tracing as models_tracing
+from outrider.models.process.extras import is_installed
 
 SECRET = "zanzibar"
 """A word of prompts that no metric and no trace may have."""

@@ -20,9 +20,9 @@ from outrider.edge.cli.summary import summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.results import GenerationResult, Mode, TokenBatch
 from outrider.models.client.errors import refusal_error
-from outrider.models.command_line import print_error, print_line
-from outrider.models.protocol import ErrorBody
+from outrider.models.process.command_line import print_error, print_line
 from outrider.models.visible import visible
+from outrider.models.wire.protocol import ErrorBody
 
 ATTACKS = {
     "colour": "\x1b[31mred",

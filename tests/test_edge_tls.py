@@ -25,8 +25,8 @@ from outrider.models.client.errors import EndpointLost, lost
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.ingress.sockets import ClientName, TlsFiles, tls_files
-from outrider.models.protocol import SessionOpen, SessionRequest
-from outrider.models.watched_files import WatchedFiles
+from outrider.models.process.watched_files import WatchedFiles
+from outrider.models.wire.protocol import SessionOpen, SessionRequest
 
 OPENSSL = shutil.which("openssl")
 

@@ -14,8 +14,8 @@ from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.tree import GuessTree, Node
 from outrider.edge.modes.stream import path_message, tree_message
-from outrider.models.protocol import MAX_PATH_TOKENS, DraftRequest
-from outrider.models.tree_draft import ROOT, decode_tree, level_of
+from outrider.models.wire.protocol import MAX_PATH_TOKENS, DraftRequest
+from outrider.models.wire.tree_draft import ROOT, decode_tree, level_of
 
 CHANCES = (0.93, 0.71, 0.52, 0.31, 0.17, 0.05)
 SEEDS = st.integers(0, 1 << 32)

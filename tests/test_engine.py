@@ -15,8 +15,8 @@ from tests.fake_runtime import FakeBatchRuntime
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
 

@@ -21,9 +21,9 @@ from outrider.cloud.seam import EndEvent, Event, GenerateRequest
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import RequestError
-from outrider.models.protocol import ReadyAnswer
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.wire.protocol import ReadyAnswer
 
 TIMEOUT_S = 60.0
 BAD = 63

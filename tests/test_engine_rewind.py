@@ -9,7 +9,7 @@ from tests.fake_runtime import FakeBatchRuntime
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 

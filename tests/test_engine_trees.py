@@ -22,9 +22,9 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ConfigError
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, RuntimeOptions, SequenceSlice, TreeRuntime
-from outrider.models.sampling import SamplingParams
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(5)]
 COUNT = 30

@@ -20,7 +20,7 @@ from outrider.edge.cli import main as edge_cli
 from outrider.edge.lab.laboratory import cloud_process
 from outrider.export.cli.main import app as export_app
 from outrider.export.make.pair import PairPaths
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = ROOT / "examples" / "laptop_npu" / "README.md"

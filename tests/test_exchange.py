@@ -15,7 +15,7 @@ from outrider.models.client import exchange
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError
-from outrider.models.protocol import SessionEnd, SessionEvent, SessionOpen, SessionRequest, Usage
+from outrider.models.wire.protocol import SessionEnd, SessionEvent, SessionOpen, SessionRequest, Usage
 
 ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
 """A connection that is not given back shows at the next request: PoolTimeout."""

@@ -32,9 +32,9 @@ from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError, ExportError, OutriderError, TokenizerMismatch
-from outrider.models.manifest import StaticShapes
 from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions

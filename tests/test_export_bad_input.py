@@ -14,7 +14,7 @@ from outrider.export.make.pair import export_pair
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.torch_source import load_source_model
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError, OutriderError
 
 

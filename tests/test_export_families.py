@@ -19,8 +19,8 @@ from outrider.export.report.card import warnings_of
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
 from outrider.export.source.tiny import make_tiny_source
+from outrider.models.bundle.manifest import Parity, Precision, Role
 from outrider.models.errors import ExportError, ParityFailure
-from outrider.models.manifest import Parity, Precision, Role
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions
 

@@ -26,9 +26,9 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions, RuntimeName
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Precision
 from outrider.models.errors import DiskFull, ExportError
-from outrider.models.manifest import Precision
 
 MB = 1 << 20
 needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL and no fork on Windows")

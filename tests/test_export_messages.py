@@ -19,8 +19,8 @@ from outrider.export.quiet import quiet_upstream
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.export.source.tiny import make_tiny_source
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import ExportError, RuntimeUnavailable
-from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes import npu_compile
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import failure_reason

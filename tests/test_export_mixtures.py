@@ -25,7 +25,7 @@ from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import read_source
 from outrider.export.source.torch_source import load_source_model
 from outrider.models.errors import ExportError, ParityFailure
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 XML = f"{IR_NAME}.xml"
 FAMILIES: dict[str, dict[str, Any]] = {

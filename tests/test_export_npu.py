@@ -34,14 +34,14 @@ from outrider.export.convert.symmetric_int4 import GROUP, compress_int4_symmetri
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.tiny import make_tiny_source
+from outrider.models.bundle.manifest import Quantization, StaticShapes
 from outrider.models.errors import BundleError, ExportError, RuntimeUnavailable
-from outrider.models.manifest import Quantization, StaticShapes
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import load_paged_model
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 from outrider.models.runtimes.torch_reference import load_causal_lm
-from outrider.models.sampling import SamplingParams, pick
 
 XML = "openvino_model.xml"
 NPU = RuntimeOptions(

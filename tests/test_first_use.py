@@ -46,11 +46,11 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
 from outrider.export.recipes import ExportOptions
+from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.client.client import VerifierClient, verifier_url
 from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
-from outrider.models.machine_load import Counters, MachineLoad
-from outrider.models.reference_export import export_arguments
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.machine_load import Counters, MachineLoad
 
 
 def result(num_tokens: int = 40, tokens_per_s: float = 50.0, **changes: Any) -> GenerationResult:
@@ -213,7 +213,7 @@ def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPat
         Counters(clock_s=clock_s, busy_s=(busy_s,), stolen_s=(0.0,), own_s=0.0, processors=frozenset({0}))
         for clock_s, busy_s in ((0.0, 0.0), (10.0, 4.0), (10.0, 4.0), (20.0, 4.5))
     )
-    monkeypatch.setattr("outrider.models.machine_load.read_counters", lambda: next(readings))
+    monkeypatch.setattr("outrider.models.process.machine_load.read_counters", lambda: next(readings))
     with load:
         pass
     assert load.other_share == pytest.approx(0.1)  # 4 s were busy, 3 of them the server's, in 10

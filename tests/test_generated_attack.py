@@ -26,7 +26,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.client.exchange import Exchange
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import ErrorAnswer
+from outrider.models.wire.protocol import ErrorAnswer
 
 DRAFT = "cpu-int8"
 ROOM = 20_000

@@ -29,7 +29,7 @@ from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.rows import GrammarRows
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
 from outrider.models.grammar.state import GrammarState, apply_mask, unpack_mask
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 PADDING = 33  # the model's logits are wider than its tokenizer

@@ -21,13 +21,13 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.picks.sampling import pick
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import pick
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.transforms.base import apply_all
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rules import PLAIN, RowRules
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 from outrider.reference import target_dir
 
 PROMPT = [5, 9, 40]

@@ -25,8 +25,8 @@ from outrider.models.grammar.compiler import (
     GrammarCompiler,
 )
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 

@@ -32,13 +32,13 @@ from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.laboratory import ALIKE, open_lab
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.make.pair import PairPaths
-from outrider.models.bundle import Bundle
-from outrider.models.draft_heads import DraftHeads
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
-from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 
 NUM_WORKERS = 3

@@ -35,7 +35,10 @@ ROOMS = {
         "",
     ),
     "cloud": ("server", "replicas", "api", "recent", "upstream", "vllm", "engine", "pending", ""),
-    "models": ("ingress", "http", "client", "runtimes", "transforms", "grammar", ""),
+    "models": (
+        *("ingress", "http", "client", "runtimes", "transforms", "grammar"),
+        *("wire", "bundle", "text", "picks", "process", ""),
+    ),
     "reference": ("",),
 }
 # What a part may import of the others.
@@ -50,11 +53,11 @@ BELOW = {
 NAMED = {
     # `outrider demo`, the default draft of `run` and `outrider-cloud serve reference` start the exporter as a child
     # process through this module; it names the extra that is missing where the exporter is not installed.
-    "models/outrider/models/reference_export.py": ("outrider.export", "outrider.reference"),
+    "models/outrider/models/bundle/reference_export.py": ("outrider.export", "outrider.reference"),
     # The laboratory starts a cloud as its users do: as a process.
     "edge/outrider/edge/lab/laboratory.py": ("outrider.cloud.server",),
     # A missing reference pair is a missing package, not a bug.
-    "models/outrider/models/extras.py": ("outrider.reference",),
+    "models/outrider/models/process/extras.py": ("outrider.reference",),
 }
 # Beside the order: what a room must not know although it stands below.
 UNKNOWN_TO = {
@@ -228,8 +231,8 @@ def loaded_by(statement: str) -> set[str]:
     "statement",
     [
         "import outrider.edge, outrider.edge.modes.stream, outrider.edge.cli.main, outrider.edge.cli.run",
-        "import outrider.models.sampling, outrider.models.bundle, outrider.models.runtimes",
-        "import outrider.models.protocol",
+        "import outrider.models.picks.sampling, outrider.models.bundle.bundle, outrider.models.runtimes",
+        "import outrider.models.wire.protocol",
         "import outrider.cloud.server.main",
         "import outrider.cloud.server.replicated, outrider.cloud.replicas.replica",  # Ray, once it starts
         "import outrider.export.cli.main",

@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 
-from outrider.models import machine_load
-from outrider.models.machine_load import Counters, MachineLoad, read_counters
+from outrider.models.process import machine_load
+from outrider.models.process.machine_load import Counters, MachineLoad, read_counters
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass"
 """Uses so much processor time, an interpreter's start included."""

@@ -11,7 +11,7 @@ from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 from outrider.export.check.runner import where_to_check
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import RECIPES, ExportOptions, RuntimeName
-from outrider.models.manifest import Precision, Role
+from outrider.models.bundle.manifest import Precision, Role
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice, TreeRuntime
 

@@ -31,9 +31,9 @@ from outrider.models.http.choices import best_choices, choice_seed
 from outrider.models.http.encoding import fill_in_prompt
 from outrider.models.http.errors import FieldError
 from outrider.models.http.text import TextStyle, _StopString
-from outrider.models.predicted import PredictionFollower
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.predicted import PredictionFollower
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.transforms.chooser import logprobs_of
 
 PROMPT = "def verify("

@@ -15,7 +15,7 @@ from outrider.export.check.parity import LEAST_POSITIONS, THRESHOLDS, ParityRefe
 from outrider.export.check.runner import Checked
 from outrider.export.recipes import ExportOptions
 from outrider.models.errors import ExportError, ParityFailure
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 VOCAB = 50
 WINDOW = 80

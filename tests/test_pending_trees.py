@@ -23,7 +23,7 @@ from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, ra
 from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.errors import RequestError
-from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
+from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
 
 PROMPT = [3, 1, 4, 1, 5]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from outrider.models.extras import has_openvino_package
+from outrider.models.process.extras import has_openvino_package
 
 ROOT = Path(__file__).parent.parent
 

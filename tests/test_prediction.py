@@ -9,8 +9,7 @@ from bench.simulate import Simulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.models.errors import ConfigError
-from outrider.models.prediction import (
+from outrider.models.bundle.speed_up import (
     Setting,
     alpha_for,
     best_depth,
@@ -21,6 +20,7 @@ from outrider.models.prediction import (
     tokens_per_pass,
     waiting_for,
 )
+from outrider.models.errors import ConfigError
 
 DESIGN = Setting(alpha=0.65, draft_ms=1.5, step_ms=40.0, extra_ms=1.2, rtt_ms=0.0)
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from outrider.models.http.openai import RenderRequest
-from outrider.models.protocol import (
+from outrider.models.wire.protocol import (
     DraftList,
     DraftRequest,
     ErrorAnswer,

@@ -39,7 +39,7 @@ from outrider.cloud.recent.texts import (
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 GREEDY = sampling_digest(SamplingParams())
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -411,7 +411,7 @@ def test_the_options_choose_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="write redis://HOST") as refused, open_recent(ServeOptions("b")):
         pass
     assert "secret" not in str(refused.value)
-    monkeypatch.setattr("outrider.models.extras.is_installed", lambda name: name != "redis")
+    monkeypatch.setattr("outrider.models.process.extras.is_installed", lambda name: name != "redis")
     no_package = pytest.raises(RuntimeUnavailable, match=r"--redis needs the package 'redis'.*outrider\[scale\]")
     with no_package, open_recent(ServeOptions("b", redis="redis://a")):
         pass

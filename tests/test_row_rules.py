@@ -22,12 +22,12 @@ from transformers.generation.logits_process import (
 )
 
 from outrider.models.errors import SamplingError
-from outrider.models.rule_fields import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIASES
-from outrider.models.sampling import SamplingParams, candidates, pick, survivors
+from outrider.models.picks.sampling import SamplingParams, candidates, pick, survivors
 from outrider.models.transforms.narrowing import Narrowing, coin
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rule_state import RuleState
 from outrider.models.transforms.rules import RowRules
+from outrider.models.wire.rule_fields import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIASES
 
 VOCAB = 24
 STOPS = frozenset({3, 5})

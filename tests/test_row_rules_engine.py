@@ -14,12 +14,12 @@ from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
 from outrider.models.transforms.base import apply_all
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rules import RowRules
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 STOPS = frozenset({2, 9})
 RULES = {

@@ -30,11 +30,11 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, SamplingError
-from outrider.models.protocol import Commit, ErrorAnswer
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.bad_words import bad_word_ids
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
 from outrider.models.transforms.rules import RowRules
+from outrider.models.wire.protocol import Commit, ErrorAnswer
 
 PROMPT = tuple(fake_tokenizer().encode("def verify(tokens, drafts):"))
 PARAMS = SamplingParams(0.8, seed=5)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests.chi_square import CHANCE, PROMPT, Languages
 from tests.test_choosers import NoneTwice
 
-from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.errors import ModelFault
-from outrider.models.rejection import WHOLE, SparseDistribution, draw, judge, probabilities, sparse
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tolerance import WARM_UP, DeltaCalibrator, is_tolerated, log_probability
+from outrider.models.picks.acceptance import Rule, RuleTerms
+from outrider.models.picks.rejection import WHOLE, SparseDistribution, draw, judge, probabilities, sparse
+from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.tolerance import WARM_UP, DeltaCalibrator, is_tolerated, log_probability
 from outrider.models.transforms.by_rule import RuleChooser
 
 REJECTION = RuleTerms(Rule.REJECTION)

@@ -23,13 +23,13 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stop_and_wait import RuleDrafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
-from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, OutriderError
-from outrider.models.rejection import WHOLE, SparseDistribution
+from outrider.models.picks.acceptance import Rule, RuleTerms
+from outrider.models.picks.rejection import WHOLE, SparseDistribution
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.picks.tolerance import WARM_UP
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.sampling import SamplingParams
-from outrider.models.tolerance import WARM_UP
 
 REJECTION = RuleTerms(Rule.REJECTION)
 LOSSY = RuleTerms(Rule.TOLERANCE, delta=1.0)

@@ -6,10 +6,10 @@ import pytest
 from tests.engine_harness import VOCAB, Collector, Harness
 
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.errors import RequestError
-from outrider.models.rejection import WHOLE, Evidence, SparseDistribution
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.acceptance import Rule, RuleTerms
+from outrider.models.picks.rejection import WHOLE, Evidence, SparseDistribution
+from outrider.models.picks.sampling import SamplingParams
 
 REJECTION, TOLERANCE = RuleTerms(Rule.REJECTION), RuleTerms(Rule.TOLERANCE, delta=1.0)
 SURE = SparseDistribution((1, 2), (WHOLE - 9, 9))

@@ -17,14 +17,14 @@ from tests.conftest import TINY_VOCAB
 from tests.tiny_models import FAMILIES
 
 from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.manifest import StaticShapes
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import Reading, RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.npu_compile import compiled_shapes
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.torch_reference import load_causal_lm
-from outrider.models.sampling import SamplingParams
 
 # Weights and cache in f16: at most 0.004 on logits of +-4; a stale or shifted slot is off by 0.5 or more.
 TOLERANCE = 0.01

@@ -17,6 +17,7 @@ from tests.tiny_models import FAMILIES
 from outrider.cloud.engine.config import SpillType
 from outrider.cloud.engine.spill_codec import BlockCodec
 from outrider.models.errors import BundleError
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import (
     BatchRuntime,
@@ -29,7 +30,6 @@ from outrider.models.runtimes.base import (
 )
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 from outrider.models.runtimes.torch_reference import reference_logits
-from outrider.models.sampling import SamplingParams, pick
 
 # Logits of the tiny models span about +-4.
 TOLERANCE = 1e-4

@@ -13,9 +13,9 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from scipy import stats
 
-from outrider.models.acceptance import Rule, accept
 from outrider.models.errors import ModelFault, SamplingError
-from outrider.models.sampling import (
+from outrider.models.picks.acceptance import Rule, accept
+from outrider.models.picks.sampling import (
     MAX_GUMBEL,
     MAX_SEED,
     SamplingParams,
@@ -188,7 +188,7 @@ def test_torch_twin_picks_the_same(logits: Logits, chosen: list[SamplingParams],
     """The vectorized torch version equals the numpy one, greedy rows among sampled ones."""
     import torch
 
-    from outrider.models.sampling_torch import pick_rows
+    from outrider.models.picks.sampling_torch import pick_rows
 
     chosen = [*chosen, SamplingParams()]
     batch = torch.tensor(np.stack([logits] * len(chosen)))
@@ -202,7 +202,7 @@ def test_torch_twin_works_on_a_bounded_number_of_logits(monkeypatch: pytest.Monk
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from outrider.models import sampling_torch
+    from outrider.models.picks import sampling_torch
 
     class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         largest = 0
@@ -244,7 +244,7 @@ def test_torch_twin_hashes_bit_for_bit() -> None:
     """All 32 bits agree, at ids and seeds that overflow a signed word."""
     import torch
 
-    from outrider.models import sampling_torch
+    from outrider.models.picks import sampling_torch
 
     tokens = np.array([0, 1, 77, 4095, 151_935, 2**31 - 1])
     words = sampling_torch.noise_bits([0, MAX_SEED], [0, 123_456], torch.tensor(tokens))

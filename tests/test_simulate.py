@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bench.simulate import never, patient
 
-from outrider.models.prediction import Setting
+from outrider.models.bundle.speed_up import Setting
 
 
 @pytest.mark.parametrize(("rtt_ms", "expected"), [(0.0, 1.58), (50.0, 1.31), (200.0, 1.05)])

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from outrider.models.grammar.spec import KINDS, GrammarSpec
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest, CompletionRequest
-from outrider.models.protocol import GrammarField, SessionRequest, VerifyItem
+from outrider.models.wire.protocol import GrammarField, SessionRequest, VerifyItem
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

@@ -24,10 +24,10 @@ from outrider.export.report.card import verdict
 from outrider.export.report.card_html import card_html
 from outrider.export.report.card_plots import COLOURS, GREY
 from outrider.export.report.comparison import NotMade, compare
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Acceptance, AtDepth, Forecast, Manifest
+from outrider.models.bundle.speed_up import predict
 from outrider.models.errors import BundleError, ConfigError, ExportError, RuntimeUnavailable
-from outrider.models.manifest import Acceptance, AtDepth, Forecast, Manifest
-from outrider.models.prediction import predict
 
 
 def candidate(

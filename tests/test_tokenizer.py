@@ -12,7 +12,7 @@ from tests.tiny_models import make_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider.models.errors import TokenizerError, TokenizerMismatch
-from outrider.models.tokenizer import Tokenizer, first_difference, require_same_tokenizer
+from outrider.models.text.tokenizer import Tokenizer, first_difference, require_same_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% generation %}[{{ m.role }}] {{ m.content }}\n{% endgeneration %}"

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from outrider.cloud.api.drafts import MAX_TREE_BYTES
 from outrider.models.errors import RequestError
-from outrider.models.protocol import MAX_COUNT
-from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft, decode_tree, level_of
+from outrider.models.wire.protocol import MAX_COUNT
+from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft, decode_tree, level_of
 
 
 @st.composite

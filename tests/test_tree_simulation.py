@@ -19,8 +19,8 @@ from outrider.export.report.simulation.ranks import MISSED, Picked, Ranks, bucke
 from outrider.export.report.simulation.trees import path, simulate
 from outrider.export.report.simulation.world import Device, Node, choose
 from outrider.models.errors import ConfigError
-from outrider.models.sampling import Candidates
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.picks.sampling import Candidates
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 TIMES = Times(step_ms=40.0, extra_ms=1.0, draft_ms=1.0)
 PLAN = Plan()

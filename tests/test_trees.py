@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.cloud.engine.share import depths, tree_mask
-from outrider.models.acceptance import AcceptedBranch, accept, accept_tree, accept_tree_picks
 from outrider.models.errors import ModelFault
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.acceptance import AcceptedBranch, accept, accept_tree, accept_tree_picks
+from outrider.models.picks.sampling import SamplingParams
 
 VOCAB = 4
 HOT = SamplingParams(temperature=0.8, seed=5)

@@ -46,8 +46,8 @@ from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_argumen
 from outrider.cloud.vllm.terms import Terms, params_of, terms_of
 from outrider.cloud.vllm.watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, Watch
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.sampling import MAX_SEED, SamplingParams
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 SAMPLED = SamplingParams(0.8, 40, 0.9, 0.05, MAX_SEED)
 

@@ -12,7 +12,7 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm.book import Book, Served
 from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import Terms
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 NUM_SLOTS: Final = 2
 

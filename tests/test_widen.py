@@ -14,7 +14,7 @@ from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 from outrider.export.source.model_source import read_source
 from outrider.export.source.torch_source import load_source_model, source_logits
 from outrider.export.source.widen import describe_widening, widen
-from outrider.models.bundle import hash_file
+from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ExportError
 
 TOKENS = list(range(2, 60))

@@ -101,7 +101,7 @@ def generated_local(subject: Subject) -> Iterator[Row]:
     """The same for `outrider serve`."""
     from bench.attacks.described import local_document
 
-    from outrider.models.bundle import Bundle
+    from outrider.models.bundle.bundle import Bundle
 
     with ExitStack() as stack:
         target, draft = (

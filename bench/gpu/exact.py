@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 from outrider.edge.results import GenerationRequest
 from outrider.export.source.tiny import make_tiny_model
+from outrider.models.picks.sampling import SamplingParams, noise_bits, pick
+from outrider.models.picks.sampling_torch import noise_bits as torch_noise_bits
+from outrider.models.picks.sampling_torch import pick_rows
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_reference import load_causal_lm
-from outrider.models.sampling import SamplingParams, noise_bits, pick
-from outrider.models.sampling_torch import noise_bits as torch_noise_bits
-from outrider.models.sampling_torch import pick_rows
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
 SAMPLINGS: Final = {

@@ -12,7 +12,7 @@ from bench.report import machine
 
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError
 from outrider.reference import draft_dir, target_dir
 

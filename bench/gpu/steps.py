@@ -17,10 +17,10 @@ from bench.beside import target_options
 from bench.engine_throughput import CONTEXT, decode_rate
 from bench.gpu.place import Run
 
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
-from outrider.models.sampling import SamplingParams
 
 _HEADS = 8
 """Of keys and values, as Llama 3 8B; 4 times as many of queries, each of 128."""

@@ -25,7 +25,7 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
 from outrider.models.errors import ConfigError, OutriderError
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 TEXT = "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n    return ordered[middle]\n"
 RUN = 4

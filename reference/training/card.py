@@ -30,7 +30,7 @@ in this section comes from `python -m training.evaluate`; `--check` compares a f
 {tables}
 
 Acceptance is measured over the {new_tokens} tokens that the target writes after each of {num_prompts} prompts. Draft
-and target pick with the same position-keyed noise (`outrider.models.sampling`), prompt `i` with seed `i`. *In chain* is
+and target pick with the same position-keyed noise (`models/picks/sampling`), prompt `i` with seed `i`. *In chain* is
 the main figure: the share of tested draft tokens that equal the target's pick, in rounds of four drafted tokens (±
 standard error). *Per position* is that share over every position; *tokens per pass* includes the target's own token;
 *rejection* is the sum of min(p, q): what classic rejection sampling would accept, the most that any coupling can.

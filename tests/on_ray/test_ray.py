@@ -34,7 +34,7 @@ from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey
-from outrider.models.protocol import SessionEnd, SessionOpen
+from outrider.models.wire.protocol import SessionEnd, SessionOpen
 
 # Ray's own: sockets that its clients leave to the garbage collector, and deprecations of what it calls.
 pytestmark = [

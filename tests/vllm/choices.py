@@ -16,8 +16,8 @@ from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.transforms.chooser import RowChooser, TokenLogprobs
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rules import RowRules

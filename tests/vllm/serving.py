@@ -26,9 +26,9 @@ from outrider.cloud.vllm.options import VllmOptions, engine_arguments
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.ingress.sockets import open_socket, url_of
+from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft
 
 FAULTY_TOKEN = 299
 """Its embedding is not a number, so logits after it are not finite."""

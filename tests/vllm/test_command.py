@@ -21,8 +21,8 @@ from tests.serving import read_events, run_session
 from tests.vllm.serving import Reference
 
 from outrider.cloud.server.serve import ENGINE_FAILED
-from outrider.models.protocol import SessionEnd, SessionOpen
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import SessionEnd, SessionOpen
 
 TARGET = Path(__file__).parents[2] / "reference" / "outrider" / "reference" / "target"
 START_S = 240.0

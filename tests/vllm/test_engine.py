@@ -16,8 +16,8 @@ from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
-from outrider.models.sampling import SamplingParams
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 PROMPT = tuple(range(20, 20 + 150))  # more than one of vLLM's blocks
 

@@ -19,9 +19,9 @@ from tests.vllm.serving import Reference, start_engine
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 ROOT_DIR = Path(__file__).parents[2] / "reference" / "outrider" / "reference"
 SAMPLINGS = (

@@ -25,8 +25,8 @@ from outrider.cloud.vllm.choosers import WorkerGrammars
 from outrider.cloud.vllm.engine import VllmConfig, VllmEngine
 from outrider.cloud.vllm.watch import DEAD_AFTER
 from outrider.models.errors import RequestError
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.sampling import SamplingParams
 
 REQUEST = GenerateRequest((1, 2, 3), SamplingParams(), 8)
 

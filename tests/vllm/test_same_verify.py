@@ -9,7 +9,7 @@ from tests import test_cloud_verify as same
 from tests.serving import EOS_ID
 from tests.vllm.serving import SharedEngine, shared_by
 
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 server, client = same.server, same.client
 globals().update(shared_by(same))

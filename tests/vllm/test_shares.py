@@ -12,7 +12,7 @@ from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, wr
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 ALICE, BOB = b"alice", b"bob"
 PLACES = 16

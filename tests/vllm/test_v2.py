@@ -30,7 +30,7 @@ from tests.vllm.test_equality import (
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 __all__ = [
     "ruled",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, get_args
 
-from outrider.models.protocol import EndReason
-from outrider.models.tally import Tally
+from outrider.models.process.tally import Tally
+from outrider.models.wire.protocol import EndReason
 
 MAX_POSITIONS: Final = 64
 """Drafted positions of a pass that are told apart: no engine verifies more."""

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from outrider.cloud.distributions import Distributions
-from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere, CompiledGrammar
-from outrider.models.protocol import EndReason
-from outrider.models.rejection import Evidence
+from outrider.models.picks.acceptance import PLAIN_TERMS, RuleTerms
+from outrider.models.picks.rejection import Evidence
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.transforms.rules import PLAIN, RowRules
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.protocol import EndReason
+from outrider.models.wire.tree_draft import TreeDraft
 
 SequenceEndReason = EndReason | Literal["once"]
 

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from outrider.models.acceptance import Rule
 from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ConfigError
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.protocol import TextCut
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.acceptance import Rule
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.transforms.wire import fields_of
+from outrider.models.wire.protocol import TextCut
 
 
 class Mode(StrEnum):

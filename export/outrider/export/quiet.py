@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Final
 
-from outrider.models import extras
 from outrider.models.errors import ExportError, OutriderError
-from outrider.models.telemetry import disable_openvino_telemetry
+from outrider.models.process import extras
+from outrider.models.process.telemetry import disable_openvino_telemetry
 
 _LOGGERS: Final = ("transformers", "optimum", "nncf", "huggingface_hub", "openvino", "torch.onnx")
 _KEPT_LINES: Final = 12

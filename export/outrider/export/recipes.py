@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from outrider.models.bundle.manifest import Device, Format, Precision, Role, StaticShapes
 from outrider.models.errors import ConfigError
-from outrider.models.manifest import Device, Format, Precision, Role, StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
 
 RuntimeName = Literal["openvino", "onnxruntime", "torch"]

@@ -32,7 +32,7 @@ from outrider.models.http.encoding import (
 from outrider.models.http.plan import chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
-from outrider.models.protocol import RenderAnswer
+from outrider.models.wire.protocol import RenderAnswer
 
 
 def completion_routes(core: Core) -> APIRouter:

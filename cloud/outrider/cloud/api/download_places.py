@@ -12,7 +12,7 @@ from typing import Final
 
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
-from outrider.models.protocol import OfferedDraft, OfferedFile
+from outrider.models.wire.protocol import OfferedDraft, OfferedFile
 
 _RETRY_S: Final = 5
 

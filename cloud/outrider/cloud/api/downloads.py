@@ -24,7 +24,7 @@ from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response
 from outrider.models.http.security import ANYBODY, OWNER
-from outrider.models.protocol import DraftList, OfferedFile
+from outrider.models.wire.protocol import DraftList, OfferedFile
 
 CHUNK_BYTES: Final = 256 << 10
 """Read and written at a time: other events go between two of them."""

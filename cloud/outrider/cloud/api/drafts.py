@@ -29,8 +29,8 @@ from outrider.models.http.limits import body_too_large
 from outrider.models.http.request_context import HEADER, enter_request
 from outrider.models.http.requests import parse
 from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, PacedRefusals, media_type_of
-from outrider.models.protocol import DraftRequest
-from outrider.models.tree_draft import TREE_MEDIA_TYPE, decode_tree
+from outrider.models.wire.protocol import DraftRequest
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE, decode_tree
 
 DRAFTS_PATH: Final = "/v1/sessions/{session_id}/drafts"
 _PREFIX: Final = "/v1/sessions/"

@@ -21,7 +21,7 @@ from outrider.models.http.errors import internal_error
 from outrider.models.http.openai_answers import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler, TextStyle
-from outrider.models.predicted import PredictionFollower
+from outrider.models.text.predicted import PredictionFollower
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider.cloud.api.state import Core
-from outrider.models.protocol import ModelFacts, ReadyAnswer
+from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
 
 
 class LiveAnswer(BaseModel):

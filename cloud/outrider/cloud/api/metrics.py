@@ -24,7 +24,7 @@ from outrider.cloud.distributions import MAX_POSITIONS, Distributions
 from outrider.cloud.recent.store import RecentStats
 from outrider.cloud.seam import EngineStats
 from outrider.models.http.limits import Pacer
-from outrider.models.tally import RequestTally, histogram, text_format
+from outrider.models.process.tally import RequestTally, histogram, text_format
 
 _EXPOSITIONS_AT_ONCE: Final = 20
 """So that who reads counters before and after something finds both."""

@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from outrider.cloud.api import error_codes
 from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_TREE_BYTES
-from outrider.models import protocol
 from outrider.models.http import openai, openai_answers
-from outrider.models.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.wire import protocol
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 _REF: Final = "#/components/schemas/{model}"
 _BODIES: Final[dict[str, type[BaseModel]]] = {

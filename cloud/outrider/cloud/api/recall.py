@@ -11,7 +11,7 @@ from typing import Final
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN
 
 _LEAST_TOKENS: Final = 4

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from outrider.cloud.seam import CommitEvent
 from outrider.models.http.text import TextStyle
-from outrider.models.protocol import TextCut
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import TextCut
 
 
 class SessionText:

@@ -25,8 +25,8 @@ from outrider.models.http.encoding import Workers, check_tokens
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.protocol import SessionOpen, SessionRequest
 from outrider.models.transforms.wire import rules_of
+from outrider.models.wire.protocol import SessionOpen, SessionRequest
 
 _SESSION_ID_BYTES = 9
 

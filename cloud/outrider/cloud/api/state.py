@@ -18,6 +18,7 @@ from outrider.cloud.api.step_times import NewestTimes
 from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine
+from outrider.models.bundle.manifest import Manifest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
@@ -27,10 +28,9 @@ from outrider.models.http.grammars import Grammars
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
-from outrider.models.manifest import Manifest
-from outrider.models.protocol import ModelFacts
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
+from outrider.models.wire.protocol import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
 from outrider.models.http.logprobs import finite
-from outrider.models.protocol import SessionEnd, SessionOpen, Usage
+from outrider.models.wire.protocol import SessionEnd, SessionOpen, Usage
 
 SERVER_SEND: Final = "outrider.send"
 """Key of the ASGI scope that holds the server's own `send`, below all layers."""

@@ -21,8 +21,15 @@ from outrider.models.http.errors import ERROR_CODE
 from outrider.models.http.limits import Buckets
 from outrider.models.http.request_context import current_request
 from outrider.models.http.security import ANYBODY, OWNER
-from outrider.models.sampling import SamplingParams
-from outrider.models.tracing import HEADER, RemoteContext, end_provider, make_provider, make_tracer, parse_traceparent
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.tracing import (
+    HEADER,
+    RemoteContext,
+    end_provider,
+    make_provider,
+    make_tracer,
+    parse_traceparent,
+)
 
 TRACE: Final = "outrider.trace"
 """Key of the ASGI scope that holds the request's trace, where it is recorded."""

@@ -23,7 +23,6 @@ from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.api.watch import log_failure
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
-from outrider.models.acceptance import DEFAULT_DELTA, Rule, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.encoding import check_tokens
@@ -31,7 +30,10 @@ from outrider.models.http.errors import FieldError, error_body, from_validation,
 from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
-from outrider.models.protocol import (
+from outrider.models.picks.acceptance import DEFAULT_DELTA, Rule, RuleTerms
+from outrider.models.picks.rejection import Evidence, SparseDistribution
+from outrider.models.transforms.wire import rules_of
+from outrider.models.wire.protocol import (
     MAX_VERIFY_ITEMS,
     DeadlineMs,
     Priority,
@@ -39,9 +41,7 @@ from outrider.models.protocol import (
     VerifyItem,
     VerifyResult,
 )
-from outrider.models.rejection import Evidence, SparseDistribution
-from outrider.models.strict_message import StrictMessage
-from outrider.models.transforms.wire import rules_of
+from outrider.models.wire.strict_message import StrictMessage
 
 
 def item_terms(item: VerifyItem, settings: ServerSettings) -> RuleTerms:

@@ -13,7 +13,7 @@ from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.seam import CommitEvent, EndEvent
 from outrider.models.errors import RequestError
 from outrider.models.http.request_context import RequestContext, current_request
-from outrider.models.tally import RequestTally
+from outrider.models.process.tally import RequestTally
 
 _log = logging.getLogger("outrider.cloud")
 

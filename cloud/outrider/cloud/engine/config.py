@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from outrider.cloud.pending.policy import Policy
-from outrider.models.draft_heads import DraftHeads
-from outrider.models.protocol import MAX_VERIFY_ITEMS
+from outrider.models.bundle.draft_heads import DraftHeads
+from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
 
 _TOKENS_PER_PLACE = 8
 

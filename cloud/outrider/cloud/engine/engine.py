@@ -44,12 +44,12 @@ from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
-from outrider.models.acceptance import Rule
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
+from outrider.models.picks.acceptance import Rule
 from outrider.models.runtimes.base import BatchRuntime, LastingFaultRuntime, ModelLimits, TreeRuntime
 from outrider.models.transforms.by_rule import RuleChooser
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft
 
 
 class Engine:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.acceptance import Rule
 from outrider.models.errors import RequestError
-from outrider.models.rejection import Evidence, SparseDistribution
+from outrider.models.picks.acceptance import Rule
+from outrider.models.picks.rejection import Evidence, SparseDistribution
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.transforms.rules import PLAIN, RowRules
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 _DEAD = -1
 _CACHES_QUEUED = 8

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.chosen import NOTHING, Chosen
-from outrider.models.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.errors import ModelFault
+from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime, PickingRuntime, SequenceSlice, TreeRuntime
-from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.chooser import RowChooser
 
 # Logits [rows, V], or for each row the token that the runtime picked, or its logits where a chooser needs them.

@@ -14,10 +14,10 @@ from outrider.cloud.pending.head_guesses import HeadGuesses
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.ngram_pool import NgramPool
 from outrider.cloud.pending.sources import DraftSource, Verified
-from outrider.models.acceptance import AcceptedBranch
 from outrider.models.errors import ConfigError
+from outrider.models.picks.acceptance import AcceptedBranch
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime
-from outrider.models.sampling import SamplingParams
 
 
 def own_sources(config: EngineConfig, text: Sequence[int], params: SamplingParams) -> Iterator[DraftSource]:

@@ -13,7 +13,7 @@ from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sin
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft
 
 _LOOK_S: Final = 1.0
 """How often the thread is looked at: does it hang."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.models.rejection import Evidence
+from outrider.models.picks.rejection import Evidence
 
 
 @dataclass(frozen=True, slots=True)

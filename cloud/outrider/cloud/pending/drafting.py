@@ -30,7 +30,7 @@ from outrider.cloud.pending.policy import (
 )
 from outrider.cloud.pending.sources import expected_gain
 from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, Node, is_looked_up
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
 _LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs

@@ -11,7 +11,7 @@ from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
 from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
-from outrider.models.rejection import Evidence
+from outrider.models.picks.rejection import Evidence
 
 
 @dataclass(slots=True, eq=False)

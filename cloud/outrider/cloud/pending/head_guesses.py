@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from outrider.cloud.pending.sources import Verified
 from outrider.cloud.pending.trie import HEAD_KINDS
-from outrider.models.draft_heads import DraftHeads
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.bundle.draft_heads import DraftHeads
+from outrider.models.picks.sampling import SamplingParams, pick
 
 _LEVELS: Final = (0.1, 0.25, 0.5, 0.8)
 """A probability above each of these is one kind further."""

@@ -23,7 +23,7 @@ from outrider.cloud.pending.trie import (
     UNHINTED,
     Node,
 )
-from outrider.models.tree_draft import CHANCES
+from outrider.models.wire.tree_draft import CHANCES
 
 Test = tuple[Sequence[Node], int, Node | None]
 """The children of a node, the token that was committed there, and the likeliest of the children."""

@@ -1,10 +1,9 @@
 """Keeps a sequence's pending drafts in a trie rooted at the last committed token.
 
 A commit moves the root down: what is consistent with it stays pending, the rest is dropped. A device may number the
-nodes that it sends (`outrider.models.tree_draft`): the trie keeps where the recent numbers are, pending, committed or
-dropped, so that a later message goes on below any of them. Merging is idempotent, and does not depend on the order in
-which messages arrive. No function recurses, and each node is merged once and dropped once: a client cannot make either
-dear.
+nodes that it sends (`wire.tree_draft`): the trie keeps where the recent numbers are, pending, committed or dropped, so
+that a later message goes on below any of them. Merging is idempotent, and does not depend on the order in which
+messages arrive. No function recurses, and each node is merged once and dropped once: a client cannot make either dear.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-from outrider.models.tree_draft import CHANCES, ROOT, TreeDraft
+from outrider.models.wire.tree_draft import CHANCES, ROOT, TreeDraft
 
 MAX_NODES: Final = 1024
 """Pending nodes of a sequence."""

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 MAX_TOKENS: Final = 1 << 14
 """Ids of a text that are kept: the first."""

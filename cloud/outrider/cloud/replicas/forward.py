@@ -27,7 +27,7 @@ from outrider.models.http.request_context import HEADER as REQUEST_ID
 from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import Bodies, read_body
 from outrider.models.http.security import ANYBODY, OWNER
-from outrider.models.protocol import TARGET_HEADER, ErrorAnswer
+from outrider.models.wire.protocol import TARGET_HEADER, ErrorAnswer
 
 _log = logging.getLogger("outrider.replicas")
 

@@ -41,8 +41,8 @@ from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, Paced, 
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
-from outrider.models.tally import RequestTally
-from outrider.models.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.process.tally import RequestTally
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 if TYPE_CHECKING:
     import socket

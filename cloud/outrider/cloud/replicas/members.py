@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from outrider.models.protocol import ReadyAnswer
+from outrider.models.wire.protocol import ReadyAnswer
 
 _log = logging.getLogger("outrider.replicas")
 

@@ -20,7 +20,7 @@ from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.text import CascadeCounts
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
-from outrider.models.protocol import ModelFacts
+from outrider.models.wire.protocol import ModelFacts
 
 UPSTREAM_KEY_VARIABLE: Final = "OUTRIDER_UPSTREAM_KEY"
 _MAX_KEY_BYTES: Final = 4096

@@ -17,13 +17,13 @@ from outrider.cloud.server.identity import instruction_set, target_identity
 from outrider.cloud.server.options import OwnSource, ServeOptions
 from outrider.cloud.server.sigterm import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target
-from outrider.models.bundle import Bundle
-from outrider.models.draft_heads import DraftHeads
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.draft_heads import DraftHeads
+from outrider.models.bundle.manifest import Manifest
+from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, export_reference_pair
 from outrider.models.errors import ConfigError
-from outrider.models.extras import require_packages
-from outrider.models.manifest import Manifest
 from outrider.models.places import default_cache_dir
-from outrider.models.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, export_reference_pair
+from outrider.models.process.extras import require_packages
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions
 

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from outrider.models.draft_heads import HEADS_FILE
-from outrider.models.manifest import Manifest
+from outrider.models.bundle.draft_heads import HEADS_FILE
+from outrider.models.bundle.manifest import Manifest
 from outrider.models.runtimes.base import RuntimeOptions
 
 ENGINE: Final = "outrider 1"

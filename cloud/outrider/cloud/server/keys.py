@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from outrider.models.command_line import CommandGroup
 from outrider.models.http.keys import ApiKey, Scope, read_key_lines
+from outrider.models.process.command_line import CommandGroup
 
 keys_app = typer.Typer(
     cls=CommandGroup,

@@ -6,8 +6,8 @@ import typer
 
 from outrider.cloud.server.keys import keys_app
 from outrider.cloud.server.options import ServeOptions
-from outrider.models.command_line import make_app, run_app, takes_options
-from outrider.models.extras import importing, require_packages
+from outrider.models.process.command_line import make_app, run_app, takes_options
+from outrider.models.process.extras import importing, require_packages
 
 WHAT, EXTRA = "serving", "cloud"
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.download_places import DraftFiles
-from outrider.models.bundle import Bundle, hash_file
+from outrider.models.bundle.bundle import Bundle, hash_file
+from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
 from outrider.models.counted import counted
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.manifest import MANIFEST_NAME, Manifest
-from outrider.models.protocol import DRAFT_NAME, OfferedDraft, OfferedFile
 from outrider.models.visible import visible
+from outrider.models.wire.protocol import DRAFT_NAME, OfferedDraft, OfferedFile
 
 _log = logging.getLogger("outrider.cloud")
 

@@ -13,10 +13,10 @@ from outrider.cloud.engine.config import SpillType, TreeForm
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.server.options_file import configure
 from outrider.cloud.server.replica_options import ReplicaOptions
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.http.logs import LogFormat
 from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.listen_options import AccessOptions, Host, Port
-from outrider.models.reference_export import REFERENCE
+from outrider.models.process.listen_options import AccessOptions, Host, Port
 
 _LIMITS: Final = ConnectionLimits()
 

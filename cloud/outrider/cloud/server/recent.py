@@ -10,7 +10,7 @@ from typing import Final
 from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.errors import ConfigError
-from outrider.models.extras import require_packages
+from outrider.models.process.extras import require_packages
 
 REDIS_VARIABLE: Final = "OUTRIDER_REDIS"
 

@@ -54,7 +54,7 @@ from outrider.models.http.security import KeyRing, PagePolicy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, tls_files, url_of
-from outrider.models.watched_files import FileWatch, WatchedFiles
+from outrider.models.process.watched_files import FileWatch, WatchedFiles
 
 _log = logging.getLogger("outrider.replicas")
 

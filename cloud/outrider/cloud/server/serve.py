@@ -31,7 +31,7 @@ from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.sigterm import ends_on_sigterm
 from outrider.cloud.server.target import Target
-from outrider.models.command_line import print_error
+from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.http.keys import KEYS_VARIABLE
@@ -40,9 +40,9 @@ from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_p
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.process.command_line import print_error
+from outrider.models.process.watched_files import FileWatch, WatchedFiles
 from outrider.models.visible import visible
-from outrider.models.watched_files import FileWatch, WatchedFiles
 
 _log = logging.getLogger("outrider.cloud")
 

@@ -18,11 +18,11 @@ from outrider.cloud.server.sigterm import ends_on_sigterm
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.options import Dtype, VllmOptions, engine_arguments
-from outrider.models.bundle import Bundle, hash_file
+from outrider.models.bundle.bundle import Bundle, hash_file
+from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.errors import ConfigError
-from outrider.models.manifest import MANIFEST_NAME, Manifest
-from outrider.models.reference_export import REFERENCE
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 ENGINE: Final = "outrider-vllm 1"
 """Raise the number when a change of engine or sampling can change a token."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
 
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 MAX_NODES: Final = 1024
 """The newest; as many numbers as an engine remembers."""

@@ -20,9 +20,9 @@ from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.text import CascadeCounts, CascadedText, Upstream, UpstreamRetry
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
-from outrider.models.protocol import ModelFacts
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.protocol import ModelFacts
+from outrider.models.wire.tree_draft import TreeDraft
 
 MAX_TEXTS: Final = 2048
 """Open at a time; the slots of keys and the mid's own queue are shorter."""

@@ -15,8 +15,8 @@ from typing import Final
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, ServingEngine, Sink
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.models.errors import RequestError
-from outrider.models.protocol import MAX_PATH_TOKENS
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.protocol import MAX_PATH_TOKENS
+from outrider.models.wire.tree_draft import TreeDraft
 
 MAX_AHEAD: Final = 32
 """Tokens ahead of the confirmed text at which the mid rests; it goes on at half of them."""

@@ -30,7 +30,9 @@ from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError, RequestError, TokenizerMismatch
 from outrider.models.faults import log_fault
-from outrider.models.protocol import (
+from outrider.models.transforms.chooser import TokenLogprobs
+from outrider.models.transforms.wire import fields_of
+from outrider.models.wire.protocol import (
     MAX_PATH_TOKENS,
     Commit,
     DraftRequest,
@@ -41,9 +43,7 @@ from outrider.models.protocol import (
     VerifyItem,
     VerifyRequest,
 )
-from outrider.models.transforms.chooser import TokenLogprobs
-from outrider.models.transforms.wire import fields_of
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft
 
 _log = logging.getLogger("outrider.cloud")
 

@@ -28,7 +28,7 @@ from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import SequenceUsage, Totals
 from outrider.cloud.vllm.terms import Refusal, Terms
 from outrider.models.faults import log_fault
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft
 
 _MAX_EARLY: Final = 1024
 """Draft messages kept that arrive before their sequence."""

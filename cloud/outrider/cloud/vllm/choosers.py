@@ -27,8 +27,8 @@ from outrider.models.grammar.cost import TookTooLong
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import WornOut
 from outrider.models.grammar.vocabulary import Vocabulary
-from outrider.models.heap import HeapTrimmer
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.process.heap import HeapTrimmer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.transforms.chooser import RowChooser
 
 LOGPROBS: Final = "outrider_logprobs"

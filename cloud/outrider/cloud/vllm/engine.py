@@ -65,11 +65,11 @@ from outrider.cloud.vllm.watch import TICK_S, Watch
 from outrider.models.errors import ConfigError, ModelFault, RequestError, RuntimeUnavailable
 from outrider.models.faults import log_fault
 from outrider.models.grammar.compiler import BuildElsewhere
-from outrider.models.protocol import MAX_VERIFY_ITEMS
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.chooser import TokenLogprobs
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
+from outrider.models.wire.tree_draft import TreeDraft
 
 _PROBE_S: Final = 60.0
 """How long the steps of one measurement may take."""

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final
 
 from outrider.cloud.pending.trie import MAX_NUMBERS
-from outrider.models.tree_draft import ROOT, TreeDraft
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 _DEAD: Final = -1
 

@@ -18,8 +18,8 @@ from vllm.v1.sample.sampler import Sampler
 from outrider.cloud.vllm.choosers import Choosing, Choosings, Found, WorkerGrammars, choosing_of
 from outrider.cloud.vllm.terms import params_of
 from outrider.models.errors import RequestError
-from outrider.models.sampling import SamplingParams
-from outrider.models.sampling_torch import pick_rows
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.picks.sampling_torch import pick_rows
 
 _NONE: Final = -1
 """No token: vLLM's placeholder, and `scheduler.FAULTY` for a row that is not finite."""

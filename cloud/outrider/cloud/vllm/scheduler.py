@@ -31,7 +31,7 @@ from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
 from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import Refusal, terms_of
 from outrider.models.faults import log_fault
-from outrider.models.tree_draft import TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft
 
 _log = logging.getLogger("outrider.cloud")
 

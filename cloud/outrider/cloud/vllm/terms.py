@@ -14,7 +14,7 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Elsewhere
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 
 KEY: Final = "outrider"

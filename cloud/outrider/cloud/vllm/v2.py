@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from outrider.cloud.vllm.choosers import Choosing, Found, WorkerGrammars, choosing_of
 from outrider.cloud.vllm.terms import needs_chooser, params_of
 from outrider.models.errors import RequestError
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 ATTRIBUTES: Final = (
     "update_requests",
@@ -65,7 +65,7 @@ class OutriderPick(LogitsProcessor):
         """Leaves the picks standing; logits: float32 [rows, V]."""
         import torch
 
-        from outrider.models.sampling_torch import pick_rows
+        from outrider.models.picks.sampling_torch import pick_rows
 
         slots: list[int] = ctx.expanded_idx_mapping.tolist()
         # Of the row's input token; the pick is for the position after it.

@@ -31,9 +31,9 @@ from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefi
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, ConfigError, RequestError
-from outrider.models.protocol import MAX_COUNT, ModelFacts, RenderAnswer
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import MAX_COUNT, ModelFacts, RenderAnswer
 
 
 def continued(tokenizer: Tokenizer, kept: Sequence[int], rendered: Sequence[int]) -> list[int] | None:

@@ -37,11 +37,11 @@ from outrider.edge.modes.ladder import open_ladder
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
 from outrider.edge.setup.endpoints import Keys
-from outrider.models.bundle import Bundle
-from outrider.models.command_line import print_line
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import ConfigError, OutriderError, TokenizerMismatch
-from outrider.models.protocol import ModelFacts
-from outrider.models.sampling import MAX_SEED
+from outrider.models.picks.sampling import MAX_SEED
+from outrider.models.process.command_line import print_line
+from outrider.models.wire.protocol import ModelFacts
 
 COMMANDS: Final = {
     "/help": "this list",

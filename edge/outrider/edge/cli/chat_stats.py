@@ -7,7 +7,7 @@ from statistics import median
 from outrider.edge.chat.conversation import Conversation, Turn
 from outrider.edge.cli.summary import summary_lines
 from outrider.models.counted import counted
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 
 def stats_lines(

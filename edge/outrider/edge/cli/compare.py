@@ -17,7 +17,7 @@ from outrider.edge.modes.assemble import Agent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import verifier_url
 from outrider.models.hosts import is_loopback
-from outrider.models.machine_load import MachineLoad
+from outrider.models.process.machine_load import MachineLoad
 
 CLOUD_ONLY: Final = "cloud-only"
 DRAFTED: Final = "drafted"

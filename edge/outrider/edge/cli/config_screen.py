@@ -13,8 +13,8 @@ from outrider.edge.setup.config_file import VARIABLE, ConfigFile, config_path, r
 from outrider.edge.setup.example import example_config, write_new
 from outrider.edge.setup.settings import Path_, Setting, Settings
 from outrider.models.client.address import without_password
-from outrider.models.command_line import CommandGroup, print_line
 from outrider.models.errors import ConfigError
+from outrider.models.process.command_line import CommandGroup, print_line
 
 config_app = typer.Typer(
     cls=CommandGroup,

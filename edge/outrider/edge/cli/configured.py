@@ -8,8 +8,8 @@ import click
 
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.settings import UNCONFIGURED, Settings, name_variables
-from outrider.models.command_line import CommandGroup
 from outrider.models.errors import ConfigError
+from outrider.models.process.command_line import CommandGroup
 
 EXAMINES_ITSELF: Final = "doctor"
 """The command that reports a broken configuration, so it runs with one."""

@@ -7,9 +7,9 @@ from typing import Final
 from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
-from outrider.models.command_line import takes_options
-from outrider.models.extras import importing, require_packages
-from outrider.models.reference_export import EXPORTER_PACKAGES
+from outrider.models.bundle.reference_export import EXPORTER_PACKAGES
+from outrider.models.process.command_line import takes_options
+from outrider.models.process.extras import importing, require_packages
 
 WHAT, EXTRA = "the demo exports, serves and drafts on this machine and", "all"
 NEEDED: Final = (*EXPORTER_PACKAGES, "openvino", "httpx", "fastapi", "uvicorn", "prometheus_client", "psutil")

@@ -21,9 +21,9 @@ from outrider.edge.cli.draft_flags import (
 )
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import Effort
+from outrider.models.bundle.reference_export import WIDENED_MB
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import WIDENED_MB
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

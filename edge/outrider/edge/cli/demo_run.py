@@ -33,7 +33,7 @@ from outrider.edge.lab.time_plan import TextTime, TimePlan, plan_texts
 from outrider.edge.modes.assemble import Agent, make_options
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.models.machine_load import MachineLoad
+from outrider.models.process.machine_load import MachineLoad
 from outrider.reference import load_prompts
 
 MAIN_RTT_MS: Final = 10.0

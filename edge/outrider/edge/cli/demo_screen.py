@@ -19,9 +19,9 @@ from outrider.edge.lab.comparison import ModeFigures
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, Lab
 from outrider.edge.lab.time_plan import TimePlan
 from outrider.edge.results import OnTokens
-from outrider.models.command_line import print_line
 from outrider.models.counted import counted
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.process.command_line import print_line
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.visible import visible
 from outrider.reference import Prompt
 

@@ -23,9 +23,9 @@ from outrider.edge.devices.discovery import (
     find_runtime,
     install_advice,
 )
+from outrider.models.bundle.manifest import Device
 from outrider.models.errors import ConfigError
-from outrider.models.extras import importing
-from outrider.models.manifest import Device
+from outrider.models.process.extras import importing
 
 DRAFTS: Final[dict[tuple[ModelRuntime, Device], str]] = {
     ("openvino", "cpu"): "--device cpu",

@@ -9,8 +9,8 @@ from rich.console import Console
 from outrider.edge.retrieval.documents import read_documents
 from outrider.edge.retrieval.grounding import Library
 from outrider.edge.retrieval.index import PassageIndex, default_index_cache
-from outrider.models.command_line import print_line
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.process.command_line import print_line
+from outrider.models.text.tokenizer import Tokenizer
 
 
 def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:

@@ -20,10 +20,10 @@ from outrider.edge.setup.config_file import read_config
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.settings import Settings
 from outrider.edge.store.auto import AUTO
-from outrider.models.command_line import takes_options
+from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.errors import ConfigError
 from outrider.models.places import default_cache_dir
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL
+from outrider.models.process.command_line import takes_options
 from outrider.models.visible import visible
 
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold red"}

@@ -15,8 +15,8 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntim
 from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.store.auto import AUTO
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import REFERENCE
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -28,12 +28,12 @@ from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.shelf import Pulled, find_pulled_from
 from outrider.edge.store.use import in_use
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.client.client import ClientOptions
-from outrider.models.command_line import print_line
 from outrider.models.errors import BundleError, CloudError
-from outrider.models.reference_export import REFERENCE
+from outrider.models.process.command_line import print_line
 
 MAX_LOADING_S: Final = 2.0
 """How long to wait for a verifier on this machine where none is needed yet."""

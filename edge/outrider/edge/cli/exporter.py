@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Final
 
 from outrider.edge.devices.placement import DraftChoice
-from outrider.models import reference_export
+from outrider.models.bundle import reference_export
+from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, WIDENED_MB, ReferencePair
 from outrider.models.errors import RuntimeUnavailable
-from outrider.models.extras import is_installed
-from outrider.models.manifest import StaticShapes
-from outrider.models.reference_export import EXPORTER_PACKAGES, WIDENED_MB, ReferencePair
+from outrider.models.process.extras import is_installed
 
 NPU_SHAPES: Final = StaticShapes(prompt_len=128, response_len=576)
 """Lengths of a reference draft for an NPU: prompts of up to 128 tokens and texts of up to 576."""

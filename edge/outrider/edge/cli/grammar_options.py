@@ -12,7 +12,7 @@ from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.reasoning import after_reasoning, marks_reasoning
 from outrider.models.grammar.spec import GrammarSpec, dump_schema
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

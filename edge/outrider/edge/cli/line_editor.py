@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
-from outrider.models.command_line import require_utf8
 from outrider.models.errors import ConfigError
+from outrider.models.process.command_line import require_utf8
 
 PROMPT: Final = "> "
 CONTINUED: Final = "  "

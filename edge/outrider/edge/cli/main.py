@@ -19,7 +19,8 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.cli.service_screen import service_app
 from outrider.edge.setup.key_file import SeveralLines
-from outrider.models.command_line import (
+from outrider.models.errors import ConfigError
+from outrider.models.process.command_line import (
     make_app,
     read_stdin,
     require_utf8,
@@ -27,8 +28,7 @@ from outrider.models.command_line import (
     standard_output,
     takes_options,
 )
-from outrider.models.errors import ConfigError
-from outrider.models.extras import importing
+from outrider.models.process.extras import importing
 
 WHAT, EXTRA = "the agent", "edge"
 

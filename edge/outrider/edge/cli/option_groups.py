@@ -37,9 +37,9 @@ from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
+from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 AS_PARAM: Final = "Give it as --param NAME=NUMBER, such as --param top_p=0.9."
 _SAMPLING: Final = ("top_k", "top_p", "min_p")

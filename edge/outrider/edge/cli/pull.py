@@ -28,11 +28,11 @@ from outrider.edge.store.fetch import Progress
 from outrider.edge.store.prune import find_outdated, prune, size_of
 from outrider.edge.store.pull import Offer, PullResult, find_offer, list_offered, pull_draft
 from outrider.edge.store.shelf import Shelf
-from outrider.models.command_line import print_line
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError
-from outrider.models.protocol import DraftList, OfferedDraft
+from outrider.models.process.command_line import print_line
 from outrider.models.visible import visible
+from outrider.models.wire.protocol import DraftList, OfferedDraft
 
 COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
 

@@ -13,9 +13,9 @@ from outrider.edge.cli.draft_flags import is_typed, refuse_idle
 from outrider.edge.cli.option_groups import KeyOptions
 from outrider.edge.devices.discovery import ModelRuntime
 from outrider.edge.devices.placement import DraftRuntime
+from outrider.models.bundle.manifest import Device, Precision
+from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.errors import ConfigError
-from outrider.models.manifest import Device, Precision
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 
 
 @dataclass(frozen=True, slots=True)

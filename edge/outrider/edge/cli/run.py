@@ -43,13 +43,13 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Tok
 from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.client.tracing import start_tracing
-from outrider.models.command_line import print_line
 from outrider.models.counted import counted
-from outrider.models.detokenizer import StreamingDetokenizer
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import REFERENCE
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.process.command_line import print_line
+from outrider.models.text.detokenizer import StreamingDetokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 ROUNDS: Final = 3
 """Of --compare; the median counts."""

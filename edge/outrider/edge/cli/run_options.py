@@ -23,8 +23,8 @@ from outrider.edge.cli.grammar_options import GrammarOptions
 from outrider.edge.cli.option_groups import AS_PARAM, DraftingOptions, KeyOptions, SamplingOptions, SourceOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
-from outrider.models.acceptance import DEFAULT_DELTA, MAX_DELTA, PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.errors import ConfigError
+from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.transforms.bad_words import bad_word_ids
 from outrider.models.transforms.rules import PLAIN, RowRules
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from outrider.models.command_line import print_line
+from outrider.models.process.command_line import print_line
 
 
 class SaidOnce:

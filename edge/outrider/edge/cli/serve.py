@@ -30,16 +30,16 @@ from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.key_file import require_private
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.tracing import start_tracing
-from outrider.models.command_line import print_line
-from outrider.models.extras import require_packages
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
+from outrider.models.process.command_line import print_line
+from outrider.models.process.extras import require_packages
+from outrider.models.process.watched_files import FileWatch, WatchedFiles
 from outrider.models.visible import visible
-from outrider.models.watched_files import FileWatch, WatchedFiles
 
 _log = logging.getLogger("outrider.serve")
 

@@ -12,7 +12,7 @@ from outrider.edge.cli.docs_flags import Docs
 from outrider.edge.cli.draft_flags import REMOVED_DRAFTING, OfflineOk, Threads
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
 from outrider.models.errors import ConfigError
-from outrider.models.listen_options import AccessOptions, Host, Port
+from outrider.models.process.listen_options import AccessOptions, Host, Port
 
 
 @dataclass(frozen=True, slots=True)

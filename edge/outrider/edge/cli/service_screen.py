@@ -20,7 +20,7 @@ from outrider.edge.setup.service import (
     write_service,
 )
 from outrider.edge.setup.settings import PREFIX, RESERVED, Settings
-from outrider.models.command_line import CommandGroup, print_line
+from outrider.models.process.command_line import CommandGroup, print_line
 
 service_app = typer.Typer(
     cls=CommandGroup,

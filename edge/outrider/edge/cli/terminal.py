@@ -14,7 +14,7 @@ from rich.highlighter import JSONHighlighter
 from rich.text import Text
 
 from outrider.edge.results import Origin, TokenBatch
-from outrider.models.detokenizer import StreamingDetokenizer
+from outrider.models.text.detokenizer import StreamingDetokenizer
 from outrider.models.visible import visible
 
 DRAFT_STYLE = "green"

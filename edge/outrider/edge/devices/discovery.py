@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice, provider_advice
+from outrider.models.bundle.manifest import Device
 from outrider.models.errors import RuntimeUnavailable
-from outrider.models.extras import has_openvino_package, no_openvino_advice
-from outrider.models.manifest import Device
-from outrider.models.telemetry import disable_openvino_telemetry
+from outrider.models.process.extras import has_openvino_package, no_openvino_advice
+from outrider.models.process.telemetry import disable_openvino_telemetry
 
 ModelRuntime = Literal["openvino", "onnxruntime"]
 RUNTIME_NAMES: Final[dict[ModelRuntime, str]] = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}

@@ -19,8 +19,8 @@ from outrider.edge.devices.discovery import (
     device_of_provider,
     require_device,
 )
+from outrider.models.bundle.manifest import Device, Manifest
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.manifest import Device, Manifest
 
 DraftRuntime = Literal["openvino", "onnxruntime", "ngram"]
 

@@ -16,8 +16,8 @@ from typing import Final
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from outrider.models.bundle.speed_up import tokens_per_pass
 from outrider.models.places import default_cache_dir
-from outrider.models.prediction import tokens_per_pass
 
 BUSY: Final = 0.6
 """Times taken while the processor is busier than this are used once and not kept."""

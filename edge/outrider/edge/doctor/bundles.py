@@ -13,12 +13,12 @@ from outrider.edge.doctor.findings import Finding, fault, ok, warning
 from outrider.edge.doctor.probe import ProbeFailed, find_pulled_draft
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.shelf import Shelf
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import MANIFEST_NAME
+from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE
 from outrider.models.counted import counted
 from outrider.models.errors import OutriderError
-from outrider.models.extras import is_installed
-from outrider.models.manifest import MANIFEST_NAME
-from outrider.models.reference_export import EXPORTER_PACKAGES, REFERENCE
+from outrider.models.process.extras import is_installed
 
 MAX_DEPTH: Final = 5
 MAX_BUNDLES: Final = 12

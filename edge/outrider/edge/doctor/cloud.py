@@ -29,7 +29,7 @@ from outrider.models.client.errors import naming_a_wrong_proxy, untrusted
 from outrider.models.client.tls import system_tls
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
-from outrider.models.protocol import PROTOCOL_VERSION, TREES_SINCE, ReadyAnswer
+from outrider.models.wire.protocol import PROTOCOL_VERSION, TREES_SINCE, ReadyAnswer
 
 CONNECT_TIMEOUT_S: Final = 5.0
 ANSWER_TIMEOUT_S: Final = 10.0

@@ -17,8 +17,8 @@ from outrider.edge.drafting.depth import MAX_DEPTH
 from outrider.edge.setup.endpoints import Endpoint, Keys
 from outrider.models.client.address import split_login, verifier_url, without_password
 from outrider.models.errors import ConfigError
-from outrider.models.extras import is_installed
-from outrider.models.machine_load import MachineLoad
+from outrider.models.process.extras import is_installed
+from outrider.models.process.machine_load import MachineLoad
 
 if TYPE_CHECKING:
     from outrider.edge.doctor.cloud import CloudReport

@@ -18,7 +18,7 @@ from outrider.edge.devices.discovery import (
 )
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
 from outrider.edge.doctor.probe import ProbeFailed, ask_runtime
-from outrider.models.manifest import Device
+from outrider.models.bundle.manifest import Device
 
 GIB: Final = 1 << 30
 OVERHEAD_BYTES: Final = 300 << 20

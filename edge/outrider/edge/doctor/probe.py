@@ -122,7 +122,7 @@ def _find_pulled(shelf: Path, tokenizer: str, target: str | None, choice: DraftC
 
 def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, Any]:
     from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
-    from outrider.models.sampling import SamplingParams
+    from outrider.models.picks.sampling import SamplingParams
 
     began = time.perf_counter()
     draft = open_drafter(open_draft_bundle(bundle), choice, num_threads)

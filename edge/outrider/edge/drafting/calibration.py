@@ -10,8 +10,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from outrider.models.rejection import Evidence
-from outrider.models.sampling import Candidates
+from outrider.models.picks.rejection import Evidence
+from outrider.models.picks.sampling import Candidates
 
 MAX_WIDTH: Final = 8
 LOOKUP_RANK: Final = MAX_WIDTH
@@ -103,7 +103,7 @@ def shared_guess(model: Guess) -> Guess:
 
 def sampled_guess(token: int, most: float, evidence: Evidence) -> Guess:
     """A token that goes with evidence. most: the draft's chance of its likeliest token; not of this one, because what
-    is sent must not depend on the drawn token (`outrider.models.rejection`).
+    is sent must not depend on the drawn token (`outrider.models.picks.rejection`).
     """
     return Guess(token, 0, _FIRST_SAMPLED + bisect_right(_SHARES, most), evidence)
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
+from outrider.models.bundle.speed_up import tokens_per_pass
 from outrider.models.errors import ConfigError
-from outrider.models.prediction import tokens_per_pass
 
 MAX_DEPTH = 64
 LEAST_REACH = 0.01

@@ -25,9 +25,9 @@ from outrider.edge.drafting.calibration import (
 )
 from outrider.models.errors import RequestError
 from outrider.models.grammar.rows import GrammarRows
+from outrider.models.picks.sampling import SamplingParams, SurvivorFilter, candidates
 from outrider.models.runtimes.base import BranchingRuntime, JoiningRuntime, PromptRuntime, Reading, SequenceRuntime
 from outrider.models.runtimes.ngram import LONGEST_MATCH, NgramLookup, QuotedText
-from outrider.models.sampling import SamplingParams, SurvivorFilter, candidates
 from outrider.models.transforms.base import RowState, apply_all
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
 

@@ -22,8 +22,8 @@ from outrider.edge.drafting.drafter import (
     Propose,
     ProposingDrafter,
 )
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.ngram import QuotedText
-from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import Node
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
-from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 _CLEARLY = 1.2  # how much better another number of nodes per call must be

@@ -25,9 +25,9 @@ from outrider.edge.modes.assemble import Agent, make_agent, open_draft_bundle, o
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import VerifierClient
-from outrider.models.tokenizer import Tokenizer, require_same_tokenizer
+from outrider.models.text.tokenizer import Tokenizer, require_same_tokenizer
 
 CLOUD_ONLY = "cloud_only"
 STOP_AND_WAIT = "stop_and_wait"

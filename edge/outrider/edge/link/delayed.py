@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from outrider.models.client.client import VerifierClient
-from outrider.models.protocol import SessionEvent, SessionRequest
+from outrider.models.wire.protocol import SessionEvent, SessionRequest
 
 
 class DelayedClient(VerifierClient):

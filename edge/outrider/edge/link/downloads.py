@@ -12,7 +12,7 @@ import httpx
 from outrider.models.client.client import PLAIN, Headers, VerifierClient
 from outrider.models.client.errors import ProtocolBroken, short
 from outrider.models.client.exchange import Exchange
-from outrider.models.protocol import DraftList, OfferedFile
+from outrider.models.wire.protocol import DraftList, OfferedFile
 
 
 @dataclass(frozen=True, slots=True)

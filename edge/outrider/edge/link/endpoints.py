@@ -21,7 +21,7 @@ from outrider.models.client.errors import EndpointLost, EndpointUnfit, EndpointW
 from outrider.models.client.messages import ByteCounts
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
-from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 
 Answer = TypeVar("Answer")
 Sleep = Callable[[float], Awaitable[None]]

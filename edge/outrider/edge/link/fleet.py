@@ -21,7 +21,7 @@ from outrider.edge.link.origin import Served, mixed_targets
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import OutriderError
-from outrider.models.protocol import ReadyAnswer
+from outrider.models.wire.protocol import ReadyAnswer
 
 Sleep = Callable[[float], Awaitable[None]]
 

@@ -13,9 +13,9 @@ from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.modes.assemble import OpenDraft, OpenModel, open_draft_model
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Device
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
-from outrider.models.manifest import Device
 
 LOOKUP_WORDS: Final = "n-gram lookup"
 DEVICE_ORDER: Final[tuple[Device, ...]] = ("npu", "gpu", "cpu")

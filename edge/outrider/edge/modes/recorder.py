@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens, Source, TokenBatch
-from outrider.models.acceptance import Rule
 from outrider.models.client import tracing
 from outrider.models.client.messages import ByteCounts
-from outrider.models.protocol import TextCut
+from outrider.models.picks.acceptance import Rule
 from outrider.models.transforms.chooser import TokenLogprobs
+from outrider.models.wire.protocol import TextCut
 
 Clock = Callable[[], float]
 

@@ -24,16 +24,16 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
-from outrider.models.acceptance import PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import refusal_error
 from outrider.models.errors import RequestError
-from outrider.models.protocol import VerifyItem, VerifyRequest, VerifyResult
-from outrider.models.rejection import NUM_IDS, WHOLE, SparseDistribution, draw, probabilities, sparse
-from outrider.models.sampling import SamplingParams, pick
-from outrider.models.tolerance import LEAST_LOG, DeltaCalibrator, log_probability
+from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.picks.rejection import NUM_IDS, WHOLE, SparseDistribution, draw, probabilities, sparse
+from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.tolerance import LEAST_LOG, DeltaCalibrator, log_probability
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
+from outrider.models.wire.protocol import VerifyItem, VerifyRequest, VerifyResult
 
 
 class RuleDrafter:

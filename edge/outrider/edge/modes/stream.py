@@ -27,13 +27,14 @@ from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens
-from outrider.models.acceptance import Rule
 from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import RequestError
-from outrider.models.predicted import PredictionFollower
-from outrider.models.protocol import (
+from outrider.models.picks.acceptance import Rule
+from outrider.models.text.predicted import PredictionFollower
+from outrider.models.transforms.chooser import TokenLogprobs
+from outrider.models.wire.protocol import (
     MAX_PATH_TOKENS,
     TREES_SINCE,
     Commit,
@@ -42,8 +43,7 @@ from outrider.models.protocol import (
     SessionOpen,
     SessionRequest,
 )
-from outrider.models.transforms.chooser import TokenLogprobs
-from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
+from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.retrieval.index import PassageIndex
 from outrider.edge.retrieval.passages import Passage
 from outrider.models.runtimes.ngram import QuotedText
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 HEAD: Final = "Passages from documents:\n\n"
 TAIL: Final = "End of the passages.\n\n"

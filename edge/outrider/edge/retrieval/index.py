@@ -20,8 +20,8 @@ import numpy as np
 
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.passages import PASSAGE_CHARS, Passage, cut_passages
-from outrider.models.extras import require_packages
 from outrider.models.places import default_cache_dir
+from outrider.models.process.extras import require_packages
 
 _WORD: Final = re.compile(r"[^\W_]+")
 _HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")

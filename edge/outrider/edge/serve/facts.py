@@ -6,7 +6,7 @@ from outrider.edge.serve.faults import NO_VERIFIER, as_request_error
 from outrider.edge.serve.state import LocalCore
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http.answers import require_model
-from outrider.models.protocol import ModelFacts
+from outrider.models.wire.protocol import ModelFacts
 
 
 async def target_facts(core: LocalCore, model: str | None = None) -> ModelFacts:

@@ -28,9 +28,9 @@ from outrider.models.http.inbox import Inbox
 from outrider.models.http.openai_answers import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler, TextStyle
-from outrider.models.predicted import PredictionFollower
-from outrider.models.protocol import ModelFacts
 from outrider.models.runtimes.ngram import QuotedText
+from outrider.models.text.predicted import PredictionFollower
+from outrider.models.wire.protocol import ModelFacts
 
 _log = logging.getLogger("outrider.serve")
 

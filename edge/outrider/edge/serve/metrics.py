@@ -14,7 +14,7 @@ from starlette.types import Scope
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.results import GenerationResult, TokenBatch
-from outrider.models.tally import CommitTimer, RequestTally, text_format
+from outrider.models.process.tally import CommitTimer, RequestTally, text_format
 
 _COUNTERS: Final = {
     "prompt_tokens": "Tokens of prompts, passages included.",

@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.models.http.openai import Messages
-from outrider.models.protocol import ErrorBody, Integer, Number
-from outrider.models.sampling import MAX_SEED, SamplingParams
-from outrider.models.strict_message import StrictMessage
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams
+from outrider.models.wire.protocol import ErrorBody, Integer, Number
+from outrider.models.wire.strict_message import StrictMessage
 
 MAX_TOKENS: Final = 4096
 MAX_ROUND_TRIP_MS: Final = 500.0

@@ -28,7 +28,7 @@ from outrider.models.http.encoding import check_length, encode_chat, no_chat_tem
 from outrider.models.http.openai import ChatMessage, RenderRequest
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.text import TextStyle
-from outrider.models.protocol import ModelFacts
+from outrider.models.wire.protocol import ModelFacts
 
 GENERATE: str = "/v1/outrider/generate"
 INFO: str = "/v1/outrider/info"

@@ -32,8 +32,9 @@ from outrider.edge.serve.grounding import (
 )
 from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
-from outrider.edge.serve.unverified import VerifyAnswerRequest, verify_answer
+from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.edge.serve.upstream import conversation_to_render
+from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
@@ -54,7 +55,7 @@ from outrider.models.http.plan import chat_style, engine_logprobs, look_of, text
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.security import PagePolicy
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
-from outrider.models.protocol import ModelFacts
+from outrider.models.wire.protocol import ModelFacts
 
 PATHS_ARE: Final = (
     "this is `outrider serve`, not a verifier: it has /v1/chat/completions, /v1/completions, /v1/models, "

@@ -22,8 +22,8 @@ from outrider.models.http.encoding import Workers
 from outrider.models.http.grammars import Grammars
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
-from outrider.models.protocol import ModelFacts
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import ModelFacts
 
 _ANY_POSITIONS = 1 << 20
 

@@ -19,8 +19,8 @@ from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import OutriderError, TokenizerMismatch
 from outrider.models.http.openai import ChatMessage, Conversation
-from outrider.models.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 from outrider.models.visible import visible
+from outrider.models.wire.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 
 _log = logging.getLogger("outrider.serve")
 

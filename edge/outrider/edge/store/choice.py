@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Final, get_args
 
 from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, find_runtime, install_advice
+from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.errors import BundleError
-from outrider.models.manifest import Device, Precision
-from outrider.models.protocol import OfferedDraft
+from outrider.models.wire.protocol import OfferedDraft
 
 ALIKE: Final = 0.05
 """Acceptance rates that differ by less count as equal: cards have errors, and quantizations differ by little."""

@@ -20,12 +20,12 @@ from filelock import FileLock, Timeout
 
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.store.shelf import KEY_CHARS
-from outrider.models.bundle import DATA_SUFFIXES, Bundle, hash_file, refuse_unsafe
-from outrider.models.bundle_writer import flush_tree
+from outrider.models.bundle.bundle import DATA_SUFFIXES, Bundle, hash_file, refuse_unsafe
+from outrider.models.bundle.bundle_writer import flush_tree
+from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError
-from outrider.models.manifest import MANIFEST_NAME, Manifest
-from outrider.models.protocol import OfferedDraft, OfferedFile
+from outrider.models.wire.protocol import OfferedDraft, OfferedFile
 
 MAX_MANIFEST_BYTES: Final = 4 << 20
 """A manifest is read whole. The largest seen has 30 KB."""

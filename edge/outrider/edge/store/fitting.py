@@ -10,7 +10,7 @@ from outrider.edge.store.shelf import Pulled, Shelf, find_all_pulled
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import CloudError, RequestError
-from outrider.models.protocol import ModelFacts
+from outrider.models.wire.protocol import ModelFacts
 
 
 async def find_for_server(

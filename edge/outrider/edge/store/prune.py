@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from outrider.edge.store.fetch import manifest_of
 from outrider.edge.store.shelf import KEY_CHARS, Pulled, Shelf
 from outrider.edge.store.use import unused
-from outrider.models.protocol import DraftList
+from outrider.models.wire.protocol import DraftList
 
 _REMOVED = ".removed"
 

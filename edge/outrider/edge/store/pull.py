@@ -12,12 +12,12 @@ from outrider.edge.link.origin import TextOrigin
 from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
 from outrider.edge.store.fetch import BundleFetch, Progress, locked, manifest_of
 from outrider.edge.store.shelf import PulledFor, Shelf, now_s
-from outrider.models.bundle import Bundle, hash_file
+from outrider.models.bundle.bundle import Bundle, hash_file
+from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
-from outrider.models.manifest import MANIFEST_NAME
-from outrider.models.protocol import DraftList
+from outrider.models.wire.protocol import DraftList
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from outrider.models.manifest import MANIFEST_NAME
+from outrider.models.bundle.manifest import MANIFEST_NAME
 
 if sys.platform != "win32":
     import fcntl

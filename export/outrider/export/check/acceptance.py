@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.report.simulation.ranks import EDGES, Picked, Ranks, bucket
+from outrider.models.bundle.manifest import Acceptance, AtDepth, AtGap, AtWidth
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Acceptance, AtDepth, AtGap, AtWidth
+from outrider.models.picks.sampling import SamplingParams, candidates, pick
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
-from outrider.models.sampling import SamplingParams, candidates, pick
 
 NEW_TOKENS: Final = 40
 TEMPERATURES: Final = (0.0, 0.5, 0.8)

@@ -9,8 +9,8 @@ from typing import Any, Final
 from outrider.export.check.measured import load_measured
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.export.source.family_facts import runtime_obstacle
+from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Device, Precision
 
 ADVICE: Final = "nothing was written"
 """Begins the part of a message that advises; the table of families leaves it out."""

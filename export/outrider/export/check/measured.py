@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from outrider.models.manifest import Precision, Role
+from outrider.models.bundle.manifest import Precision, Role
 
 MEASURED: Final = Path(__file__).with_name("support_table.json")
 

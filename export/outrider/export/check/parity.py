@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from outrider.export.check.advice import GENERAL, Advice
 from outrider.export.source.config_reader import LONGEST_CHECKED
+from outrider.models.bundle.manifest import Parity, ParityStage
 from outrider.models.errors import ExportError, ParityFailure
-from outrider.models.manifest import Parity, ParityStage
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 PARITY_TEXT: Final = (
     "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n    if len(ordered) "

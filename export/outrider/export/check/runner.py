@@ -25,6 +25,7 @@ from outrider.export.check.timing import StepTimes, machine, time_draft, time_ta
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.tiny import TINY_HIDDEN, TINY_LAYERS
+from outrider.models.bundle.manifest import Agreement, Parity, Precision, Timing
 from outrider.models.errors import (
     BundleError,
     ExportError,
@@ -33,9 +34,8 @@ from outrider.models.errors import (
     ParityFailure,
     RuntimeUnavailable,
 )
-from outrider.models.extras import missing_extra
-from outrider.models.machine_load import MachineLoad
-from outrider.models.manifest import Agreement, Parity, Precision, Timing
+from outrider.models.process.extras import missing_extra
+from outrider.models.process.machine_load import MachineLoad
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 

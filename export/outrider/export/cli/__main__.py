@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.models.interrupts import run_guarded
+from outrider.models.process.interrupts import run_guarded
 
 TYPE_CHECKING = False  # `typing` is not imported before Ctrl-C is guarded
 if TYPE_CHECKING:

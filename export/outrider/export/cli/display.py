@@ -29,8 +29,8 @@ from outrider.export.report.card import (
     warnings_of,
 )
 from outrider.export.report.comparison import Comparison, forecast_of
-from outrider.models.bundle import Bundle
-from outrider.models.manifest import Acceptance, Forecast, Manifest
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Acceptance, Forecast, Manifest
 
 
 @contextlib.contextmanager

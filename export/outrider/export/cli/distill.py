@@ -18,8 +18,8 @@ from rich.table import Table
 from outrider.export.cli.display import say_stopped
 from outrider.export.distill.options import DistillOptions, TargetDtype, TrainingDevice
 from outrider.export.make.pair import reference_directories
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import REFERENCE
 
 if TYPE_CHECKING:
     from outrider.export.distill.distill import DistillResult

@@ -15,8 +15,8 @@ from outrider.export.cli.distill import shown
 from outrider.export.distill.options import TargetDtype
 from outrider.export.make.pair import reference_directories
 from outrider.export.source.prompts import read_prompts
-from outrider.models.manifest import Heads
-from outrider.models.reference_export import REFERENCE
+from outrider.models.bundle.manifest import Heads
+from outrider.models.bundle.reference_export import REFERENCE
 
 
 def heads(

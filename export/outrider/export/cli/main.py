@@ -24,11 +24,11 @@ from outrider.export.make.sweep import DEFAULT_RTT_MS, sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card_html import REPORT_NAME, PageWriter, write_card_html
 from outrider.export.source.prompts import read_prompts
-from outrider.models.bundle import Bundle
-from outrider.models.command_line import make_app, run_app
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Device, Precision, StaticShapes
+from outrider.models.bundle.reference_export import REFERENCE, WIDENED_MB
 from outrider.models.errors import ConfigError
-from outrider.models.manifest import Device, Precision, StaticShapes
-from outrider.models.reference_export import REFERENCE, WIDENED_MB
+from outrider.models.process.command_line import make_app, run_app
 
 app = make_app("Turn models into checked bundles: a draft for the device, a target for the cloud.")
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 from outrider.export.cli.display import print_comparison, print_report, print_warnings
 from outrider.export.make.sweep import Swept
 from outrider.export.report.card import warnings_of
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 
 
 def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None) -> None:

@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import RuntimeUnavailable
-from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.npu_compile import blob_path, compile_ir, compiled_shapes, npu_core
 from outrider.models.runtimes.openvino_graph import failure_reason, find_ir

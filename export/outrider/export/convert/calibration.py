@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from outrider.export.convert.openvino_ir import IR_NAME, save_ir
 from outrider.export.quiet import quiet_upstream
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams, pick
 
 NUM_TEXTS: Final = 32
 TEXT_TOKENS: Final = 128

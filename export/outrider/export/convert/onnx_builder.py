@@ -35,7 +35,7 @@ from outrider.export.convert.onnx_graph import (
 from outrider.export.quiet import missing_extra, quiet_upstream
 from outrider.export.source.config_reader import read_shape
 from outrider.export.source.model_source import read_config
-from outrider.models.tokenizer import TOKENIZER_FILES
+from outrider.models.text.tokenizer import TOKENIZER_FILES
 
 BuilderPrecision = Literal["fp32", "fp16"]
 """The two that its attention kernel takes: FP32 on the CPU, FP16 on CUDA."""

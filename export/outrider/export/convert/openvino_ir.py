@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from outrider.export.convert.upstream_repairs import choose_attention, repaired_upstream
 from outrider.export.quiet import quiet_upstream
-from outrider.models.manifest import Device, Precision, Quantization
+from outrider.models.bundle.manifest import Device, Precision, Quantization
 
 IR_NAME: Final = "openvino_model"
 # Names that OpenVINO generates with a counter of the process; names of modules stay.

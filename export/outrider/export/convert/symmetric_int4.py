@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from outrider.export.convert.symmetric import compress_int8_symmetric
-from outrider.models.manifest import Quantization
+from outrider.models.bundle.manifest import Quantization
 
 GROUP: Final = 128
 

@@ -42,7 +42,7 @@ from outrider.export.interruption import Interruption
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
 from outrider.models.errors import ConfigError, DiskFull, RuntimeUnavailable
-from outrider.models.tokenizer import require_same_tokenizer
+from outrider.models.text.tokenizer import require_same_tokenizer
 
 ROWS_PER_STEP = 16
 _STATE_COPIES = 10

@@ -27,12 +27,12 @@ from outrider.export.distill.trainer.pool import Pool, PoolPlan, sample_pool
 from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.prompts import encode_prompts
-from outrider.models.bundle import Bundle
-from outrider.models.bundle_writer import BundleWriter
-from outrider.models.draft_heads import FORMAT, HEADS_FILE
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.bundle.draft_heads import FORMAT, HEADS_FILE
+from outrider.models.bundle.manifest import HeadAcceptance, Heads, Manifest
 from outrider.models.errors import ConfigError
-from outrider.models.manifest import HeadAcceptance, Heads, Manifest
-from outrider.models.tokenizer import require_same_tokenizer
+from outrider.models.text.tokenizer import require_same_tokenizer
 
 MAX_HEADS: Final = 5
 

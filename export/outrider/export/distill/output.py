@@ -14,9 +14,9 @@ from typing import Any, Final
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.model_source import SourceModel
 from outrider.export.source.weight_files import read_safetensors_header
-from outrider.models.bundle_writer import flush_tree
+from outrider.models.bundle.bundle_writer import flush_tree
 from outrider.models.errors import ExportError
-from outrider.models.tokenizer import TOKENIZER_FILES
+from outrider.models.text.tokenizer import TOKENIZER_FILES
 
 RECORD_NAME: Final = "distillation.json"
 _COPIED: Final = (

@@ -17,8 +17,8 @@ from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.prompts import Split
 from outrider.export.distill.target import MEASURED_AT, TargetText, new_tokens
 from outrider.export.distill.trainer.distill import TrainingResult
-from outrider.models.bundle import hash_file
-from outrider.models.manifest import Source
+from outrider.models.bundle.bundle import hash_file
+from outrider.models.bundle.manifest import Source
 from outrider.models.version import outrider_version
 
 SCHEMA: Final = 1

@@ -30,8 +30,8 @@ from outrider.export.recipes import ExportOptions
 from outrider.export.source.config_reader import LONGEST_CHECKED
 from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import SourceModel
+from outrider.models.bundle.manifest import Quantization, Source
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Quantization, Source
 from outrider.models.version import outrider_version
 
 PACKAGES: Final = (

@@ -18,9 +18,9 @@ from outrider.export.report.card import TargetTimes, require_acceptance
 from outrider.export.report.card_html import PageWriter
 from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel, read_source
 from outrider.export.source.prompts import Ids, encode_prompts
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError
-from outrider.models.tokenizer import require_same_tokenizer
+from outrider.models.text.tokenizer import require_same_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,13 +29,13 @@ from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.weight_range import require_range
 from outrider.export.source.widen import describe_widening, widen
-from outrider.models.bundle import Bundle
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.bundle.manifest import Acceptance, ExportReport, FileEntry, Manifest, Quantization, Source
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manifest, Quantization, Source
 from outrider.models.places import default_cache_dir
 from outrider.models.runtimes.base import PROMISED_POSITIONS
-from outrider.models.tokenizer import TOKENIZER_FILES
+from outrider.models.text.tokenizer import TOKENIZER_FILES
 
 
 class StagedExport:

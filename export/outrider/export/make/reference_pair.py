@@ -22,9 +22,9 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.progress import Progress, silent
 from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source.model_source import read_source
-from outrider.models.bundle import Bundle
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import SCHEMA_VERSION, Device, Precision, StaticShapes
 from outrider.models.errors import BundleError
-from outrider.models.manifest import SCHEMA_VERSION, Device, Precision, StaticShapes
 from outrider.models.places import default_cache_dir
 
 

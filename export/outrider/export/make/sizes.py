@@ -9,7 +9,7 @@ from typing import Final
 
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import SourceModel
-from outrider.models.manifest import Precision
+from outrider.models.bundle.manifest import Precision
 
 # Of the stored weights; scales and weights that keep more bits come on top.
 _BYTES_PER_WEIGHT: Final[dict[Precision, float]] = {

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from filelock import FileLock, Timeout
 
-from outrider.models.bundle_writer import flush_tree
+from outrider.models.bundle.bundle_writer import flush_tree
 
 _FORGOTTEN_AFTER_S: Final = 14 * 24 * 3600.0
 """A result that was not used for this long belongs to an abandoned export."""

@@ -21,11 +21,11 @@ from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.export.report.card import TargetTimes, label, require_acceptance
 from outrider.export.report.card_html import PageWriter
 from outrider.export.report.comparison import Comparison, NotMade, acceptance_of, compare
-from outrider.models.bundle import Bundle
-from outrider.models.bundle_writer import BundleWriter
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.bundle.speed_up import Setting
 from outrider.models.errors import ConfigError, DiskFull, ExportError, OutriderError
 from outrider.models.places import default_cache_dir
-from outrider.models.prediction import Setting
 
 DEFAULT_RTT_MS: Final = 50.0
 

@@ -16,9 +16,9 @@ from outrider.export import recipes
 from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, simulate
+from outrider.models.bundle.manifest import Acceptance, AtRoundTrip, Forecast, Manifest, Timing
+from outrider.models.bundle.speed_up import WORTH_IT, Setting, alpha_for, predict
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Acceptance, AtRoundTrip, Forecast, Manifest, Timing
-from outrider.models.prediction import WORTH_IT, Setting, alpha_for, predict
 
 MOST_TOKENS: Final = 480
 """Played per figure: with nine round trips some 2 s in all."""

@@ -29,9 +29,9 @@ from outrider.export.report.card import (
 )
 from outrider.export.report.card_plots import Item, acceptance_plot, cost_plot, require_plots, speed_up_plot
 from outrider.export.report.comparison import Comparison
-from outrider.models.build_site import BuildSite
+from outrider.models.bundle.build_site import BuildSite
+from outrider.models.bundle.manifest import Acceptance, Manifest
 from outrider.models.errors import BundleError, ExportError
-from outrider.models.manifest import Acceptance, Manifest
 
 TEMPLATE: Final = "report.html.j2"
 REPORT_NAME: Final = "report.html"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from outrider.export.report.card import JUDGED_AT, has_trees, judged
-from outrider.models.manifest import Forecast, Manifest
-from outrider.models.prediction import Setting, stop_and_wait, stream
+from outrider.models.bundle.manifest import Forecast, Manifest
+from outrider.models.bundle.speed_up import Setting, stop_and_wait, stream
 
 # Nearly Okabe and Ito's, which the colour-blind tell apart; all of them can be seen on white and on near-black.
 COLOURS: Final = ("#1f83c4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")

@@ -12,8 +12,8 @@ from statistics import mean
 from typing import Final
 
 from outrider.export.report.card import REFUSED_UNDER, judged, label
-from outrider.models.manifest import Forecast, Manifest
-from outrider.models.prediction import Setting, stream
+from outrider.models.bundle.manifest import Forecast, Manifest
+from outrider.models.bundle.speed_up import Setting, stream
 
 TIE: Final = 0.02
 """Drafts whose predicted tokens per second differ by less are equally good, as far as times and acceptance can be

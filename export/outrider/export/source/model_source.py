@@ -17,10 +17,10 @@ from typing import Any, Final
 from outrider.export.source.config_reader import ModelShape, read_shape
 from outrider.export.source.hub import resolve_model
 from outrider.export.source.weight_files import check_weights, find_weight_files
-from outrider.models.bundle import hash_file
+from outrider.models.bundle.bundle import hash_file
+from outrider.models.bundle.manifest import Architecture, Source
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Architecture, Source
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 
 def _reference_root() -> Path | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.models.errors import ExportError
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
 

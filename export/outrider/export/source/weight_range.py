@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.export.quiet import quiet_upstream
+from outrider.models.bundle.manifest import Precision
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Precision
 
 FP16_MAX: Final = 65_504.0
 BF16_MAX: Final = (2 - 2**-7) * 2.0**127

@@ -18,9 +18,9 @@ from typing import Any, Final
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.weight_files import read_safetensors_header
+from outrider.models.bundle.manifest import Widening
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Widening
-from outrider.models.tokenizer import TOKENIZER_FILES
+from outrider.models.text.tokenizer import TOKENIZER_FILES
 
 CONFIG_NOTE: Final = "outrider_widened"
 """The key that marks a widened model's config.json; its value is the original feed-forward size."""

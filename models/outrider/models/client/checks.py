@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outrider.models.client.errors import ProtocolBroken
-from outrider.models.protocol import (
+from outrider.models.wire.protocol import (
     Commit,
     RenderAnswer,
     SessionEvent,

@@ -43,7 +43,8 @@ from outrider.models.client.messages import ByteCounts, DraftMessage
 from outrider.models.client.tls import system_tls
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback
-from outrider.models.protocol import (
+from outrider.models.version import outrider_version
+from outrider.models.wire.protocol import (
     TARGET_HEADER,
     ErrorAnswer,
     ErrorBody,
@@ -56,8 +57,7 @@ from outrider.models.protocol import (
     VerifyAnswer,
     VerifyRequest,
 )
-from outrider.models.tree_draft import TREE_MEDIA_TYPE
-from outrider.models.version import outrider_version
+from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]

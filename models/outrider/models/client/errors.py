@@ -20,7 +20,7 @@ from typing import Final
 import httpx
 
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError, TokenizerMismatch
-from outrider.models.protocol import ErrorBody
+from outrider.models.wire.protocol import ErrorBody
 
 # Answers that another endpoint, or the same one a little later, may not give; so are all from 500 on, whoever made up
 # their numbers: proxies and content networks use 520 to 530 where the server behind them is away.

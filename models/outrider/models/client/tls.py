@@ -11,7 +11,7 @@ import ssl
 from typing import Any, cast
 
 from outrider.models.client.certificate import ClientCertificate
-from outrider.models.extras import missing_extra
+from outrider.models.process.extras import missing_extra
 
 
 def system_tls(certificate: ClientCertificate | None = None) -> ssl.SSLContext:

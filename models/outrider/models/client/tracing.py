@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from outrider.models.tracing import (
+from outrider.models.process.tracing import (
     HEADER,
     Span,
     end_provider,

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 from outrider.models.errors import RequestError
 from outrider.models.grammar.matchers import MAX_AGAIN_S, Elsewhere, Matchers
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
-from outrider.models.heap import trim_heap
+from outrider.models.process.heap import trim_heap
 
 Found = TypeVar("Found")
 

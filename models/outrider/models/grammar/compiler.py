@@ -21,8 +21,8 @@ from outrider.models.grammar.matchers import MAX_AGAIN_S, Elsewhere, Matchers
 from outrider.models.grammar.spec import GrammarSpec, invalid_grammar
 from outrider.models.grammar.state import GrammarState
 from outrider.models.grammar.vocabulary import Vocabulary
-from outrider.models.heap import HeapTrimmer
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.process.heap import HeapTrimmer
+from outrider.models.text.tokenizer import Tokenizer
 
 MAX_STRIKES: Final = 3
 STRIKE_S: Final = 60.0

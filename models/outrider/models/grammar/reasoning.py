@@ -8,7 +8,7 @@ from typing import Final
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 BEGIN: Final = "<think>"
 END: Final = "</think>"

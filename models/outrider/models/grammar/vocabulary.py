@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from outrider.models.errors import TokenizerError
-from outrider.models.extras import missing_extra
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.process.extras import missing_extra
+from outrider.models.text.tokenizer import Tokenizer
 
 
 class Vocabulary:

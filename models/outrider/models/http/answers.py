@@ -22,7 +22,7 @@ from outrider.models.http.choices import best_choices
 from outrider.models.http.errors import FieldError, error_answer
 from outrider.models.http.logprobs import PackedLogprobs
 from outrider.models.http.shapes import Delta, FoundText, Shape, unverified_field
-from outrider.models.predicted import PredictionFollower
+from outrider.models.text.predicted import PredictionFollower
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""

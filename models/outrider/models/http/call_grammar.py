@@ -13,7 +13,7 @@ from outrider.models.http.chat_reader import ChatStyle
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest, GenerationRequest
 from outrider.models.http.tool_grammar import FREE_TEXT, tool_grammar
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 _JSON_OBJECT: Final = GrammarSpec("json_schema", '{"type":"object"}')
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 _SEED_BITS: Final = 53
 """Survives clients whose numbers are floats."""

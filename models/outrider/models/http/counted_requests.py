@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.models.http.errors import ERROR_CODE
-from outrider.models.tally import RequestTally
+from outrider.models.process.tally import RequestTally
 
 
 class CountedRequests:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.models.grammar.reasoning import BEGIN, END, marks_reasoning
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 MARKERS: Final = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 """Of tool calls. Where they are special tokens, text must show them to be read."""

@@ -17,10 +17,10 @@ from outrider.models.http.openai import CompletionRequest, Conversation, Generat
 from outrider.models.http.openai_rules import RuleParameters
 from outrider.models.http.requests import sampling_of
 from outrider.models.http.turns import Turns
-from outrider.models.protocol import MAX_PREDICTION_TOKENS
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.transforms.bad_words import bad_word_ids
 from outrider.models.transforms.rules import RowRules
+from outrider.models.wire.protocol import MAX_PREDICTION_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

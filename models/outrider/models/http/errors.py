@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.request_context import current_request
-from outrider.models.protocol import ErrorAnswer, ErrorBody
+from outrider.models.wire.protocol import ErrorAnswer, ErrorBody
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 ERROR_CODE: Final = "outrider.error"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from outrider.models.http.text import TokenPiece
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 LEAST: Final = -9999.0
 """Stands for a probability of 0: JSON has no infinity. OpenAI's number."""

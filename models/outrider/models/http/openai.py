@@ -31,7 +31,8 @@ from outrider.models.http import structured
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai_rules import RuleParameters
 from outrider.models.http.tools import NamedTool, Tool, ToolChoice, Tools, with_read_arguments
-from outrider.models.protocol import (
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams
+from outrider.models.wire.protocol import (
     DEADLINE,
     MAX_COUNT,
     MAX_TOP_LOGPROBS,
@@ -46,7 +47,6 @@ from outrider.models.protocol import (
     StopStrings,
     TokenId,
 )
-from outrider.models.sampling import MAX_SEED, SamplingParams
 
 MAX_PROMPTS: Final = 64
 MAX_CHOICES: Final = 128

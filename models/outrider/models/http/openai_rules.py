@@ -10,7 +10,8 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, Field
 
-from outrider.models.rule_fields import (
+from outrider.models.transforms.rules import RowRules
+from outrider.models.wire.rule_fields import (
     MAX_BAD_WORDS,
     AllowedIds,
     Fraction,
@@ -20,7 +21,6 @@ from outrider.models.rule_fields import (
     TextPenalty,
     TypicalP,
 )
-from outrider.models.transforms.rules import RowRules
 
 MAX_BAD_STRINGS: Final = MAX_BAD_WORDS // 2
 """Each may become two token sequences."""

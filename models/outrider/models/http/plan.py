@@ -13,7 +13,7 @@ from outrider.models.http.openai import ChatRequest, CompletionRequest, Generati
 from outrider.models.http.shapes import Look
 from outrider.models.http.text import TextStyle
 from outrider.models.http.tools import NamedTool
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 
 def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatStyle:

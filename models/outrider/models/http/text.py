@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.models.detokenizer import StreamingDetokenizer
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.detokenizer import StreamingDetokenizer
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.transforms.chooser import TokenLogprobs
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from outrider.models.http.tools import Tool
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 _ANY_ARGUMENTS: Final[dict[str, Any]] = {"type": "object"}
 # As chat templates show calls to the model. Without it a model could write spaces for ever.

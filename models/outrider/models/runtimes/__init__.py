@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Final, cast
 
 from outrider.models.errors import ConfigError
-from outrider.models.extras import missing_extra
+from outrider.models.process.extras import missing_extra
+from outrider.models.process.telemetry import disable_openvino_telemetry
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
-from outrider.models.telemetry import disable_openvino_telemetry
 
 # name -> module, class, the extra that installs what the module imports
 BATCH_RUNTIMES: Final = {

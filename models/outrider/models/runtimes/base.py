@@ -19,9 +19,9 @@ from typing import Final, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import ConfigError
-from outrider.models.manifest import StaticShapes
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.sampling import SamplingParams
 
 PROMISED_POSITIONS: Final = "outrider_max_positions"
 """Key of an exported config.json: the longest sequence that the bundle supports, whatever the model's own is."""

@@ -16,8 +16,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
+from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import failure_reason
 

@@ -27,6 +27,8 @@ import transformers
 from numpy.typing import NDArray
 
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.picks.sampling_torch import pick_rows
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_attention import (
@@ -39,8 +41,6 @@ from outrider.models.runtimes.torch_attention import (
     carried_out,
 )
 from outrider.models.runtimes.torch_reference import load_causal_lm
-from outrider.models.sampling import SamplingParams
-from outrider.models.sampling_torch import pick_rows
 
 BLOCK_SIZE: Final = 32
 _PROBE_TOKENS: Final = 3

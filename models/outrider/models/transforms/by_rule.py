@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from outrider.models.acceptance import AcceptedBranch, RuleTerms
 from outrider.models.errors import ModelFault
-from outrider.models.rejection import Evidence, SparseDistribution, judge, probabilities
-from outrider.models.sampling import pick
-from outrider.models.tolerance import is_tolerated, log_probability
+from outrider.models.picks.acceptance import AcceptedBranch, RuleTerms
+from outrider.models.picks.rejection import Evidence, SparseDistribution, judge, probabilities
+from outrider.models.picks.sampling import pick
+from outrider.models.picks.tolerance import is_tolerated, log_probability
 from outrider.models.transforms.base import apply_all
 from outrider.models.transforms.chooser import Row, RowChooser, logprobs_of
 

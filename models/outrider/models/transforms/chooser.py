@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.acceptance import AcceptedBranch, walk
 from outrider.models.errors import ModelFault
-from outrider.models.sampling import SamplingParams, SurvivorFilter, pick
+from outrider.models.picks.acceptance import AcceptedBranch, walk
+from outrider.models.picks.sampling import SamplingParams, SurvivorFilter, pick
 from outrider.models.transforms.base import RowState, apply_all
 
 Row = NDArray[np.float32]

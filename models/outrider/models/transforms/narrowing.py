@@ -13,7 +13,7 @@ The coin is a second stream of the position-keyed noise, so the output stays a p
 
     coin(seed, position) = (mix64(key + 0xA0761D6478BD642F) >> 11) / 2^53        float64, in [0, 1)
 
-with `key` and mix64 of `outrider.models.sampling`. XTC acts where coin < xtc_probability. Golden vectors in
+with `key` and mix64 of `outrider.models.picks.sampling`. XTC acts where coin < xtc_probability. Golden vectors in
 tests/test_row_rules.py pin it.
 """
 
@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.sampling import SamplingParams, mix64, noise_key
+from outrider.models.picks.sampling import SamplingParams, mix64, noise_key
 from outrider.models.transforms.rules import RowRules
 
 _U64: Final = (1 << 64) - 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.rows import GrammarRows
-from outrider.models.sampling import SurvivorFilter
+from outrider.models.picks.sampling import SurvivorFilter
 from outrider.models.transforms.base import RowState
 from outrider.models.transforms.narrowing import Narrowing
 from outrider.models.transforms.rule_state import RuleState

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.models.errors import SamplingError
-from outrider.models.rule_fields import (
+from outrider.models.wire.rule_fields import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,

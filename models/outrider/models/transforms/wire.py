@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.models.rule_fields import RuleFields
 from outrider.models.transforms.rules import PLAIN, RowRules
+from outrider.models.wire.rule_fields import RuleFields
 
 
 def rules_of(fields: RuleFields) -> RowRules:

@@ -21,7 +21,7 @@ from outrider.export.check.acceptance import Rounds, play_rounds
 from outrider.export.distill.trainer.attention import batch_decoding
 from outrider.export.distill.trainer.progress import Stop, never
 from outrider.export.distill.trainer.rollout import Decoder
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams, pick
 
 
 @dataclass(frozen=True, slots=True)

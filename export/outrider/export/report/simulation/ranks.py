@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from outrider.models.errors import ConfigError
-from outrider.models.sampling import Candidates
+from outrider.models.picks.sampling import Candidates
 
 EDGES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Where the buckets of gaps begin; the first begins at 0."""

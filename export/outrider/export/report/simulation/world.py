@@ -14,7 +14,7 @@ from typing import Final
 
 from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import MISSED, Ranks
-from outrider.models.tree_draft import CHANCES, level_of
+from outrider.models.wire.tree_draft import CHANCES, level_of
 
 HANDLING_MS: Final = 0.5
 """What a message takes beside half a round trip."""

@@ -13,10 +13,10 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-from outrider.models.build_site import BuildSite
-from outrider.models.bundle import Bundle, hash_file, is_finder_file, refuse_unsafe
+from outrider.models.bundle.build_site import BuildSite
+from outrider.models.bundle.bundle import Bundle, hash_file, is_finder_file, refuse_unsafe
+from outrider.models.bundle.manifest import MANIFEST_NAME, FileEntry, Manifest
 from outrider.models.errors import BundleError
-from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
 
 
 class BundleWriter:

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from outrider.models.sampling import SamplingParams, noise_key
+from outrider.models.picks.sampling import SamplingParams, noise_key
 
 _U32: Final = 0xFFFFFFFF
 _CHUNK: Final = 1 << 21

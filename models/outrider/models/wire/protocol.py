@@ -29,13 +29,13 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from outrider.models.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule
+from outrider.models.bundle.manifest import Count, Sha256, Share
 from outrider.models.errors import RequestError
-from outrider.models.manifest import Count, Sha256, Share
-from outrider.models.rejection import MAX_IDS, WHOLE
-from outrider.models.rule_fields import RuleFields
-from outrider.models.sampling import MAX_SEED, SamplingParams
-from outrider.models.strict_message import StrictMessage
+from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule
+from outrider.models.picks.rejection import MAX_IDS, WHOLE
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams
+from outrider.models.wire.rule_fields import RuleFields
+from outrider.models.wire.strict_message import StrictMessage
 
 PROTOCOL_VERSION = 2
 TREES_SINCE = 2

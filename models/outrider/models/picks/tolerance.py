@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.acceptance import MAX_DELTA
-from outrider.models.rejection import probabilities
-from outrider.models.sampling import SamplingParams
+from outrider.models.picks.acceptance import MAX_DELTA
+from outrider.models.picks.rejection import probabilities
+from outrider.models.picks.sampling import SamplingParams
 
 LEAST_LOG: Final = -32.0
 """Of a draft's log-probability: smaller ones are sent as this."""

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ModelFault
-from outrider.models.sampling import MAX_SEED, SamplingParams, candidates, gumbel, noise_key, survivors
+from outrider.models.picks.sampling import MAX_SEED, SamplingParams, candidates, gumbel, noise_key, survivors
 
 WHOLE: Final = 1 << 16
 """The sum of a distribution's weights: 1."""

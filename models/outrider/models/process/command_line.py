@@ -25,8 +25,8 @@ from rich.text import Text
 from typer.models import ArgumentInfo
 
 from outrider.models.errors import ConfigError, OutriderError
-from outrider.models.extras import missing_extra
-from outrider.models.interrupts import EXIT_CODE as INTERRUPTED
+from outrider.models.process.extras import missing_extra
+from outrider.models.process.interrupts import EXIT_CODE as INTERRUPTED
 from outrider.models.version import outrider_version
 from outrider.models.visible import visible
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from outrider.models.errors import ConfigError
-from outrider.models.extras import is_installed
+from outrider.models.process.extras import is_installed
 from outrider.models.version import outrider_version
 
 Value = str | int | float | bool

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ModelFault
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams, pick
 
 
 class Rule(StrEnum):

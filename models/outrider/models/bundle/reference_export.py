@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from outrider.models.child_command import run_child_command
-from outrider.models.manifest import StaticShapes
+from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.process.child_command import run_child_command
 
 REFERENCE: Final = "reference"
 """The word that stands for the reference pair where a model or a bundle is expected."""

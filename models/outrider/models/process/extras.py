@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from platform import machine as this_machine
 
 from outrider.models.errors import RuntimeUnavailable
-from outrider.models.interrupts import QuietInterrupt
+from outrider.models.process.interrupts import QuietInterrupt
 
 OWN_DISTRIBUTIONS = frozenset({"outrider.reference"})
 """Packages of ours that are installed on their own; any other module of ours that is missing is a bug."""

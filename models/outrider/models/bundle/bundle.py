@@ -14,9 +14,9 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from outrider.models.bundle.manifest import MANIFEST_NAME, SCHEMA_VERSION, FileEntry, Manifest
 from outrider.models.errors import BundleError
-from outrider.models.manifest import MANIFEST_NAME, SCHEMA_VERSION, FileEntry, Manifest
-from outrider.models.tokenizer import Tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 DATA_SUFFIXES: Final = frozenset(
     {".xml", ".bin", ".onnx", ".data", ".blob", ".safetensors", ".json", ".jinja", ".txt", ".model", ".md"}

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import tokenizers
 
-from outrider.models.chat_template import ChatTemplate, choose_template
-from outrider.models.detokenizer import StreamingDetokenizer, plan_decoding, plan_spelling
 from outrider.models.errors import TokenizerError, TokenizerMismatch
-from outrider.models.fingerprint import TokenizerIdentity
+from outrider.models.text.chat_template import ChatTemplate, choose_template
+from outrider.models.text.detokenizer import StreamingDetokenizer, plan_decoding, plan_spelling
+from outrider.models.text.fingerprint import TokenizerIdentity
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json",

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from outrider.models.bundle.manifest import AtRoundTrip
 from outrider.models.errors import ConfigError
-from outrider.models.manifest import AtRoundTrip
 
 ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 75.0, 100.0, 150.0, 200.0, 300.0)
 """The round trips of a report card."""

@@ -1,0 +1,1 @@
+"""What a token is: sampling with shared noise, and the acceptance rules."""

@@ -1,0 +1,1 @@
+"""The process: command lines, child processes, memory, files that change, counts and traces."""
