@@ -45,14 +45,6 @@ def test_equals_a_search_whatever_was_appended_and_cut(
         assert lookup.propose(max_tokens) == searched(tokens, max_n, min_n, max_tokens)
 
 
-def test_an_index_cut_to_nothing_holds_nothing() -> None:
-    """Truncation frees the memory."""
-    lookup = NgramLookup()
-    lookup.extend([1, 2, 3] * 50)
-    lookup.truncate(0)
-    assert not lookup._ends and not lookup._tokens
-
-
 def test_the_longest_suffix_wins_and_then_the_latest() -> None:
     """[1, 2, 3] occurred once, [2, 3] twice: the longer match is copied; with equal lengths, the later one."""
     lookup = NgramLookup(max_n=3, min_n=2)

@@ -11,6 +11,7 @@ import numpy as np
 
 from outrider.cloud.pending.lookup import MAX_MATCH, MIN_MATCH
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
+from outrider.models.runtimes.ngram import places_of
 
 MAX_TOKENS: Final = 1 << 14
 """Tokens of an earlier text that are used: the first. The search for a place to rejoin takes 20 us."""
@@ -40,7 +41,7 @@ class EarlierText:
         self, tokens: Sequence[int], committed: Sequence[int], *, is_repeat: bool, kinds: range = EARLIER_KINDS
     ) -> None:
         self._tokens = list(tokens[:MAX_TOKENS])
-        self._array = np.array(self._tokens, np.int64)
+        self._array = np.array(self._tokens, np.int32)
         self._committed = committed
         self._num_seen = 0  # tokens of `committed`
         self._at = 0  # where the next token is expected
@@ -80,18 +81,8 @@ class EarlierText:
     def _rejoin(self) -> None:
         """Finds the last tokens in the earlier text: the longest match, of these the nearest to the present place."""
         last = self._committed[max(0, self._num_seen - MAX_MATCH) : self._num_seen]
-        if len(last) < MIN_MATCH:
+        matched, ends = places_of(self._array, last, MIN_MATCH, MAX_MATCH)
+        if not matched:
             return
-        ends = np.flatnonzero(self._array[1:] == last[-1]) + 2
-        ends = ends[self._array[ends - 2] == last[-2]]
-        if not ends.size:
-            return
-        matched = MIN_MATCH
-        while matched < len(last):
-            longer = ends[ends > matched]
-            longer = longer[self._array[longer - matched - 1] == last[-matched - 1]]
-            if not longer.size:
-                break
-            ends, matched = longer, matched + 1
         self._at = int(ends[np.abs(ends - self._at).argmin()])
         self._run, self._is_aligned = matched, True
