@@ -29,7 +29,6 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serve import page_policy_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
-from outrider.models.http import limits as http_limits
 from outrider.models.http.limits import RateLimiter, Slots
 from outrider.models.http.security import OWNER, Gate, KeyRing, PagePolicy
 from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
@@ -824,7 +823,7 @@ def test_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError):
         limiter.spend(b"999")  # a bucket that is not full is kept
     assert slots.num_taken == 0 and not slots._taken
-    monkeypatch.setattr(http_limits, "MAX_BUCKETS", 10)
+    monkeypatch.setattr(limiter._buckets, "_most", 10)
     for number in range(100):
         limiter.spend(b"x%d" % number)
     assert len(limiter) <= 10

@@ -605,6 +605,7 @@ def test_options_come_from_a_file_and_what_is_typed_comes_first(
     assert (options.allowed_host, options.tls_cert) == (["a.example"], Path("cert"))
     for text, told in (
         ("max_runing = 5", "'max_runing' is no option of .*; did you mean 'max_running'?"),
+        ("heads = true", "'heads' is no option any more. Give --source"),
         ('max_running = "many"', "max_running is 'many': "),
         ("max_running = 0", "max_running is 0: "),
         ('allowed_host = "a"', "expected a list of values"),

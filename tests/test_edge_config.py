@@ -104,7 +104,7 @@ def test_a_value_comes_from_flag_then_environment_then_file_then_default(
 def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Every kind of option, from the file and from the environment, in the command itself."""
     config.write_text(
-        "[common]\neffort = 'low'\n[run]\nlookup = false\ndepth = '3'\ntop_p = 1\ncloud = ['http://a', 'http://b']\n"
+        "[common]\neffort = 'low'\n[run]\nlookup = false\ndepth = '3'\nparam = ['top_p=0.9']\ncloud = ['http://a', 'http://b']\n"
         "draft = '~/drafts/x'\nkey_file = 'my.key'\n",
         encoding="utf-8",
     )
@@ -116,12 +116,12 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: called.append(given))
     assert run_main(monkeypatch, "run", "text", "--temperature", "0") == 0, capsys.readouterr().err
     ((options, _, _, keys),) = called
-    assert (options.effort, options.lookup, options.depth, options.top_p) == ("low", False, "3", 1.0)
+    assert (options.effort, options.lookup, options.depth, options.params.top_p) == ("low", False, "3", 0.9)
     assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
     assert options.cloud == ["http://a", "http://b"] and options.draft == [str(Path.home() / "drafts" / "x")]
     assert keys == Keys(KEY, is_asked=False)
     values = shown(monkeypatch, capsys, "run", "--temperature", "0")
-    for name in ("effort", "lookup", "depth", "top_p", "ignore_eos", "seed", "temperature", "cloud", "draft"):
+    for name in ("effort", "lookup", "depth", "param", "ignore_eos", "seed", "temperature", "cloud", "draft"):
         assert values[name][0] == getattr(options, name), name
 
 
@@ -130,6 +130,8 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
     [
         ("[runn]\n", "line 1: runn is unknown; did you mean run?"),
         ("\n[run]\nmax_tokns = 1\n", "line 3: run.max_tokns is unknown; did you mean max_tokens?"),
+        ("[run]\ntop_p = 1\n", "line 2: run.top_p is no option any more. Give it as --param NAME=NUMBER"),
+        ("[common]\npatience-ms = 1\n", "common.patience-ms is no option any more. The target chooses"),
         ("[run]\n\n# why\nmax_tokens = 'x'\n", "line 4: run.max_tokens is 'x'; expected a whole number, at least 1"),
         ("[run]\nmax_tokens = 0\n", "line 2: run.max_tokens is 0; expected a whole number, at least 1"),
         ("[run]\nmax_tokens = true\n", "run.max_tokens is true; expected a whole number, at least 1"),
@@ -368,8 +370,7 @@ def test_configured_values_keep_no_mode_from_running(
 ) -> None:
     """What has no effect is refused where it was typed; a value from the file or the environment is for every run."""
     config.write_text(
-        "[common]\neffort = 'low'\ndraft_device = 'gpu'\n[run]\nwidth = '4'\ncompare = true\npatience_ms = 5\n"
-        "lookup = false\n",
+        "[common]\neffort = 'low'\ndraft_device = 'gpu'\n[run]\nwidth = '4'\ncompare = true\nlookup = false\n",
         encoding="utf-8",
     )
     monkeypatch.setenv("OUTRIDER_THREADS", "2")

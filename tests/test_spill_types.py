@@ -308,6 +308,6 @@ def test_the_option_reaches_the_engine_and_is_labelled(tmp_path: Path) -> None:
     assert ServeOptions("b").spill_type is SpillType.EXACT
     spill = _config(ServeOptions("b", spill_dir=tmp_path, spill_type=SpillType.FP8), "t", None).spill
     assert spill is not None and spill.type is SpillType.FP8
-    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
+    shown = CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "300", "TERM": "dumb"}).output
     shown = " ".join(shown.split())
     assert "fp16, fp8: rounded within a checked bound" in shown and "no longer exactly the target's" in shown

@@ -11,6 +11,7 @@ import click
 import typer
 
 from outrider.models.errors import ConfigError
+from outrider.models.process.command_line import removed_options
 
 _MAX_BYTES: Final = 1 << 20
 _UNFIT: Final = frozenset({"config", "help", "help_all"})
@@ -30,6 +31,8 @@ def configure(ctx: typer.Context, value: Path | None) -> Path | None:
     known = {each.name: each for each in ctx.command.params if each.name and each.name not in _UNFIT}
     for name, given in values.items():
         option = known.get(name)
+        if option is None and (removed := removed_options(ctx.command).get(name)) is not None:
+            raise ConfigError(f"{value}: {name!r} is no option any more. {removed}")
         if option is None:
             closest = get_close_matches(name, [*known], n=1)
             advice = f"did you mean {closest[0]!r}?" if closest else "remove it"

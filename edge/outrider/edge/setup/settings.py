@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import click
@@ -22,6 +23,7 @@ from outrider.edge.setup.config_file import COMMON, ENDPOINT, VARIABLE, ConfigFi
 from outrider.edge.setup.endpoints import beside, read_endpoints
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
+from outrider.models.process.command_line import removed_options
 
 PREFIX: Final = "OUTRIDER_"
 RESERVED: Final = frozenset({VARIABLE, "OUTRIDER_CACHE", "OUTRIDER_API_KEYS"})
@@ -210,21 +212,35 @@ class Settings:
     def _check_names(self) -> None:
         tables = {path[0] for path in self.commands}
         self._require_known(self.config.document, (), {COMMON, ENDPOINT, *tables}, "tables are")
-        self._require_known(self.config.table(COMMON), (COMMON,), set(self.common), "options of several commands are")
+        removed: dict[str, str] = {}
+        for command in self.commands.values():
+            removed |= removed_options(command)
+        common = self.config.table(COMMON)
+        self._require_known(common, (COMMON,), set(self.common), "options of several commands are", removed)
         branches = {path[:depth] for path in self.commands for depth in range(1, len(path))}
         for branch in sorted(branches):
             below = {path[len(branch)] for path in self.commands if path[: len(branch)] == branch}
             self._require_known(self.config.table(*branch), branch, below, "tables are")
         for path, command in self.commands.items():
             names = {name for option in _options(command) for name in long_names(option)}
-            self._require_known(self.config.table(*path), path, names, f"options of `outrider {' '.join(path)}` are")
+            what = f"options of `outrider {' '.join(path)}` are"
+            self._require_known(self.config.table(*path), path, names, what, removed_options(command))
 
-    def _require_known(self, table: Mapping[str, Any], where: Path_, known: set[str], what: str) -> None:
+    def _require_known(
+        self,
+        table: Mapping[str, Any],
+        where: Path_,
+        known: set[str],
+        what: str,
+        removed: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         seen: set[str] = set()
         for name in table:
             spelled = name.replace("-", "_")
             if spelled not in known:
                 closest = get_close_matches(spelled, known, n=1)
+                if spelled in removed:
+                    raise self.config.error((*where, name), f"is no option any more. {removed[spelled]}")
                 advice = f"did you mean {closest[0]}?" if closest else f"its {what} {', '.join(sorted(known))}"
                 raise self.config.error((*where, name), f"is unknown; {advice}")
             if spelled in seen:

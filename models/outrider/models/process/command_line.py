@@ -281,15 +281,20 @@ def _show_usage_error(error: click.ClickException) -> int:
     if isinstance(error, click.NoSuchOption) and ctx is not None:
         # An argument's name is no option, though it is in `opts` too.
         names = [name for each in ctx.command.get_params(ctx) for name in each.opts if name.startswith("-")]
-        removed = getattr(ctx.command.callback, "removed", {})
-        advice = (
-            f" {removed[error.option_name]}" if error.option_name in removed else _closest(error.option_name, names)
+        removed = removed_options(ctx.command).get(error.option_name.removeprefix("--").replace("-", "_"))
+        message = (
+            f"No such option {error.option_name!r}.{f' {removed}' if removed else _closest(error.option_name, names)}"
         )
-        message = f"No such option {error.option_name!r}.{advice}"
     print_error(message)
     if ctx is not None:
         Console(stderr=True).print(f"Try '{ctx.command_path} --help'.", highlight=False, soft_wrap=True, markup=False)
     return error.exit_code
+
+
+def removed_options(command: click.Command) -> dict[str, str]:
+    """What to do in place of options that there were once, by their names with underscores."""
+    found: dict[str, str] = getattr(command.callback, "removed", {})
+    return {name.removeprefix("--").replace("-", "_"): advice for name, advice in found.items()}
 
 
 def _closest(word: str, known: Iterable[str] | MutableMapping[str, Any]) -> str:
