@@ -380,7 +380,7 @@ def test_no_source_changes_a_text(name: str, params: SamplingParams, form: TreeF
 
 def test_heads_need_a_runtime_that_shows_hidden_states() -> None:
     """And one whose sizes are theirs."""
-    with pytest.raises(ConfigError, match="does not keep; omit --heads"):
+    with pytest.raises(ConfigError, match="does not keep; leave out --source heads"):
         Engine(FakeBatchRuntime(vocab_size=VOCAB), EngineConfig(heads=HEADS))
     with pytest.raises(ConfigError, match="train heads for this target"):
         Engine(Revealing(vocab_size=VOCAB), EngineConfig(heads=heads_of(np.eye(8, dtype=np.float32))))

@@ -35,7 +35,9 @@ def require_hidden(runtime: BatchRuntime, config: EngineConfig) -> None:
     if config.heads is None:
         return
     if not isinstance(runtime, HiddenRuntime) or runtime.hidden_size is None:
-        raise ConfigError("draft heads need the target's hidden states, which this runtime does not keep; omit --heads")
+        raise ConfigError(
+            "draft heads need the target's hidden states, which this runtime does not keep; leave out --source heads"
+        )
     found, expected = (config.heads.hidden_size, config.heads.vocab_size), runtime.hidden_size
     if found != (expected, runtime.limits.vocab_size):
         raise ConfigError(

@@ -73,7 +73,7 @@ def heads(
         typer.echo(json.dumps({"path": str(made.path), **made.manifest.draft_heads.model_dump()}, indent=2))
         return
     Console().print(_table(made.manifest.draft_heads))
-    typer.echo(f"Written to {made.path}; serve it with --heads")
+    typer.echo(f"Written to {made.path}; serve it with --source heads")
 
 
 def _table(found: Heads) -> Table:
