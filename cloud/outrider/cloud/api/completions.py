@@ -120,7 +120,7 @@ async def _answer(
     owner, tokenizer = owner_of(request), core.model.tokenizer
     style = chat_style(body, core.model.dialect, core.model.name)
     # Slots first: they also bound how many texts wait to be tokenized.
-    generation = Generation.reserve(core, owner, num_prompts * body.num_each)
+    generation = Generation(core, owner, num_prompts * body.num_each)
     try:
         prompts = await encode()
         grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner)

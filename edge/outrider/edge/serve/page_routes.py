@@ -53,7 +53,7 @@ def watching_routes(core: LocalCore) -> list[Route]:
         body = await core.bodies.parse(owner, PageRequest, await read_body(request.receive))
         params = sampling_of(body.params)
         facts, is_up = await facts_or_draft(core)
-        text = WatchedText.reserve(core, owner, 1)
+        text = WatchedText(core, owner, 1)
         try:
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
             text.answer_id = f"page-{secrets.token_urlsafe(12)}"

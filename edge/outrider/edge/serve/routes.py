@@ -248,7 +248,7 @@ async def _answer(
     own_stops = frozenset(facts.eos_token_ids)
     owner = owner_of(request)
     # Places first: they also bound how many texts wait to be tokenized.
-    texts = LocalTexts.reserve(core, owner, num_prompts * body.num_each)
+    texts = LocalTexts(core, owner, num_prompts * body.num_each)
     try:
         prompts, groundings = await _while_connected(request, encode())
         grammar = grammar_of_call(body, style, core.tokenizer, prompts)

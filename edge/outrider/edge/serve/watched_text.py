@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.edge.link.endpoints import Endpoints
@@ -25,6 +24,7 @@ from outrider.edge.serve.page_events import (
     finite,
     origin_of,
 )
+from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.watch import Watch, take
 from outrider.models.errors import RequestError
 from outrider.models.http import sse
@@ -36,19 +36,20 @@ TICK_S: Final = 0.2
 """Between two states, where nothing is committed."""
 
 
-@dataclass(slots=True)
 class WatchedText(LocalTexts):
     """One text. is_drafted: false lets the cloud write alone. delay_s: added to each round trip of this text.
 
     dropped: what was left out of its conversation. passages: of the server's documents, in its prompt.
     """
 
-    is_drafted: bool = True
-    delay_s: float = 0.0
-    dropped: DroppedEvent | None = None
-    passages: PassagesEvent | None = None
-    watch: Watch = field(default_factory=Watch)
-    _ticks: asyncio.Task[None] | None = None
+    def __init__(self, core: LocalCore, owner: bytes, num_choices: int) -> None:
+        super().__init__(core, owner, num_choices)
+        self.is_drafted = True
+        self.delay_s = 0.0
+        self.dropped: DroppedEvent | None = None
+        self.passages: PassagesEvent | None = None
+        self.watch = Watch()
+        self._ticks: asyncio.Task[None] | None = None
 
     def _lend(self, request: GenerationRequest) -> AbstractContextManager[Loan]:
         return self._lend_own(request) if self.is_drafted else nullcontext(Loan(None, self.watch.estimates))
@@ -82,7 +83,7 @@ class WatchedText(LocalTexts):
                 yield sse.encode(self.dropped)
             if self.passages is not None:
                 yield sse.encode(self.passages)
-            while not self._choices[0].is_over:
+            while not self.choices[0].is_over:
                 arrived = await self.reader.take()
                 if not arrived and self.reader.is_closed:
                     return
@@ -92,9 +93,9 @@ class WatchedText(LocalTexts):
                         yield b"".join([*parts, sse.encode(ErrorEvent(error=error_body(event)))])
                         return
                     parts.append(sse.encode(self._commit(event) if isinstance(event, TokenBatch) else self._end(event)))
-                if loop.time() >= due_s or self._choices[0].is_over:
+                if loop.time() >= due_s or self.choices[0].is_over:
                     due_s = loop.time() + STATE_S
-                    parts.insert(-1 if self._choices[0].is_over else len(parts), sse.encode(self._state()))
+                    parts.insert(-1 if self.choices[0].is_over else len(parts), sse.encode(self._state()))
                 if parts:
                     yield b"".join(parts)
         finally:
@@ -117,7 +118,7 @@ class WatchedText(LocalTexts):
 
     def _commit(self, batch: TokenBatch) -> CommitEvent:
         self.watch.committed(batch)
-        push = self._choices[0].assembler.push
+        push = self.choices[0].assembler.push
         ranks = [*batch.ranks, *[None] * (len(batch.tokens) - len(batch.ranks))]
         tokens = [
             ShownToken(
@@ -164,7 +165,7 @@ class WatchedText(LocalTexts):
         )
 
     def _end(self, result: GenerationResult) -> EndEvent:
-        choice = self._choices[0]
+        choice = self.choices[0]
         choice.is_over = True
         num_unverified = result.sources.count(Source.UNVERIFIED)
         shows_details = self.core.settings.shows_details

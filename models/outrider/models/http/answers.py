@@ -8,21 +8,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider.models.errors import RequestError
-from outrider.models.http import openai, openai_answers, sse
+from outrider.models.http import openai, sse
+from outrider.models.http.call_texts import CallTexts
 from outrider.models.http.choices import best_choices
 from outrider.models.http.errors import FieldError, error_answer
 from outrider.models.http.logprobs import PackedLogprobs
-from outrider.models.http.shapes import Delta, FoundText, Shape, unverified_field
-from outrider.models.text.predicted import PredictionFollower
+from outrider.models.http.shapes import FoundText, Shape, unverified_field
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
@@ -90,39 +90,7 @@ class _Holding:
         self.num_bytes = 0
 
 
-class Texts(Protocol):
-    """The texts of one call, one per choice."""
-
-    owner: bytes
-
-    @property
-    def reader(self) -> sse.Reader:
-        """What `deltas` waits on."""
-        ...
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the client has left."""
-        ...
-
-    def deltas(self) -> AsyncIterator[list[Delta]]:
-        """New text as it comes; an empty list after a poke. Ends with the last text, or when the client has left.
-
-        Raises RequestError if a text fails.
-        """
-        ...
-
-    def completion_usage(self) -> openai_answers.CompletionUsage:
-        """Tokens of the call so far; exact once `deltas` has ended."""
-        ...
-
-    def mean_logprob(self, index: int) -> float:
-        """Of the tokens of a text that asked for logprobs."""
-        ...
-
-    def close(self) -> None:
-        """Ends what still runs and frees what it took; may be called twice."""
-        ...
+Texts = CallTexts[Any, Any]
 
 
 async def answer(
@@ -230,38 +198,6 @@ async def _stream(texts: Texts, shape: Shape, body: openai.GenerationRequest) ->
         yield DONE
     except RequestError as error:
         yield sse.encode(error_answer(error)) + DONE
-
-
-class Drafted(Protocol):
-    """A text's drafted tokens, and its prediction, if it has one."""
-
-    prediction: PredictionFollower | None
-    num_accepted: int
-    num_proposed: int
-
-
-def predicted_or_drafted(texts: Sequence[Drafted]) -> tuple[int, int]:
-    """Accepted and rejected tokens of all texts: of their predictions if they have some, else of what was drafted."""
-    followers = [text.prediction for text in texts if text.prediction is not None]
-    if followers:
-        return sum(each.num_accepted for each in followers), sum(each.num_rejected for each in followers)
-    accepted = sum(text.num_accepted for text in texts)
-    return accepted, sum(text.num_proposed for text in texts) - accepted
-
-
-def usage_of(
-    prompt_tokens: int, completion_tokens: int, accepted: int, rejected: int, cached: int
-) -> openai_answers.CompletionUsage:
-    """The wire form of a call's usage."""
-    return openai_answers.CompletionUsage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-        completion_tokens_details=openai_answers.CompletionTokensDetails(
-            accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
-        ),
-        prompt_tokens_details=openai_answers.PromptTokensDetails(cached_tokens=cached),
-    )
 
 
 def require_model(served: str, asked: str) -> None:
