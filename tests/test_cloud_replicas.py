@@ -33,7 +33,7 @@ from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
-from outrider.cloud.replicas.replica import QUEUED, RUNNING, replicas_for
+from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main, replicated

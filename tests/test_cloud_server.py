@@ -602,14 +602,20 @@ def test_options_come_from_a_file_and_what_is_typed_comes_first(
     assert serve("--rate", "9").exit_code == 0
     (options,) = seen
     assert (options.max_running, options.lookup, options.rate) == (5, False, 9.0)
-    assert (options.allowed_host, options.tls_cert) == (["a.example"], Path("cert"))
+    assert (options.allowed_host, options.tls_cert) == (["a.example"], tmp_path / "cert")
     for text, told in (
         ("max_runing = 5", "'max_runing' is no option of .*; did you mean 'max_running'?"),
         ("heads = true", "'heads' is no option any more. Give --source"),
-        ('max_running = "many"', "max_running is 'many': "),
+        ('max_running = "many"', "max_running is 'many'; expected one whole number"),
+        ("max_running = inf", "max_running is inf; expected one whole number"),
+        ("max_running = true", "max_running is True; expected one whole number"),
+        ("port = 8000.7", "port is 8000.7; expected one whole number"),
+        ("rate = nan", "rate is nan; expected one number"),
+        ('bundle = "b"', "'bundle' is no option"),
+        (f"# {'a' * (1 << 20)}", "has over 1 MiB"),
         ("max_running = 0", "max_running is 0: "),
-        ('allowed_host = "a"', "expected a list of values"),
-        ("name = [1]", "expected one value"),
+        ('allowed_host = "a"', "expected a list of text"),
+        ("name = [1]", "expected one text"),
         ("name = ", "is not TOML"),
     ):
         file.write_text(text)

@@ -303,7 +303,7 @@ def test_alone_it_is_a_clear_error_at_once(mode: Mode) -> None:
     """Asking it again would not help."""
     reply = BROKEN_STREAMS["a negative id"] if mode is Mode.STREAM else BROKEN_ANSWERS["a negative id"]
     with raw_server(reply[0]) as hostile:
-        with pytest.raises(ProtocolBroken, match=r"id is -1; .*; compare the versions of device and server$"):
+        with pytest.raises(ProtocolBroken, match=r"id is -1; .*; compare the versions at both ends$"):
             run([hostile.url], mode)
         assert hostile.num_asked == 1
 

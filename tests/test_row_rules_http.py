@@ -274,6 +274,8 @@ def test_run_has_options_of_rules() -> None:
         RunOptions(prompt="a", logit_bias=["7"])
     with pytest.raises(SamplingError, match=r"^typical_p"):
         RunOptions(prompt="a", param=["typical_p=0"])
-    for wrong in ("top_p", "top_k=1.5", "length=3", "min_p=x"):
+    for wrong in ("top_p", "top_k=1.5", "length=3", "min_p=x", "min_p=nan", "min_p=1e999"):
         with pytest.raises(ConfigError, match="expected NAME=NUMBER, with one of top_k, top_p"):
             RunOptions(prompt="a", param=[wrong])
+    with pytest.raises((ConfigError, SamplingError)):
+        RunOptions(prompt="a", param=[f"top_k={'9' * 400}"])

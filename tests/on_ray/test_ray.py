@@ -305,7 +305,7 @@ def test_replicas_scale_by_what_they_report() -> None:
     found = deployment._deployment_config.autoscaling_config
     assert (found.min_replicas, found.initial_replicas, found.max_replicas) == (2, 2, 6)
     assert found.target_ongoing_requests == 24.0
-    assert found.policy.policy_function == "outrider.cloud.replicas.replica:by_sequences"
+    assert found.policy.policy_function == "outrider.cloud.replicas.scaling:by_sequences"
     assert deployment._deployment_config.graceful_shutdown_timeout_s >= 30.0 + 15.0
     fixed = replicas_of(OpenFake(), "a", Scale(replicas=3), host=LOOPBACK, drain_s=1.0)._bound_deployment
     assert fixed.num_replicas == 3 and fixed._deployment_config.autoscaling_config is None
@@ -325,7 +325,7 @@ def test_the_clusters_configuration_is_one(tmp_path: Path) -> None:
     assert front.name == "front" and front.init_args[0].port == 8000
     make, name, host = front.init_args[2]._bound_deployment.init_args
     assert (name, host) == (APPLICATION, "node")
-    assert isinstance(make, OpenReplica)
+    assert isinstance(make, OpenReplica) and make.options.ray  # so that its prefixes are written at once
     assert make.options.api_key_file is None and front.init_args[0].api_key_file == Path("/etc/outrider/keys")
     assert replace(make.options, api_key_file=front.init_args[0].api_key_file) == front.init_args[0]
     with pytest.raises(ConfigError, match="'bogus' is no option"):

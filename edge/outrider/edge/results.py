@@ -65,7 +65,6 @@ class GenerationRequest:
     prompt: token ids, at least one. stop_ids: end after one of these, too, not only after the server's own end
     tokens.
     ignore_eos: do not end at the server's own end tokens, even if stop_ids lists them.
-    patience_ms: longest time that the target may wait for a draft; None: the server decides.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
     held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
     prompt and text for the next request. rules: what changes rows of logits before the pick. num_generated: so many of
@@ -81,7 +80,6 @@ class GenerationRequest:
     max_tokens: int = 128
     stop_ids: frozenset[int] | None = None
     ignore_eos: bool = False
-    patience_ms: float | None = None
     tokenizer: str | None = None
     held: HeldPrefix | None = None
     keeps_prefix: bool = False

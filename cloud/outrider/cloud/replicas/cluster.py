@@ -205,7 +205,7 @@ def replicas_of(make: Any, application: str, scale: Scale, *, host: str, drain_s
                 upscale_delay_s=10.0,
                 downscale_delay_s=300.0,
                 look_back_period_s=15.0,  # above the 10 s between two reports to Ray
-                policy=AutoscalingPolicy(policy_function="outrider.cloud.replicas.replica:by_sequences"),
+                policy=AutoscalingPolicy(policy_function="outrider.cloud.replicas.scaling:by_sequences"),
             )
         }
     return serve.deployment(

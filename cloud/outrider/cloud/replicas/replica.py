@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,32 +15,11 @@ from outrider.cloud.api.state import Core
 from outrider.cloud.replicas.charges import SharedBudget
 from outrider.cloud.replicas.members import TAG_CHARS, Report
 from outrider.cloud.replicas.registry import REPORT_S, open_registry
+from outrider.cloud.replicas.scaling import QUEUED, RUNNING
 from outrider.cloud.replicas.trust import ForwardedOwners
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.sockets import open_socket, url_of
-
-RUNNING: Final = "running_sequences"
-QUEUED: Final = "queued_sequences"
-"""Names of what a replica reports."""
-
-
-def replicas_for(loads: Mapping[str, Mapping[Any, float]], sequences_each: float) -> int:
-    """Replicas for which none has more than `sequences_each`, of those that run and those that wait."""
-    total = sum(sum(of_replica.values()) for name, of_replica in loads.items() if name in (RUNNING, QUEUED))
-    return max(1, math.ceil(total / sequences_each))
-
-
-def by_sequences(context: Any) -> tuple[int, dict[str, Any]]:
-    """The policy, as Ray calls it with its AutoscalingContext; Ray applies bounds and delays.
-
-    As long as no replica has reported, the number stays as it is.
-    """
-    loads = context.aggregated_metrics or {}
-    if not any(loads.values()):
-        return context.target_num_replicas, {}
-    return replicas_for(loads, context.config.target_ongoing_requests), {}
-
 
 _log = logging.getLogger("outrider.replicas")
 

@@ -192,15 +192,19 @@ def app(arguments: dict[str, Any]) -> Any:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     arguments = dict(arguments)
     host = str(arguments.pop(_NODE_OPTION, NODE))
+    if "config" in arguments:
+        raise ConfigError("the application's argument 'config' names a file that no node reads; give its options here")
+    removed = {name.removeprefix("--").replace("-", "_"): advice for name, advice in ServeOptions.REMOVED.items()}
     unknown = sorted(set(arguments) - {each.name for each in fields(ServeOptions)})
     if unknown:
         raise ConfigError(
-            f"the application's argument {unknown[0]!r} is no option of `outrider-cloud serve`; remove it"
+            f"the application's argument {unknown[0]!r} is no option of `outrider-cloud serve`. "
+            + removed.get(unknown[0], "Remove it.")
         )
     if isinstance(arguments.get("replicas"), int):  # YAML has no quotes there
         arguments["replicas"] = str(arguments["replicas"])
     try:
-        options = TypeAdapter(ServeOptions).validate_python(arguments)
+        options = TypeAdapter(ServeOptions).validate_python({**arguments, "ray": True})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(f"the application's argument {first['loc'][0]!r}: {first['msg']}") from None

@@ -44,10 +44,12 @@ class UpstreamClient:
         if key and parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             raise ConfigError("the upstream key would cross the network in clear; give --upstream an https address")
 
-        def made(max_connections: int) -> VerifierClient:
+        def made(max_connections: int, write_s: float, keep_alive_s: float) -> VerifierClient:
             options = ClientOptions(
                 api_key=key,
                 connect_timeout_s=_CONNECT_S,
+                write_timeout_s=write_s,
+                keep_alive_s=keep_alive_s,
                 max_connections=max_connections,
                 no_store=True,  # what upstream keeps is found by its key alone: that is this server's, not a client's
                 vocab_size=vocab_size,
@@ -55,7 +57,8 @@ class UpstreamClient:
             )
             return VerifierClient(url, options)
 
-        return cls(made(MAX_STREAMS), made(MAX_POSTS))
+        # Drafts are given up after 11 s: a text has few posts at a time, and the next one repeats what was lost.
+        return cls(made(MAX_STREAMS, 30.0, 5.0), made(MAX_POSTS, 2.0, 1.0))
 
     async def aclose(self) -> None:
         """Closes every connection."""

@@ -26,7 +26,7 @@ from outrider.cloud.seam import (
 )
 from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.mid import MidRun
-from outrider.models.client.errors import EndpointLost, EndpointUnfit
+from outrider.models.client.errors import EndpointLost, EndpointUnfit, TargetMismatch
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError, RequestError, TokenizerMismatch
 from outrider.models.faults import log_fault
@@ -169,9 +169,11 @@ class CascadedText:
             try:
                 await self._run_session()
                 continue
-            except (RequestError, TokenizerMismatch, EndpointUnfit) as refused:
+            except (RequestError, TokenizerMismatch) as refused:
                 _log.warning("the upstream verifier refused a text: %s", _code(refused), extra={"event": "upstream"})
                 return self.end("error", _refused(refused))
+            except EndpointUnfit as unfit:
+                return self.end("error", self._unfit(unfit))
             except EndpointLost as lost:
                 counts.losses += 1
                 now = loop.time()
@@ -224,9 +226,10 @@ class CascadedText:
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
         counts.passes += 1
         counts.confirmed += num_agreed
+        asked = commit.logprobs if self.request.num_logprobs is not None else None  # else nobody has checked them
         logprobs = tuple(
             TokenLogprobs(token, each.logprob, tuple(each.top))
-            for token, each in zip(tokens, commit.logprobs or (), strict=False)
+            for token, each in zip(tokens, asked or (), strict=False)
         )
         self._sink(CommitEvent(base, tuple(tokens), commit.accepted, commit.proposed, logprobs=logprobs))
         if self._over() is not None:
@@ -256,8 +259,10 @@ class CascadedText:
             result = answer.results[0]
             if result.error is not None:
                 raise RequestError(result.error.code, result.error.message)
-        except (RequestError, TokenizerMismatch, EndpointUnfit) as refused:
+        except (RequestError, TokenizerMismatch) as refused:
             return self.end("error", _refused(refused))
+        except EndpointUnfit as unfit:
+            return self.end("error", self._unfit(unfit))
         except EndpointLost as lost:
             self._upstream.counts.losses += 1
             _log.warning("%s", lost, extra={"event": "upstream_lost"})
@@ -268,6 +273,11 @@ class CascadedText:
         if result.tokens:
             self._sink(CommitEvent(0, tuple(result.tokens), accepted, proposed))
         self.end(result.finish_reason or "once")
+
+    def _unfit(self, unfit: EndpointUnfit) -> RequestError:
+        self._upstream.counts.losses += 1
+        _log.warning("%s", unfit, extra={"event": "upstream_lost"})
+        return _refused(unfit)
 
     # -- the mid -------------------------------------------------------------------------------------------------------
 
@@ -396,4 +406,8 @@ def _refused(refused: OutriderError) -> RequestError:
 
 def _code(refused: OutriderError) -> str:
     """Not its words, which may quote the text."""
-    return refused.code if isinstance(refused, RequestError) else type(refused).__name__
+    if isinstance(refused, RequestError):
+        return refused.code
+    if isinstance(refused, TokenizerMismatch):
+        return "tokenizer_mismatch"
+    return "target_mismatch" if isinstance(refused, TargetMismatch) else "protocol_broken"

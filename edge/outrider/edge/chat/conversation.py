@@ -106,7 +106,6 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     num_dropped: int = 0
-    patience_ms: float | None = None
     _kept: list[int] = field(default_factory=list)
     _has_stopped: bool = False
     _held: HeldPrefix | None = None
@@ -170,7 +169,6 @@ class Conversation:
                 params=params,
                 max_tokens=max_tokens,
                 tokenizer=self.fingerprint,
-                patience_ms=self.patience_ms,
                 held=self._held,
                 keeps_prefix=True,
             )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from outrider.edge.cli.draft_flags import (
+    REMOVED_DRAFTING,
     DraftDevice,
     EmulateNpu,
     HowMuch,
@@ -32,6 +33,8 @@ class DemoOptions:
 
     Raises ConfigError before measuring if the file cannot be written.
     """
+
+    REMOVED: ClassVar = {"--draft-bytes": REMOVED_DRAFTING["--draft-bytes"]}
 
     rtt_ms: Annotated[
         float | None,

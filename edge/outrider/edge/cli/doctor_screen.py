@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.edge.cli.cloud_flags import Clouds
-from outrider.edge.cli.draft_flags import Drafts, Threads
+from outrider.edge.cli.draft_flags import REMOVED_DRAFTING, Drafts, Threads
 from outrider.edge.cli.option_groups import KeyOptions, PlaceOptions
 from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
 from outrider.edge.setup.config_file import read_config
@@ -32,6 +32,8 @@ STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions(PlaceOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
+
+    REMOVED: ClassVar = {name: REMOVED_DRAFTING[name] for name in ("--provider", "--tls-client-key")}
 
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     draft: Drafts = field(default_factory=lambda: [AUTO])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -148,8 +149,8 @@ class SamplingOptions:
 def _named(text: str, names: Sequence[str]) -> tuple[str, float]:
     name, _, number = text.partition("=")
     try:
-        if name not in names or (name in _INTEGERS and not number.lstrip("-").isdecimal()):
+        if name not in names or not math.isfinite(float(number)):
             raise ValueError
-        return name, float(number)
-    except ValueError:
+        return name, int(number) if name in _INTEGERS else float(number)
+    except (ValueError, OverflowError):
         raise ConfigError(f"--param is {text!r}; expected NAME=NUMBER, with one of {', '.join(names)}") from None

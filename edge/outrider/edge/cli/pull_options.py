@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from outrider.edge.cli.cloud_flags import Clouds
-from outrider.edge.cli.draft_flags import is_typed, refuse_idle
+from outrider.edge.cli.draft_flags import REMOVED_DRAFTING, is_typed, refuse_idle
 from outrider.edge.cli.option_groups import KeyOptions
 from outrider.edge.devices.discovery import ModelRuntime
 from outrider.edge.devices.placement import DraftRuntime
@@ -21,6 +21,8 @@ from outrider.models.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class PullOptions(KeyOptions):
     """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
+
+    REMOVED: ClassVar = {"--tls-client-key": REMOVED_DRAFTING["--tls-client-key"]}
 
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     device: Annotated[

@@ -201,7 +201,7 @@ class _Generation:
         self._asked = SessionRequest(
             prompt=[*request.prompt[held.length if held else 0 :], *known],
             max_tokens=request.max_tokens - len(known),
-            patience_ms=request.patience_ms if self._agent.drafter else 0.0,
+            patience_ms=None if self._agent.drafter else 0.0,
             draft_lag_ms=self._agent.estimates.lag_ms if self._agent.drafter else None,
             tokenizer=request.tokenizer,
             prefix_hash=held.name if held else None,

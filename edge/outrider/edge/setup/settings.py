@@ -6,7 +6,6 @@ names its `envvar`; so a command is called as if its options had been typed.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from outrider.edge.setup.config_file import COMMON, ENDPOINT, VARIABLE, ConfigFi
 from outrider.edge.setup.endpoints import beside, read_endpoints
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
-from outrider.models.process.command_line import removed_options
+from outrider.models.process.command_line import has_kind, kind_of, removed_options
 
 PREFIX: Final = "OUTRIDER_"
 RESERVED: Final = frozenset({VARIABLE, "OUTRIDER_CACHE", "OUTRIDER_API_KEYS"})
@@ -194,7 +193,7 @@ class Settings:
         scope = f" for `outrider {' '.join(path)}`" if where[0] == COMMON else ""
         wrong = self.config.error(where, f"is {described(value)}; expected {expectation(option)}{scope}")
         items = value if option.multiple else [value]
-        if not isinstance(items, list) or not all(_has_kind(each, option) for each in items):
+        if not isinstance(items, list) or not all(has_kind(each, option) for each in items):
             raise wrong
         try:
             option.type_cast_value(click.Context(self.commands[path]), value)
@@ -282,7 +281,7 @@ def expectation(option: click.Option) -> str:
         bounds += [f"at most {kind.max:g}"] if kind.max is not None else []
         words = ", ".join([what, *bounds])
     else:
-        words = _KIND_WORDS[_kind(option)]
+        words = _KIND_WORDS[kind_of(option)]
     return f"a list, each of it {words}" if option.multiple else words
 
 
@@ -296,7 +295,7 @@ def _common_names(commands: Any) -> frozenset[str]:
         for option in _options(command):
             for name in long_names(option):
                 # Clouds and drafts are one or several.
-                kinds.setdefault(name, set()).add(f"{_kind(option)}{option.multiple and name not in SEVERAL}")
+                kinds.setdefault(name, set()).add(f"{kind_of(option)}{option.multiple and name not in SEVERAL}")
     return frozenset(name for name, found in kinds.items() if len(found) == 1)
 
 
@@ -314,25 +313,6 @@ def _variables(path: Path_, option: click.Option, common: frozenset[str]) -> lis
 def _where(place: Path_, table: Mapping[str, Any], option: click.Option) -> Where | None:
     names = long_names(option)
     return next(((*place, name) for name in table if name.replace("-", "_") in names), None)
-
-
-def _kind(option: click.Option) -> Literal["bool", "int", "float", "str"]:
-    if option.is_flag or isinstance(option.type, click.types.BoolParamType):
-        return "bool"
-    if isinstance(option.type, click.types.IntParamType):
-        return "int"
-    return "float" if isinstance(option.type, click.types.FloatParamType) else "str"
-
-
-def _has_kind(value: object, option: click.Option) -> bool:
-    kind = _kind(option)
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "str":
-        return isinstance(value, str)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) if kind == "int" else math.isfinite(value)
 
 
 def _is_set(value: object) -> bool:

@@ -1,6 +1,6 @@
 """Quantizes ONNX graphs: MatMulNBits for the matrices, GatherBlockQuantized for the token embedding, INT8 or INT4.
 
-Only weights are quantized, symmetrically, in blocks of 32 (`onnx_blocks`). The kernel quantizes activations to INT8 as
+Only weights are quantized, symmetrically, in blocks of 32. The kernel quantizes activations to INT8 as
 it runs: accuracy level 4, because at level 1, FP32, the 8-bit kernel is some thirty times slower. Of an INT4 model the
 LM head and the embedding have 8 bits: on the reference draft the divergence from FP32 is 0.055 nats with that and 0.077
 without. MatMulInteger (`quantize_dynamic`), the other INT8 of ONNX Runtime, took 1.6 times as long per token.

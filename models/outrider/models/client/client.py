@@ -376,9 +376,10 @@ class VerifierClient:
         is_cut = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
         if parts.scheme != "http" or self._headers_down or not is_cut or getproxies().keys() & {"http", "all"}:
             return False
+        context = ssl.create_default_context()  # a certificate that it refuses is TLS, too
         try:
             async with asyncio.timeout(self._options.connect_timeout_s):
-                _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=system_tls())
+                _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=context)
         except ssl.SSLCertVerificationError:
             return True
         except (OSError, TimeoutError):

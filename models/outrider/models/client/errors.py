@@ -64,7 +64,7 @@ class EndpointUnfit(EndpointLost):
 class ProtocolBroken(EndpointUnfit):
     """The server's answer is not of this protocol, or beyond its bounds; nothing of it is used."""
 
-    def __init__(self, url: str, what: str, advice: str = "compare the versions of device and server") -> None:
+    def __init__(self, url: str, what: str, advice: str = "compare the versions at both ends") -> None:
         super().__init__(f"the server at {url} broke the protocol: {what}; {advice}")
 
 
@@ -84,7 +84,7 @@ def lost(url: str, error: httpx.TransportError, *, is_answering: bool = False) -
     if url.startswith("https:") and is_cut and not is_answering:
         # A refused handshake looks the same: with TLS 1.3 the client believes that it is connected by then. It reads
         # an end of the stream, or a reset where the server closed before it had read the request.
-        words += " If it asks for client certificates, give --tls-client-cert with one that it accepts."
+        words += " If it asks for client certificates, show one that it accepts: on a device, --tls-client-cert."
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
 
 

@@ -1,4 +1,4 @@
-"""Traces the device's texts and calls where the standard OTEL_ variables ask for it; see `models.tracing`.
+"""Traces the device's texts and calls where the standard OTEL_ variables ask for it; see `models.process.tracing`.
 
 The context goes upstream as the header `traceparent` when a session opens or a conversation is rendered, and not with
 drafts.

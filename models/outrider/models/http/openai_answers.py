@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
@@ -37,8 +37,6 @@ class CompletionUsage(BaseModel):
 
 
 class _Head(BaseModel):
-    model_config = ConfigDict(extra="allow")  # `"lossy": true`, where it is; nothing elsewhere
-
     id: str
     created: int = Field(description="Unix time, seconds")
     model: str

@@ -10,12 +10,13 @@ import codecs
 import errno
 import inspect
 import io
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
-from typing import Annotated, Any, Final, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar, get_type_hints
 
 import click
 import typer
@@ -295,6 +296,27 @@ def removed_options(command: click.Command) -> dict[str, str]:
     """What to do in place of options that there were once, by their names with underscores."""
     found: dict[str, str] = getattr(command.callback, "removed", {})
     return {name.removeprefix("--").replace("-", "_"): advice for name, advice in found.items()}
+
+
+def kind_of(option: click.Option) -> Literal["bool", "int", "float", "str"]:
+    """What a file gives for the option."""
+    if option.is_flag or isinstance(option.type, click.types.BoolParamType):
+        return "bool"
+    if isinstance(option.type, click.types.IntParamType):
+        return "int"
+    return "float" if isinstance(option.type, click.types.FloatParamType) else "str"
+
+
+def has_kind(value: object, option: click.Option) -> bool:
+    """Whether a file's value is of the option's kind: no number is cut, and no word is a number."""
+    kind = kind_of(option)
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "str":
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) if kind == "int" else math.isfinite(value)
 
 
 def _closest(word: str, known: Iterable[str] | MutableMapping[str, Any]) -> str:

@@ -113,7 +113,7 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
     if not gathers_rows:
         logger.info("%s: no MatMul in front of the logits; they are computed for every token", xml)
     if options.keeps_hidden and not gathers_rows:
-        raise BundleError(f"{xml} has no MatMul in front of its logits, so it shows no hidden states; omit --heads")
+        raise BundleError(f"{xml} has no MatMul in front of its logits, so no hidden states: leave out --source heads")
     try:
         compiled = _core().compile_model(model, options.device, properties)
     except RuntimeError as error:
