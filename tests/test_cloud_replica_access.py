@@ -534,7 +534,7 @@ def test_a_front_asks_for_client_certificates(tmp_path: Path, monkeypatch: pytes
         context = ssl.create_default_context(cafile=str(own[0]))
         with pytest.raises(httpx.TransportError):
             httpx.get(found.url + "/v1/models", verify=context)
-        context.load_cert_chain(client.certificate, client.key)
+        client.load_into(context)
         with httpx.Client(base_url=found.url, verify=context) as known:
             assert run_session(known, BODY).end.reason == "length"
     (line,) = [json.loads(line) for line in audit.read_text().splitlines()]

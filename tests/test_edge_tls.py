@@ -55,12 +55,13 @@ def make_own(place: Path, name: str) -> tuple[Path, Path]:
 
 
 def make_signed(place: Path, name: str, authority: tuple[Path, Path]) -> ClientCertificate:
-    """A client's certificate, signed by the authority, and its key."""
+    """A client's certificate, signed by the authority, and its key, in one file."""
     certificate, key, request = (place / f"{name}.{end}" for end in ("pem", "key", "csr"))
     openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/O=Acme/CN={name}")
     signer: list[str | Path] = ["-CA", authority[0], "-CAkey", authority[1], "-CAcreateserial", "-days", "1"]
     openssl("x509", "-req", "-in", request, *signer, "-out", certificate)
-    return ClientCertificate(certificate, key)
+    certificate.write_bytes(certificate.read_bytes() + key.read_bytes())
+    return ClientCertificate(certificate)
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
