@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.engine_harness import Collector
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import (
     EOS_ID,
@@ -36,7 +37,7 @@ from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_k
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.text import CascadeCounts, Upstream, UpstreamRetry, wire_item, wire_request
+from outrider.cloud.upstream.text import CascadeCounts, CascadedText, Upstream, UpstreamRetry, wire_item, wire_request
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -44,7 +45,7 @@ from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.transforms.rules import RowRules
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen, TokenLogprob
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 VOCAB = fake_tokenizer().size
@@ -495,6 +496,18 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
     ):
         item = wire_item(replace(request, stop_ids=frozenset(stop_ids), grammar=None), own)
         assert (item.stop_ids, item.ignore_eos) == expected
+
+
+def test_logprobs_that_nobody_asked_for_are_left_out(usual: Cascade) -> None:
+    """The client of the upstream verifier checks those that it asked for."""
+    facts = fetch_facts(usual.big.url, None)
+    upstream = Upstream(None, facts, b"secret", UpstreamRetry(), CascadeCounts())  # type: ignore[arg-type]
+    commit = Commit(base=0, tokens=[5], logprobs=[TokenLogprob(logprob=-1.0, top=[(1 << 24, -1.0)])])
+    for num_logprobs, expected in ((None, 0), (1, 1)):
+        sink = Collector()
+        request = GenerateRequest(tuple(PROMPT), SETTINGS[1], 1, num_logprobs=num_logprobs)
+        CascadedText(request, sink, usual.engine, upstream, lambda act: None, lambda: None)._on_commit(commit)
+        assert sink.tokens == [5] and len(sink.commits[0].logprobs) == expected
 
 
 def test_an_upstream_without_logprobs_is_an_error(usual: Cascade, monkeypatch: pytest.MonkeyPatch) -> None:

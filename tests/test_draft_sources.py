@@ -259,6 +259,29 @@ def test_the_source_that_proves_better_drafts(policy: Policy) -> None:
     assert generate([POOR], policy=policy)[1] > 1.5 * alone
 
 
+@pytest.mark.parametrize("with_trees", [False, True])
+def test_a_source_that_turns_bad_is_left_for_the_other(with_trees: bool) -> None:
+    """The chances of its guesses are those of late, and of this text."""
+    clock, text, truth = Clock(), list[int](), list(range(0, 4000, 2))
+    one, two = (Scripted(text, truth, share, kinds, clock) for share, kinds in ((1.0, PROMPT_KINDS), (0.0, POOL_KINDS)))
+    drafting = Drafting(16, Policy.VERIFY, with_trees=with_trees)
+    drafts = PendingDrafts(text, 2000, AcceptanceEstimator(16, drafting.learned(b"").acceptance))
+    drafts.sources = Sources([one, two], clock)
+    for _ in range(2):
+        num_begun, num_passes = len(text), 0
+        while len(text) < num_begun + 800:
+            chosen = drafting.choose([drafts], 3, StepSize(1, 0), 0.0)[drafts].tokens  # room for one source
+            accepted = 0
+            while accepted < len(chosen) and chosen[accepted] == truth[len(text) + accepted]:
+                accepted += 1
+            committed = truth[len(text) : len(text) + accepted + 1]
+            text.extend(committed)
+            drafts.advance(committed)
+            num_passes += 1
+        assert num_passes < 350, "the worse one drafts: 800 passes"
+        one.share, two.share = 0.0, 1.0
+
+
 def test_a_source_that_costs_more_than_it_gains_is_seldom_asked() -> None:
     """A useless one that takes half a step's time costs little; one that is worth its time is asked."""
     took_s, _, (useless,) = generate([(0.0, HEAD_KINDS, 0.005)])

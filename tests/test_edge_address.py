@@ -181,8 +181,9 @@ def test_what_only_its_user_can_mend_ends_at_once(transport: httpx.MockTransport
     assert len(said) == 1 and said[0].endswith("Trying https://b.")
 
 
-def test_http_to_a_port_that_speaks_tls_is_named(tmp_path: Path) -> None:
-    """Its server closes the connection without a word."""
+def test_http_to_a_port_that_speaks_tls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server closes the connection without a word. A server in a cascade has no truststore, and asks as well."""
+    monkeypatch.setitem(sys.modules, "truststore", None)
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     files = ["-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)]

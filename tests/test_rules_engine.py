@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.engine_harness import VOCAB, Collector, Harness
 
+from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule, RuleTerms
@@ -42,3 +43,21 @@ def test_ids_beyond_the_vocabulary_are_refused_in_a_distribution_too() -> None:
     with pytest.raises(RequestError) as refused:
         Harness().engine.submit(request, Collector())
     assert refused.value.code == "token_out_of_range"
+
+
+def test_a_draft_with_probabilities_is_cut_where_the_cache_lacks_room_for_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether its first token is judged must not depend on how many follow: a client may stop by its tokens."""
+    harness, sink = Harness(), Collector()
+    grow = SequenceCache.grow
+    monkeypatch.setattr(
+        SequenceCache, "grow", lambda cache, sequence, length: length <= 4 and grow(cache, sequence, length)
+    )
+    terms = RuleTerms(Rule.TOLERANCE, delta=1e9)
+    request = GenerateRequest(
+        (1, 2), SamplingParams(1.0), 9, draft=(5, 6, 7, 8), once=True, terms=terms, evidence=(-0.1,) * 4
+    )
+    harness.engine.submit(request, sink)
+    harness.run()
+    assert sink.tokens[:2] == [5, 6] and len(sink.tokens) == 3

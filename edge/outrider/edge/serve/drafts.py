@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from outrider.edge.breaker import Breaker
+from outrider.edge.chat.conversation import num_shared
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung, WaitingDrafter
@@ -248,8 +249,8 @@ class _Pool:
 
     def _find(self, owner: bytes, prompt: Sequence[int]) -> _Sequence | None:
         own = [sequence for sequence in self.idle if sequence.owner == owner]
-        found = max(own, key=lambda sequence: _num_shared(sequence.text, prompt), default=None)
-        if found is None or 2 * _num_shared(found.text, prompt) < max(1, len(found.text)):  # another conversation's
+        found = max(own, key=lambda sequence: num_shared(sequence.text, prompt), default=None)
+        if found is None or 2 * num_shared(found.text, prompt) < max(1, len(found.text)):  # another conversation's
             found = self._open() or (self.idle[0] if self.idle else None)
         return found
 
@@ -282,13 +283,3 @@ def _forget(sequence: _Sequence) -> None:
 
 def _note(words: str) -> None:
     _log.warning("%s", visible(words))
-
-
-def _num_shared(text: Sequence[int], prompt: Sequence[int]) -> int:
-    """First tokens that both have."""
-    shared = 0
-    for one, other in zip(text, prompt, strict=False):
-        if one != other:
-            break
-        shared += 1
-    return shared
