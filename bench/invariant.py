@@ -43,19 +43,19 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.rules import PLAIN, RowRules
+from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.reference import load_prompts
 
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "temperature 0.8": SamplingParams(temperature=0.8),
     "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
-    "rules": SamplingParams(temperature=0.8),
+    "processors": SamplingParams(temperature=0.8),
     "grammar": SamplingParams(temperature=0.8),
 }
 GRAMMAR = "grammar"
 RULES = {
-    "rules": RowRules(
+    "processors": ProcessorOptions(
         repetition_penalty=1.1,
         presence_penalty=0.4,
         frequency_penalty=0.2,
@@ -65,7 +65,7 @@ RULES = {
     )
 }
 """By sampling; the others have none, but see `make_grammar_requests`."""
-PENALTY = RowRules(frequency_penalty=0.3)
+PENALTY = ProcessorOptions(frequency_penalty=0.3)
 LIMIT = 1e-4
 
 
@@ -94,7 +94,7 @@ class Count:
 
 
 def make_requests(
-    lab: Lab, sampling: SamplingParams, num_prompts: int, max_tokens: int, rules: RowRules = PLAIN
+    lab: Lab, sampling: SamplingParams, num_prompts: int, max_tokens: int, rules: ProcessorOptions = PLAIN
 ) -> list[GenerationRequest]:
     """The first prompts, each with its own seed."""
     return [
@@ -104,7 +104,7 @@ def make_requests(
             max_tokens=max_tokens,
             stop_ids=frozenset(lab.target.manifest.eos_token_ids),
             tokenizer=lab.tokenizer.fingerprint,
-            rules=rules,
+            processors=rules,
         )
         for seed, prompt in enumerate(load_prompts(num_prompts))
     ]
@@ -128,7 +128,7 @@ def make_grammar_requests(
                     max_tokens=max_tokens,
                     stop_ids=frozenset(tokenizer.eos_token_ids),
                     tokenizer=tokenizer.fingerprint,
-                    rules=PENALTY if seed % 2 else PLAIN,
+                    processors=PENALTY if seed % 2 else PLAIN,
                     grammar=spec,
                     draft_grammar=compiler.compile(spec),
                 )

@@ -51,13 +51,13 @@ from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, network, open_lab
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, OpenModel, make_agent
 from outrider.edge.results import GenerationRequest, Mode, TokenBatch
-from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
-from outrider.models.http.text import TextAssembler
+from outrider.models.http.answer_text import TextAssembler
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from outrider.edge.results import GenerationRequest
 from outrider.models.picks.sampling import gumbel, pick, survivors
+from outrider.models.processors.base import LogitProcessor, apply_all
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.transforms.base import RowState, apply_all
 
 SCORE_NOISE: Final = 1e-3
 """Scores (logit / temperature + noise) closer than this can change places by float32 rounding alone."""
@@ -50,7 +50,7 @@ def plain_texts(
     texts: list[tuple[int, ...]] = []
     for request in requests:
         tokens, past = list(request.prompt), 0
-        states: list[RowState] | None = None
+        states: list[LogitProcessor] | None = None
         while len(tokens) < len(request.prompt) + request.max_tokens:
             row = runtime.forward([SequenceSlice(tokens[past:], past, range(runtime.num_blocks), 1)])[0]
             past = len(tokens)

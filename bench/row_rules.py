@@ -33,27 +33,27 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.transforms.base import apply_all
-from outrider.models.transforms.plan import RowPlan
-from outrider.models.transforms.rules import RowRules
-from outrider.models.transforms.wire import rules_of
-from outrider.models.wire.rule_fields import RuleFields
+from outrider.models.processors.base import apply_all
+from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.options_fields import processors_of
+from outrider.models.processors.processor_plan import ProcessorPlan
+from outrider.models.wire.processor_fields import ProcessorFields
 
 PARAMS = SamplingParams(temperature=0.8)
 DEPTH = 4
 VOCAB = 152_064
 
 
-def kinds(common: list[int]) -> dict[str, RowRules]:
+def kinds(common: list[int]) -> dict[str, ProcessorOptions]:
     """Rules by name. common: the commonest ids of the texts, the commonest first."""
     return {
-        "frequency 0.5, presence 0.5": RowRules(frequency_penalty=0.5, presence_penalty=0.5),
-        "repetition 1.3": RowRules(repetition_penalty=1.3),
-        "8 common ids at -100": RowRules(logit_bias=tuple((token, -100.0) for token in common[:8])),
-        "8 common ids as bad words": RowRules(bad_words=tuple((token,) for token in common[:8])),
-        "200 allowed ids": RowRules(allowed_ids=tuple(common[:200])),
-        "typical-p 0.8": RowRules(typical_p=0.8),
-        "XTC 0.5, threshold 0.1": RowRules(xtc_probability=0.5, xtc_threshold=0.1),
+        "frequency 0.5, presence 0.5": ProcessorOptions(frequency_penalty=0.5, presence_penalty=0.5),
+        "repetition 1.3": ProcessorOptions(repetition_penalty=1.3),
+        "8 common ids at -100": ProcessorOptions(logit_bias=tuple((token, -100.0) for token in common[:8])),
+        "8 common ids as bad words": ProcessorOptions(bad_words=tuple((token,) for token in common[:8])),
+        "200 allowed ids": ProcessorOptions(allowed_ids=tuple(common[:200])),
+        "typical-p 0.8": ProcessorOptions(typical_p=0.8),
+        "XTC 0.5, threshold 0.1": ProcessorOptions(xtc_probability=0.5, xtc_threshold=0.1),
     }
 
 
@@ -75,7 +75,7 @@ def compare(lab: Lab, requests: list[GenerationRequest], console: Console) -> No
         begin = blind.begin
         blind.begin = lambda prompt, params, plan=None: begin(prompt, params)  # type: ignore[method-assign]
         for name, rules in kinds(common).items():
-            ruled = [replace(request, rules=rules) for request in requests]
+            ruled = [replace(request, processors=rules) for request in requests]
             knowing = asyncio.run(write(lab, lab.drafter, ruled))
             unaware = asyncio.run(write(lab, blind, ruled))
             same = sum(a.tokens == b.tokens for a, b in zip(knowing, unaware, strict=True))
@@ -108,10 +108,10 @@ def costs(console: Console) -> None:
     row = (random.standard_normal(VOCAB) * 3).astype(np.float32)
     row[:50] += 12.0
     prompt, text = random.integers(0, VOCAB, 4000).tolist(), random.integers(0, VOCAB, 1000).tolist()
-    worst = rules_of(RuleFields.model_validate(worst_rules()))
+    worst = processors_of(ProcessorFields.model_validate(worst_rules()))
     console.print(f"a plain pick of {VOCAB} ids: {least_ms(lambda: pick(row, PARAMS, 7)):.2f} ms", highlight=False)
-    for name, rules in (("penalties", RowRules(1.2, 0.5, 0.5)), ("every rule at its bound", worst)):
-        plan = RowPlan(rules, frozenset({0}), len(text))
+    for name, rules in (("penalties", ProcessorOptions(1.2, 0.5, 0.5)), ("every rule at its bound", worst)):
+        plan = ProcessorPlan(rules, frozenset({0}), len(text))
         states = plan.states([*prompt, *text], VOCAB)
         for state in states:
             for _ in range(31):

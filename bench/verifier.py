@@ -23,8 +23,8 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.recipes import ExportOptions
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.reference import target_dir

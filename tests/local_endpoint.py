@@ -18,8 +18,8 @@ from tests.serving import TIMEOUT_S, fake_tokenizer
 from outrider.edge.devices.placement import Placement
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.assemble import OpenModel
-from outrider.edge.modes.ladder import LazyModel
-from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.modes.draft_ladder import LazyModel
+from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream

@@ -13,8 +13,8 @@ import pytest
 
 from outrider.cloud.api.step_times import StepTimes
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import Policy
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth

@@ -34,17 +34,24 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
+from outrider.cloud.upstream.cascade_text import (
+    CascadeCounts,
+    CascadedText,
+    Upstream,
+    UpstreamRetry,
+    wire_item,
+    wire_request,
+)
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.text import CascadeCounts, CascadedText, Upstream, UpstreamRetry, wire_item, wire_request
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.options import ProcessorOptions
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.transforms.rules import RowRules
 from outrider.models.wire.protocol import Commit, SessionEnd, SessionOpen, TokenLogprob
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
@@ -462,10 +469,10 @@ def test_another_tokenizer_upstream_is_refused(usual: Cascade) -> None:
 def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
     """A new field of a request must be sent upstream, or stand here as one that changes no token."""
     sent = {"prompt", "params", "max_tokens", "stop_ids", "salt", "draft", "once"}
-    sent |= {"rules", "num_generated", "num_logprobs", "grammar"}
+    sent |= {"processors", "num_generated", "num_logprobs", "grammar"}
     refused = {"terms", "evidence"}
     no_token = {"patience_ms", "prefix_hash", "draft_lag_ms", "owner", "keep", "priority", "deadline_ms"}
-    no_token |= {"earlier", "is_repeat", "is_predicted", "stored", "provisional"}
+    no_token |= {"recent", "is_repeat", "is_predicted", "stored", "provisional"}
     assert {each.name for each in fields(GenerateRequest)} == sent | no_token | refused
     compiler = GrammarCompiler(fake_tokenizer(), fake_tokenizer().size, [EOS_ID])
     request = GenerateRequest(
@@ -473,7 +480,7 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
         SETTINGS[2],
         9,
         frozenset({EOS_ID}),
-        rules=RowRules(presence_penalty=0.5),
+        processors=ProcessorOptions(presence_penalty=0.5),
         num_generated=2,
         num_logprobs=3,
         grammar=compiler.compile(GrammarSpec("choice", '["a", "b"]')),

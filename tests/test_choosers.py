@@ -15,8 +15,8 @@ from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ModelFault
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.base import RowState
-from outrider.models.transforms.chooser import RowChooser, logprobs_of
+from outrider.models.processors.base import LogitProcessor
+from outrider.models.processors.chooser import TokenChooser, logprobs_of
 
 
 def run(runtime: FakeBatchRuntime, draft: tuple[int, ...]) -> Collector:
@@ -91,7 +91,7 @@ class NoneTwice:
     def truncate(self, length: int) -> None:
         del self.seen[length:]
 
-    def fork(self) -> RowState:
+    def fork(self) -> LogitProcessor:
         return NoneTwice(tuple(self.seen))
 
 
@@ -100,7 +100,7 @@ def test_a_state_follows_the_tokens_that_are_chosen_and_no_others() -> None:
     rows = np.zeros((4, 5), dtype=np.float32)
     rows[:, 2], rows[:, 3] = 2.0, 1.0
     state = NoneTwice()
-    chooser = RowChooser(SamplingParams(), [state])
+    chooser = TokenChooser(SamplingParams(), [state])
     # 2 then 3 are drafted, beside 4: 2 and 3 are accepted, and 0 follows.
     branch = chooser.choose(rows, [4, 2, 3], [-1, -1, 1], 7)
     assert (branch.tokens, branch.nodes, state.seen) == ([2, 3, 0], [1, 2], [2, 3, 0])

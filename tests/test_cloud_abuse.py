@@ -43,17 +43,14 @@ from tests.serving import (
 
 from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.admission import Admission
-from outrider.cloud.api.drafts import MAX_DRAFT_BYTES
+from outrider.cloud.api.draft_posts import MAX_DRAFT_BYTES
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
+from outrider.models.http import bodies as requests_module
 from outrider.models.http import openai
-from outrider.models.http import requests as requests_module
-from outrider.models.http.encoding import Workers, encode_prediction, encode_prompts
-from outrider.models.http.errors import from_validation
-from outrider.models.http.limits import Slots
-from outrider.models.http.requests import (
+from outrider.models.http.bodies import (
     LARGE_BODY_BYTES,
     MAX_BODIES,
     MAX_JSON_COMMAS,
@@ -63,6 +60,9 @@ from outrider.models.http.requests import (
     load,
     parse,
 )
+from outrider.models.http.encoding import Workers, encode_prediction, encode_prompts
+from outrider.models.http.errors import from_validation
+from outrider.models.http.limits import Slots
 from outrider.models.http.security import KeyRing
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer

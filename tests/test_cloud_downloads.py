@@ -16,7 +16,7 @@ import pytest
 from tests.drafts import make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 
-from outrider.cloud.api.download_places import DownloadLimits, Places
+from outrider.cloud.api.download_slots import DownloadLimits, DownloadSlots
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.offered import find_offered
@@ -299,11 +299,11 @@ def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def refused(limits: DownloadLimits) -> int:
         with pytest.raises(RequestError) as raised:
-            async with Places(limits).place(b"owner"):
+            async with DownloadSlots(limits).place(b"owner"):
                 pytest.fail("there is no place")
         return raised.value.status
 
-    monkeypatch.setattr("outrider.cloud.api.download_places.asyncio.sleep", sleep)
+    monkeypatch.setattr("outrider.cloud.api.download_slots.asyncio.sleep", sleep)
     assert asyncio.run(refused(DownloadLimits(max_each=0))) == 429
     assert asyncio.run(refused(DownloadLimits(max_all=0))) == 503
     assert slept == [1.0, 1.0]

@@ -14,10 +14,10 @@ from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, 
 
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, DraftBudget, DraftLimits
+from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.step_times import NewestTimes, StepTimes
 from outrider.cloud.api.stream import SERVER_SEND, SessionStream
-from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.http.security import KeyRing
 from outrider.models.process.tally import RequestTally

@@ -17,9 +17,9 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, fake_tokenizer, se
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
+from outrider.models.http.answer_text import TextAssembler
 from outrider.models.http.encoding import encode_chat
 from outrider.models.http.openai import RenderRequest
-from outrider.models.http.text import TextAssembler
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import ErrorAnswer, RenderAnswer
 

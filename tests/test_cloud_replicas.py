@@ -24,7 +24,7 @@ from tests.serving import TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_
 from typer.testing import CliRunner
 
 from outrider.cloud.api.draft_budget import DraftLimits
-from outrider.cloud.api.recall import Recalled
+from outrider.cloud.api.recent_texts import Recalled
 from outrider.cloud.api.state import Core, ServedModel
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
-from outrider.cloud.api.drafts import MAX_TREE_BYTES
+from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
 from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.http.sse import EventStream

@@ -24,7 +24,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import MAX_EVENTS, SpanBudget, TraceLimits, Traces, traces_from_environment
 from outrider.cloud.distributions import MAX_POSITIONS, Distributions, num_tested
 from outrider.cloud.engine import EngineConfig
-from outrider.cloud.pending.chosen import NOTHING, Chosen
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import EngineStats, Totals
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
@@ -113,8 +113,8 @@ def test_drafts_of_a_device_its_lag_and_waits_for_it_are_counted() -> None:
 
 def test_what_a_pass_tested() -> None:
     """A guess that a pass commits as its last token, because it ends there, was not rejected."""
-    line = Chosen.line([1, 2, 3])
-    tree = Chosen([1, 3, 2, 4], [-1, 0, -1, 0])
+    line = SelectedDrafts.line([1, 2, 3])
+    tree = SelectedDrafts([1, 3, 2, 4], [-1, 0, -1, 0])
     assert num_tested(1, [1, 9], line.after([0])) == 2
     assert num_tested(1, [1, 2], line.after([0])) == 1
     assert num_tested(3, [1, 2, 3, 9], line.after([0, 1, 2])) == 3

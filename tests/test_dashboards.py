@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.metrics_table import BEGIN, DOCUMENT, END, IN_VLLM, Scraped, families, serve_all, table
 from tests.promtool import promtool
 
-from outrider.cloud.api.drafts import DRAFTS_PATH
+from outrider.cloud.api.draft_posts import DRAFTS_PATH
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent

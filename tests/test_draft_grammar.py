@@ -15,8 +15,8 @@ from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.transforms.plan import RowPlan
 from outrider.models.wire.protocol import SessionRequest
 from outrider.reference import target_dir
 
@@ -55,7 +55,7 @@ class CountingRuntime(FakeSequenceRuntime):
 def make(tokenizer: Tokenizer, compiler: GrammarCompiler) -> tuple[ModelDrafter, CountingRuntime]:
     runtime = CountingRuntime(vocab_size=tokenizer.size)
     drafter = ModelDrafter(runtime, tokenizer.size)
-    drafter.begin(PROMPT, PARAMS, RowPlan(grammar=compiler.compile(GrammarSpec.json_schema(SCHEMA))))
+    drafter.begin(PROMPT, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec.json_schema(SCHEMA))))
     return drafter, runtime
 
 
@@ -120,7 +120,7 @@ def test_lookup_stays_inside_too(tokenizer: Tokenizer, compiler: GrammarCompiler
     runtime = CountingRuntime(vocab_size=tokenizer.size)
     mixed = MixedDrafter(ModelDrafter(runtime, tokenizer.size))
     repeated = tokenizer.encode("one two three one two")
-    mixed.begin(repeated, PARAMS, RowPlan(grammar=compiler.compile(GrammarSpec("regex", "( [0-9]){9}"))))
+    mixed.begin(repeated, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec("regex", "( [0-9]){9}"))))
     (guesses,) = mixed.guess([()], 4)
     assert guesses and all(tokenizer.decode([guess.token]) not in (" three", "one") for guess in guesses)
 
@@ -129,7 +129,7 @@ def test_a_forced_guess_that_lookup_makes_too_is_learned_from(tokenizer: Tokeniz
     """It stays a forced one: it has no cell for two sources."""
     repeated, calibration = tokenizer.encode("one two three one two"), Calibration()
     mixed = MixedDrafter(ModelDrafter(CountingRuntime(vocab_size=tokenizer.size), tokenizer.size))
-    mixed.begin(repeated, PARAMS, RowPlan(grammar=compiler.compile(GrammarSpec("choice", '[" three four"]'))))
+    mixed.begin(repeated, PARAMS, ProcessorPlan(grammar=compiler.compile(GrammarSpec("choice", '[" three four"]'))))
     (guesses,) = mixed.guess([()], 4)
     assert [tokenizer.decode([guess.token]) for guess in guesses] == [tokenizer.decode([repeated[-3]])] or guesses
     calibration.observe(guesses, guesses[0].token)
@@ -145,7 +145,7 @@ def test_a_target_that_leaves_the_grammar_is_drafted_for_without(
     (guesses,) = drafter.guess([()], 4)
     assert guesses and drafter.continuation(4) == []
     begun = ModelDrafter(CountingRuntime(vocab_size=tokenizer.size), tokenizer.size)
-    plan = RowPlan(num_generated=1, grammar=compiler.compile(GrammarSpec("regex", "[0-9]+")))
+    plan = ProcessorPlan(num_generated=1, grammar=compiler.compile(GrammarSpec("regex", "[0-9]+")))
     begun.begin(tokenizer.encode("x class"), PARAMS, plan)
     assert begun.guess([()], 4)[0]
 

@@ -17,13 +17,13 @@ from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.drafts import PendingDrafts
-from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.head_guesses import HeadGuesses
 from outrider.cloud.pending.ngram_pool import MAX_NGRAMS, NgramPool
+from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.cloud.pending.recent_text import RecentText
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources, Verified
 from outrider.cloud.pending.trie import (
     EARLIER_KINDS,
@@ -51,7 +51,7 @@ def test_the_pool_chains_the_picks_of_all_rows_rejected_ones_included() -> None:
     """Row 0 is after the last token, row i + 1 after drafted token i."""
     text = [7, 8]
     pool = NgramPool(text)
-    pool.learn(Verified(text, [1], Chosen.line([2, 3]), [], [1, 4, 5]))
+    pool.learn(Verified(text, [1], SelectedDrafts.line([2, 3]), [], [1, 4, 5]))
     text += [1, 2]
     assert pool.propose(9) == ([4], [POOL_KINDS[0]])  # (8, 2) -> 4 is no match of two, 2 -> 4 is one of one
     text += [3]
@@ -64,7 +64,7 @@ def test_picks_after_a_rejected_guess_are_the_next_guess() -> None:
     """A Jacobi iteration: the same places, one step further; only directly after that pass."""
     text = [7, 8]
     pool = NgramPool(text)
-    pool.learn(Verified(text, [1], Chosen.line([2, 3]), [], [1, 4, 5]))
+    pool.learn(Verified(text, [1], SelectedDrafts.line([2, 3]), [], [1, 4, 5]))
     text += [1]
     assert pool.propose(9) == ([4, 5], [POOL_KINDS[2]] * 2)
     assert pool.propose(1) == ([4], [POOL_KINDS[2]])
@@ -76,7 +76,7 @@ def test_a_row_that_is_not_finite_leaves_no_ngram() -> None:
     """None is no token."""
     text = [7, 8]
     pool = NgramPool(text)
-    pool.learn(Verified(text, [1], Chosen.line([2, 3]), [], [1, None, 5]))
+    pool.learn(Verified(text, [1], SelectedDrafts.line([2, 3]), [], [1, None, 5]))
     text += [1]
     assert pool.propose(9) == ([], [])
 
@@ -113,7 +113,7 @@ def test_heads_guess_from_the_state_that_picked_the_last_token() -> None:
     source = HeadGuesses(heads, GREEDY, text)
     assert source.propose(3) == ([], [])
     hidden = np.eye(8, dtype=np.float32)[[3, 5, 6]]
-    source.learn(Verified(text, [4, 1], Chosen.line([4, 4]), [0], [4, 1, 0], hidden))
+    source.learn(Verified(text, [4, 1], SelectedDrafts.line([4, 4]), [0], [4, 1, 0], hidden))
     hidden[:] = np.nan  # the runtime uses the memory again
     assert source.propose(3) == ([], [])  # before the tokens are there
     text += [4, 1]
@@ -345,7 +345,7 @@ def test_a_preferred_path_is_the_likeliest_and_the_devices_is_known() -> None:
 
 def test_a_prediction_has_kinds_of_its_own() -> None:
     """So that its worth is measured apart from an earlier text's."""
-    predicted = EarlierText([5, 6], [], is_repeat=False, kinds=PREDICTED_KINDS)
+    predicted = RecentText([5, 6], [], is_repeat=False, kinds=PREDICTED_KINDS)
     assert predicted.propose(9) == ([5, 6], [PREDICTED_KINDS[0]] * 2)
     assert predicted.kinds == PREDICTED_KINDS and not predicted.goes_first
 
@@ -414,8 +414,8 @@ def test_every_source_of_the_engine_is_one_of_the_seam() -> None:
     sources: list[DraftSource] = [
         NgramPool([]),
         HeadGuesses(HEADS, GREEDY, []),
-        EarlierText([], [], is_repeat=False),
-        EarlierText([], [], is_repeat=False, kinds=PREDICTED_KINDS),
+        RecentText([], [], is_repeat=False),
+        RecentText([], [], is_repeat=False, kinds=PREDICTED_KINDS),
     ]
     kinds = [kind for source in sources for kind in source.kinds]
     assert len(set(kinds)) == len(kinds)

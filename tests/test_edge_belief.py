@@ -20,7 +20,7 @@ from outrider.edge.drafting.calibration import (
     shared_guess,
 )
 from outrider.edge.drafting.estimates import CallTimes, Estimates, ForgettingRatio
-from outrider.edge.drafting.tree import GuessTree, Node
+from outrider.edge.drafting.tree import GuessNode, GuessTree
 from outrider.models.errors import CloudError
 from outrider.models.picks.sampling import Candidates
 
@@ -35,7 +35,7 @@ def ranked(tokens: Sequence[int]) -> list[Guess]:
 def paths(tree: GuessTree) -> set[tuple[int, ...]]:
     """The tokens from the root to every guess."""
     found: set[tuple[int, ...]] = set()
-    stack: list[tuple[tuple[int, ...], Node]] = [((), tree.root)]
+    stack: list[tuple[tuple[int, ...], GuessNode]] = [((), tree.root)]
     while stack:
         path, node = stack.pop()
         for token, child in node.children.items():
@@ -54,10 +54,10 @@ def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: lis
     """
     belief = Belief(CHANCES.__getitem__)
     guessed: dict[tuple[int, ...], list[int]] = {}  # what was guessed after a text
-    late: list[tuple[Node, tuple[int, ...]]] = []
+    late: list[tuple[GuessNode, tuple[int, ...]]] = []
     known, chance = 0, random.Random(seed)
 
-    def expand(node: Node, text: tuple[int, ...]) -> None:
+    def expand(node: GuessNode, text: tuple[int, ...]) -> None:
         tokens = chance.sample(range(3), chance.randrange(4))
         added = belief.tree.expand(node, ranked(tokens))
         is_alive = text[:known] == tuple(truth[:known]) and len(text) >= known

@@ -23,7 +23,7 @@ from outrider.edge.drafting.depth import DraftPlan, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import CallTimes, Estimates
 from outrider.edge.drafting.price import SendPrice
-from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.drafting.worker import DraftWorker, TreeLimits
 from outrider.edge.results import GenerationRequest
 from outrider.models.picks.sampling import Candidates, SamplingParams, pick
@@ -444,9 +444,9 @@ def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
     """With the next message and not before, under new numbers, parents first; delivered ones are not."""
 
     async def scenario() -> None:
-        sent: list[list[tuple[Node, int | None]]] = []
+        sent: list[list[tuple[GuessNode, int | None]]] = []
 
-        def send(num_known: int, nodes: Sequence[Node]) -> int:
+        def send(num_known: int, nodes: Sequence[GuessNode]) -> int:
             sent.append([(node, node.number) for node in nodes])
             return 4 * len(nodes)
 
@@ -490,7 +490,7 @@ def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
     asyncio.run(scenario())
 
 
-def _above(node: Node) -> list[Node]:
+def _above(node: GuessNode) -> list[GuessNode]:
     above = []
     while node.parent is not None:
         node = node.parent

@@ -35,15 +35,15 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import OpenModel, eased, make_options
-from outrider.edge.modes.ladder import LazyModel, candidates_of
+from outrider.edge.modes.draft_ladder import LazyModel, candidates_of
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.plan import NO_PLAN, RowPlan
+from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 
 ORT = FoundRuntime("onnxruntime", "1.2", (FoundDevice("CPUExecutionProvider", "Some Processor", "cpu"),))
 ALL = FoundRuntime(
@@ -172,7 +172,7 @@ def test_drafts_of_different_targets_do_not_compete() -> None:
 def test_a_named_device_comes_first_whatever_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others follow for the case that it fails; one candidate is not profiled."""
     monkeypatch.setattr("outrider.edge.devices.discovery.find_runtime", found(ALL))
-    monkeypatch.setattr("outrider.edge.modes.ladder.find_runtime", found(ALL))
+    monkeypatch.setattr("outrider.edge.modes.draft_ladder.find_runtime", found(ALL))
     monkeypatch.setattr("outrider.edge.cli.draft_source.rank", lambda *given: pytest.fail("it was profiled"))
     monkeypatch.setattr(candidates_of, "__defaults__", (found(ALL),))
     placed = place_drafts([bundle("cpu", "openvino", "cpu")], DraftChoice(device="gpu"), 0, [], None)  # type: ignore[arg-type]
@@ -441,7 +441,7 @@ class Mixed:
     def _now(self) -> ModelDrafter:
         return self.easy if self.easy.length // PASSAGE % 2 == 0 else self.hard
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         self.easy.begin(prompt, params, plan)
         self.hard.begin(prompt, params, plan)
 

@@ -45,9 +45,9 @@ from outrider.edge.serve.unverified import MAX_KEPT, MAX_KEPT_TOKENS, KeptText, 
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointUnfit, EndpointWrong
 from outrider.models.errors import CloudError, RequestError
-from outrider.models.http.text import TextStyle
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.chooser import TokenLogprobs
+from outrider.models.processors.chooser import TokenLogprobs
 
 __all__ = ["fake_bundle"]  # a fixture
 

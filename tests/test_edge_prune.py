@@ -67,7 +67,7 @@ def test_drafts_that_are_no_longer_offered_are_outdated(shelf: Shelf) -> None:
     old, new, twin = put(shelf, b"old", t="a"), put(shelf, b"new", t="a"), put(shelf, b"twin", t="a")
     put(shelf, b"both", t="a", other="b")
     put(shelf, b"elsewhere", other="b")
-    earlier = put(shelf, b"earlier", before="a")  # this server had another target
+    earlier = put(shelf, b"recent", before="a")  # this server had another target
     replica = put(shelf, b"replica", t="c")
     put(shelf, b"unnoted")
 

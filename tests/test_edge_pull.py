@@ -21,7 +21,7 @@ from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_cli import run_main
 
-from outrider.cloud.api.download_places import DownloadLimits
+from outrider.cloud.api.download_slots import DownloadLimits
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli.draft_source import clouds_of, find_drafts
 from outrider.edge.cli.pull import show_offered
@@ -32,7 +32,7 @@ from outrider.edge.link.downloads import DraftClient
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store import fetch
 from outrider.edge.store.auto import AUTO
-from outrider.edge.store.choice import Chosen, Wishes, choose, judge
+from outrider.edge.store.choice import OfferChoice, Wishes, choose, judge
 from outrider.edge.store.fetch import Progress
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
@@ -166,7 +166,7 @@ def pull(
             offered = await list_offered(client, (notes if notes is not None else []).append)
             draft = next(each for each in offered.drafts if each.name == name)
             progress = Progress(draft.size_bytes, on_change, (notes if notes is not None else []).append)
-            result = await pull_draft(client, offered, Chosen(draft, ""), progress, to)
+            result = await pull_draft(client, offered, OfferChoice(draft, ""), progress, to)
             return result, client.wire.body_down
 
     return asyncio.run(run())
@@ -330,7 +330,7 @@ def test_two_pulls_at_once_fetch_once(server: FakeServer, place: Path, shelf: Sh
             offered = await list_offered(client, notes.append)
             (draft,) = offered.drafts
             both = (
-                pull_draft(client, offered, Chosen(draft, ""), Progress(draft.size_bytes, note=notes.append))
+                pull_draft(client, offered, OfferChoice(draft, ""), Progress(draft.size_bytes, note=notes.append))
                 for _ in range(2)
             )
             return await asyncio.gather(*both), notes

@@ -396,7 +396,7 @@ def test_documents_without_the_library_are_refused_with_its_name(
     local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Instead of an answer that pretends to have read them."""
-    monkeypatch.setattr("outrider.edge.serve.grounding.is_installed", lambda name: False)
+    monkeypatch.setattr("outrider.edge.serve.grounded_calls.is_installed", lambda name: False)
     asked = {"prompt": QUERY, "max_tokens": 1, "documents": documents("a")}
     answer = httpx.post(f"{local.url}/v1/completions", json=asked)
     error = answer.json()["error"]

@@ -17,7 +17,7 @@ from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import JoiningDrafter, MixedDrafter, ModelDrafter, NgramDrafter, guess_together
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
-from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
@@ -248,7 +248,7 @@ class Job:
 
     def next_call(self, most: int) -> DraftCall:
         assert most >= 1
-        return DraftCall([Node(-1, 0, None, None, 1.0)], [[]])
+        return DraftCall([GuessNode(-1, 0, None, None, 1.0)], [[]])
 
     def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
         assert before <= now

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.price import SendPrice
-from outrider.edge.drafting.tree import GuessTree, Node
+from outrider.edge.drafting.tree import GuessNode, GuessTree
 from outrider.edge.modes.stream import path_message, tree_message
 from outrider.models.wire.protocol import MAX_PATH_TOKENS, DraftRequest
 from outrider.models.wire.tree_draft import ROOT, decode_tree, level_of
@@ -28,7 +28,7 @@ def some_guesses(chance: random.Random) -> list[Guess]:
     return [Guess(token, rank, cell) for rank, (token, cell) in enumerate(zip(tokens, cells, strict=True))]
 
 
-def below(node: Node) -> Iterator[tuple[Node, float]]:
+def below(node: GuessNode) -> Iterator[tuple[GuessNode, float]]:
     """Every node below `node`, and the chance of reaching it from there: the product of the chances on the way."""
     for child in node.children.values():
         yield child, CHANCES[child.cell]
@@ -63,8 +63,8 @@ def test_the_next_node_is_the_likeliest_of_all_that_wait(seed: int, least: float
     """
     chance = random.Random(seed)
     tree, max_depth = GuessTree(CHANCES.__getitem__, least), chance.randint(1, 5)
-    taken: set[Node] = set()  # every node that was ever given out
-    busy: list[Node] = []
+    taken: set[GuessNode] = set()  # every node that was ever given out
+    busy: list[GuessNode] = []
     for _ in range(25):
         if busy and chance.random() < 0.7:
             tree.expand(busy.pop(chance.randrange(len(busy))), some_guesses(chance))
@@ -117,8 +117,10 @@ def test_each_node_is_sent_once_after_its_parent(seed: int) -> None:
     """
     chance = random.Random(seed)
     tree = GuessTree(CHANCES.__getitem__)
-    sent: dict[Node, int] = {}  # nodes that the server has, and their numbers
-    ways: dict[Node, set[Node]] = {}  # the numbered nodes by which the server attaches a node, committed ones too
+    sent: dict[GuessNode, int] = {}  # nodes that the server has, and their numbers
+    ways: dict[
+        GuessNode, set[GuessNode]
+    ] = {}  # the numbered nodes by which the server attaches a node, committed ones too
     for _ in range(30):
         for node in tree.take_best(chance.randint(0, 3), 0.0, 6):
             tree.expand(node, some_guesses(chance))

@@ -15,8 +15,8 @@ from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.owners import even_level, split_evenly
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, Wait, plan_wait
 from outrider.models.errors import RequestError
 
@@ -528,7 +528,7 @@ def test_the_queue_is_bounded_over_all_owners_and_by_tokens(monkeypatch: pytest.
         harness.submit(prompt_of(i), owner=b"%d" % i)
     with pytest.raises(RequestError, match="queued already"):
         harness.submit(prompt_of(30), owner=b"new")
-    monkeypatch.setattr("outrider.cloud.engine.requests._MIN_QUEUED_TOKENS", 0)
+    monkeypatch.setattr("outrider.cloud.engine.request_checks._MIN_QUEUED_TOKENS", 0)
     harness = Harness(config=EngineConfig(max_running=1), num_blocks=16, block_size=4)
     for i in range(9):
         harness.submit(prompt_of(i, 60), owner=ALICE)

@@ -16,10 +16,10 @@ from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.share import Share
-from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
@@ -31,7 +31,7 @@ COUNT = 30
 MOST = 7
 
 
-def grown(truth: Sequence[int], kind: str, rng: random.Random, most: int, vocab_size: int) -> Chosen:
+def grown(truth: Sequence[int], kind: str, rng: random.Random, most: int, vocab_size: int) -> SelectedDrafts:
     """A random tree of at most `most` tokens. kind: which of them continue `truth`.
 
     half: half of those on its path. alternatives: all, each behind a wrong sibling and its child. wrong: none.
@@ -72,7 +72,7 @@ def grown(truth: Sequence[int], kind: str, rng: random.Random, most: int, vocab_
                 add(parent, wrong(parent))
         if len(tokens) == before and rng.random() < 0.2:
             break
-    return Chosen(tokens, parents)
+    return SelectedDrafts(tokens, parents)
 
 
 class RandomTrees(Drafting):
@@ -85,8 +85,8 @@ class RandomTrees(Drafting):
 
     def choose(
         self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
-    ) -> dict[PendingDrafts, Chosen]:
-        chosen: dict[PendingDrafts, Chosen] = {}
+    ) -> dict[PendingDrafts, SelectedDrafts]:
+        chosen: dict[PendingDrafts, SelectedDrafts] = {}
         for drafts in decoding:
             rest = self.truths.get(drafts, [])[len(drafts.committed) :][: drafts.num_left - 1]
             if rest:
@@ -196,7 +196,9 @@ class Faulty(FakeBatchRuntime):
         super().move(sources, targets)
 
 
-def run_faulty(runtime: Faulty, tree: Callable[[list[int]], Chosen], count: int = 6) -> tuple[Collector, list[int]]:
+def run_faulty(
+    runtime: Faulty, tree: Callable[[list[int]], SelectedDrafts], count: int = 6
+) -> tuple[Collector, list[int]]:
     """One sequence that verifies `tree` of what it will commit in its second step."""
     engine, collector = Engine(runtime), Collector()
     truth = plain(PROMPTS[1], SAMPLED, count)
@@ -218,11 +220,13 @@ def test_a_fault_matters_only_on_the_branch_that_is_taken() -> None:
     runtime = Faulty(vocab_size=VOCAB)
     runtime.bad = next(token for token in range(VOCAB) if token not in plain(PROMPTS[1], SAMPLED, 6))
     bad = runtime.bad
-    collector, truth = run_faulty(runtime, lambda rest: Chosen([bad, rest[0], rest[1]], [-1, -1, 1]))
+    collector, truth = run_faulty(runtime, lambda rest: SelectedDrafts([bad, rest[0], rest[1]], [-1, -1, 1]))
     assert collector.tokens == truth and collector.commits[1].accepted == 2
     runtime = Faulty(vocab_size=VOCAB)
     runtime.bad = truth[2]
-    collector, _ = run_faulty(runtime, lambda rest: Chosen([(rest[0] + 1) % VOCAB, rest[0], rest[1]], [-1, -1, 1]))
+    collector, _ = run_faulty(
+        runtime, lambda rest: SelectedDrafts([(rest[0] + 1) % VOCAB, rest[0], rest[1]], [-1, -1, 1])
+    )
     assert collector.tokens == truth[:3]
     assert collector.end is not None and collector.end.error is not None
     assert collector.end.error.code == "model_fault"
@@ -253,7 +257,7 @@ def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) 
         engine.submit(GenerateRequest(tuple(prompt), SAMPLED, 6), collector)
     engine.step()
     spoiled, other = (sequence.drafts for sequence in engine._sequences.values())
-    chosen = {spoiled: Chosen([runtime.bad, truths[0][1]], parents), other: Chosen.line(truths[1][1:3])}
+    chosen = {spoiled: SelectedDrafts([runtime.bad, truths[0][1]], parents), other: SelectedDrafts.line(truths[1][1:3])}
     trees_of(engine).choose = lambda decoding, *rest: chosen  # type: ignore[method-assign]
     engine.step()
     trees_of(engine).choose = lambda decoding, *rest: {}  # type: ignore[method-assign]
@@ -268,7 +272,7 @@ def test_a_move_that_fails_costs_only_another_run() -> None:
     """What the slots hold then is not known, but the picks are: they are committed, and run again for their keys."""
     runtime = Faulty(vocab_size=VOCAB)
     runtime.move_fails = True
-    collector, truth = run_faulty(runtime, lambda rest: Chosen([(rest[0] + 1) % VOCAB, *rest[:2]], [-1, -1, 1]))
+    collector, truth = run_faulty(runtime, lambda rest: SelectedDrafts([(rest[0] + 1) % VOCAB, *rest[:2]], [-1, -1, 1]))
     assert collector.tokens == truth and collector.commits[1].accepted == 2
     assert collector.end is not None and collector.end.error is None
 
@@ -335,7 +339,7 @@ def test_a_step_that_fails_with_a_tree_runs_without_it() -> None:
     assert has_failed and all(collector.tokens == truth for collector, truth in pairs)
 
 
-def share_of(chosen: Chosen, *, computed: int = 9, num_tokens: int = 10) -> Share:
+def share_of(chosen: SelectedDrafts, *, computed: int = 9, num_tokens: int = 10) -> Share:
     drafts = PendingDrafts([], 100, AcceptanceEstimator(8))
     request = GenerateRequest(tuple(range(num_tokens)), SAMPLED, 20)
     sequence = SequenceState(1, request, Collector(), list(range(num_tokens)), drafts, [3, 1, 2], computed=computed)
@@ -344,7 +348,7 @@ def share_of(chosen: Chosen, *, computed: int = 9, num_tokens: int = 10) -> Shar
 
 def test_a_share_is_laid_out_by_its_tree() -> None:
     """Positions go by depth, attended positions are those of the mask, rows are after the last committed token on."""
-    share = share_of(Chosen([20, 21, 22, 23], [-1, 0, -1, 2]), computed=8)
+    share = share_of(SelectedDrafts([20, 21, 22, 23], [-1, 0, -1, 2]), computed=8)
     item = share.as_slice()
     assert item.tokens == [8, 9, 20, 21, 22, 23] and (item.past, item.num_rows) == (8, 5)
     assert item.positions == [8, 9, 10, 11, 10, 11]
@@ -356,7 +360,7 @@ def test_a_share_is_laid_out_by_its_tree() -> None:
 
 def test_a_line_is_run_as_before() -> None:
     """No mask and no positions; the rows' positions count up."""
-    share = share_of(Chosen.line([20, 21, 22]))
+    share = share_of(SelectedDrafts.line([20, 21, 22]))
     item = share.as_slice()
     assert (item.positions, item.mask, item.num_rows) == (None, None, 4)
     assert list(share.row_positions) == [10, 11, 12, 13]

@@ -34,8 +34,8 @@ from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ConfigError, ExportError, OutriderError, TokenizerMismatch
-from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions
 

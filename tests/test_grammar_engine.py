@@ -14,7 +14,7 @@ import pytest
 from tests.engine_harness import SAMPLED, Clock, Collector
 from tests.fake_runtime import FakeBatchRuntime
 
-from outrider.cloud.api.recall import _sampling_of
+from outrider.cloud.api.recent_texts import _sampling_of
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import GenerateRequest
@@ -22,11 +22,11 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import pick
+from outrider.models.processors.base import apply_all
+from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.transforms.base import apply_all
-from outrider.models.transforms.plan import RowPlan
-from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 from outrider.reference import target_dir
 
@@ -68,13 +68,15 @@ class World:
     def request(self, grammar: CompiledGrammar, prompt: Sequence[int] = PROMPT, **others: Any) -> GenerateRequest:
         return GenerateRequest(tuple(prompt), SAMPLED, COUNT, self.stops, grammar=grammar, **others)
 
-    def truth(self, grammar: CompiledGrammar, prompt: Sequence[int] = PROMPT, rules: RowRules = PLAIN) -> list[int]:
+    def truth(
+        self, grammar: CompiledGrammar, prompt: Sequence[int] = PROMPT, rules: ProcessorOptions = PLAIN
+    ) -> list[int]:
         """Target-only text by the plainest loop: states made anew for every token."""
         runtime, tokens = self.runtime(), list(prompt)
         blocks = range(runtime.num_blocks)
         for made in range(COUNT):
             row = runtime.forward([SequenceSlice(tokens, 0, blocks, 1)])[0]
-            states = RowPlan(rules, self.stops, made, grammar).states(tokens, self.vocab_size)
+            states = ProcessorPlan(rules, self.stops, made, grammar).states(tokens, self.vocab_size)
             tokens.append(pick(apply_all(states, row), SAMPLED, len(tokens)))
             if tokens[-1] in self.stops:
                 break
@@ -189,11 +191,11 @@ def test_a_grammar_goes_together_with_other_rules(world: World) -> None:
     """Bias and penalties act inside the grammar; a minimum of tokens does not keep a complete text from ending."""
     grammar = world.grammar()
     (brace,) = world.tokenizer.encode("{")
-    rules = RowRules(frequency_penalty=1.0, min_tokens=COUNT, logit_bias=((brace, -100.0),))
+    rules = ProcessorOptions(frequency_penalty=1.0, min_tokens=COUNT, logit_bias=((brace, -100.0),))
     expected = world.truth(grammar, rules=rules)
     check(expected, world)
     engine, found = Engine(world.runtime(), EngineConfig(policy=Policy.VERIFY)), Collector()
-    engine.submit(world.request(grammar, rules=rules, draft=tuple(expected[:5])), found)
+    engine.submit(world.request(grammar, processors=rules, draft=tuple(expected[:5])), found)
     run(engine)
     assert found.tokens == expected
 
@@ -206,7 +208,7 @@ def test_a_text_whose_grammar_fails_ends_alone(world: World) -> None:
     engine = Engine(world.runtime(), EngineConfig(max_running=4))
     bad, left, fine = Collector(), Collector(), Collector()
     engine.submit(world.request(costly), bad)
-    engine.submit(world.request(good, rules=RowRules(allowed_ids=(3, 4))), left)
+    engine.submit(world.request(good, processors=ProcessorOptions(allowed_ids=(3, 4))), left)
     engine.submit(world.request(good), fine)
     run(engine)
     assert fine.tokens == expected

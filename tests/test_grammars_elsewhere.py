@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.cloud.vllm.choosers import Found, WorkerGrammars, choosing_of
 from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
 from outrider.cloud.vllm.terms import Terms, number_of
+from outrider.cloud.vllm.worker_choosers import Found, WorkerGrammars, make_request_chooser
 from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
 from outrider.models.grammar import matchers as matchers_module
 from outrider.models.grammar.compiler import (
@@ -231,7 +231,7 @@ def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarC
     grammar = asked(compiler, regex(0))
     terms = Terms(1, SamplingParams(), 9, stop_ids=frozenset(grammar.stop_ids), grammar=grammar)
     worker, found = workers.workers[0], Found()
-    choosing = choosing_of(terms.extra_args(), [1, 2], tokenizer.size, worker)
+    choosing = make_request_chooser(terms.extra_args(), [1, 2], tokenizer.size, worker)
     assert choosing is not None
     rows = np.zeros((1, tokenizer.size), np.float32)
     assert choosing.choose(rows, [], [1, 2], "request", found) and not found.refusals
@@ -239,7 +239,7 @@ def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarC
     assert choosing.choose(rows, [], [1, 2], "request", found) is None
     assert found.refusals["request"][0] == "internal_error"
     with pytest.raises(RequestError, match="let go"):
-        choosing_of(terms.extra_args(), [1, 2], tokenizer.size, worker)
+        make_request_chooser(terms.extra_args(), [1, 2], tokenizer.size, worker)
 
 
 def test_texts_that_take_too_long_count_against_the_client(compiler: GrammarCompiler) -> None:

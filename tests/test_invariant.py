@@ -37,9 +37,9 @@ from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
-from outrider.models.transforms.rules import PLAIN, RowRules
 
 NUM_WORKERS = 3
 NUM_TEXTS = {Policy.AUTO: 6, Policy.VERIFY: 3}
@@ -95,17 +95,17 @@ def drafters() -> list[Drafter]:
     return [ModelDrafter(Swapping(vocab_size=fake_tokenizer().size)) for _ in range(NUM_WORKERS)]
 
 
-NARROW = RowRules(frequency_penalty=0.3, typical_p=0.9, xtc_probability=0.4, xtc_threshold=0.05)
+NARROW = ProcessorOptions(frequency_penalty=0.3, typical_p=0.9, xtc_probability=0.4, xtc_threshold=0.05)
 
 
-def _requests(sampling: SamplingParams, rules: RowRules = PLAIN) -> list[GenerationRequest]:
+def _requests(sampling: SamplingParams, rules: ProcessorOptions = PLAIN) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=tuple(fake_tokenizer().encode(f"def number_{seed}(token):")),
             params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed),
             max_tokens=MAX_TOKENS,
             stop_ids=frozenset({EOS_ID}),
-            rules=rules,
+            processors=rules,
         )
         for seed in range(6)
     ]
@@ -133,7 +133,7 @@ def _grammar_requests() -> list[GenerationRequest]:
                 request,
                 grammar=spec,
                 draft_grammar=compiler.compile(spec),
-                rules=PENALTY if spec.kind == "regex" else PLAIN,
+                processors=PENALTY if spec.kind == "regex" else PLAIN,
             )
             for request, spec in zip(_requests(SAMPLINGS[GRAMMAR]), specs, strict=False)
         ]

@@ -36,7 +36,7 @@ ROOMS = {
     ),
     "cloud": ("server", "replicas", "api", "recent", "upstream", "vllm", "engine", "pending", ""),
     "models": (
-        *("ingress", "http", "client", "runtimes", "transforms", "grammar"),
+        *("ingress", "http", "client", "runtimes", "processors", "grammar"),
         *("wire", "bundle", "text", "picks", "process", ""),
     ),
     "reference": ("",),

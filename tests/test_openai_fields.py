@@ -27,14 +27,14 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
+from outrider.models.http.answer_text import TextStyle, _StopString
 from outrider.models.http.choices import best_choices, choice_seed
 from outrider.models.http.encoding import fill_in_prompt
 from outrider.models.http.errors import FieldError
-from outrider.models.http.text import TextStyle, _StopString
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.chooser import logprobs_of
 from outrider.models.text.predicted import PredictionFollower
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.transforms.chooser import logprobs_of
 
 PROMPT = "def verify("
 PARAMS = SamplingParams(1.0, seed=7)

@@ -13,13 +13,13 @@ from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.drafting import Drafting, likeliest_path
-from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.errors import RequestError
@@ -310,8 +310,8 @@ def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
         sessions = branching(drafting, 1)
         found.append(drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]])
     whole, line, nothing = found
-    assert whole == Chosen([1, 3, 2, 4], [-1, 0, -1, 0])
-    assert line == Chosen.line([1, 3])
+    assert whole == SelectedDrafts([1, 3, 2, 4], [-1, 0, -1, 0])
+    assert line == SelectedDrafts.line([1, 3])
     assert nothing.tokens == ()
 
 
@@ -364,7 +364,7 @@ def test_the_line_form_is_the_likeliest_path() -> None:
     drafting = Drafting(32, Policy.VERIFY)
     sessions = branching(drafting, 2)
     chosen = drafting.choose(sessions, 99, StepSize(2, 0), 0.0)
-    assert [chosen[drafts] for drafts in sessions] == [Chosen.line([1, 3])] * 2
+    assert [chosen[drafts] for drafts in sessions] == [SelectedDrafts.line([1, 3])] * 2
 
 
 def test_no_more_is_verified_than_may_be_committed() -> None:
@@ -372,7 +372,7 @@ def test_no_more_is_verified_than_may_be_committed() -> None:
     drafting = Drafting(32, Policy.VERIFY, with_trees=True)
     drafts = pending(drafting, max_new=3)
     drafting.merge_tree(drafts, line_message(0, 0, range(9), 15), 0.0)
-    assert drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts] == Chosen.line([0, 1])
+    assert drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts] == SelectedDrafts.line([0, 1])
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------

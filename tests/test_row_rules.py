@@ -23,11 +23,11 @@ from transformers.generation.logits_process import (
 
 from outrider.models.errors import SamplingError
 from outrider.models.picks.sampling import SamplingParams, candidates, pick, survivors
-from outrider.models.transforms.narrowing import Narrowing, coin
-from outrider.models.transforms.plan import RowPlan
-from outrider.models.transforms.rule_state import RuleState
-from outrider.models.transforms.rules import RowRules
-from outrider.models.wire.rule_fields import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIASES
+from outrider.models.processors.narrowing import Narrowing, coin
+from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.options_processor import OptionsProcessor
+from outrider.models.processors.processor_plan import ProcessorPlan
+from outrider.models.wire.processor_fields import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIASES
 
 VOCAB = 24
 STOPS = frozenset({3, 5})
@@ -35,7 +35,7 @@ STOPS = frozenset({3, 5})
 ids = st.integers(0, VOCAB - 1)
 texts = st.lists(ids, max_size=20)
 rules = st.builds(
-    RowRules,
+    ProcessorOptions,
     repetition_penalty=st.sampled_from([1.0, 0.7, 1.3, 4.0]),
     presence_penalty=st.sampled_from([0.0, -1.5, 0.9]),
     frequency_penalty=st.sampled_from([0.0, 0.35, -2.0]),
@@ -51,7 +51,7 @@ def row_of(seed: int, size: int = VOCAB) -> NDArray[np.float32]:
 
 
 def by_transformers(
-    row: NDArray[np.float32], rules: RowRules, prompt: list[int], text: list[int], stop_ids: frozenset[int]
+    row: NDArray[np.float32], rules: ProcessorOptions, prompt: list[int], text: list[int], stop_ids: frozenset[int]
 ) -> NDArray[np.float32]:
     """The row after transformers' processors; presence and frequency, which they lack, by OpenAI's formula."""
     scores = torch.from_numpy(row.copy())[None]
@@ -80,10 +80,10 @@ def by_transformers(
 @settings(max_examples=80, deadline=None)
 @given(rules, texts, texts, st.integers(0, 1000))
 def test_rows_change_as_in_transformers_token_by_token(
-    rules: RowRules, prompt: list[int], text: list[int], seed: int
+    rules: ProcessorOptions, prompt: list[int], text: list[int], seed: int
 ) -> None:
     """Bit for bit, where anything is left to pick; a masked row keeps a finite maximum."""
-    state = RuleState(rules, prompt, VOCAB, STOPS)
+    state = OptionsProcessor(rules, prompt, VOCAB, STOPS)
     for length in range(len(text) + 1):
         row = row_of(seed + length)
         expected = by_transformers(row, rules, prompt, text[:length], STOPS)
@@ -98,11 +98,11 @@ def test_rows_change_as_in_transformers_token_by_token(
 @settings(max_examples=60, deadline=None)
 @given(rules, texts, texts, texts, st.integers(0, 20), st.integers(0, 1000))
 def test_a_state_goes_back_and_forks_as_if_it_had_never_been_elsewhere(
-    rules: RowRules, prompt: list[int], text: list[int], wrong: list[int], kept: int, seed: int
+    rules: ProcessorOptions, prompt: list[int], text: list[int], wrong: list[int], kept: int, seed: int
 ) -> None:
     """Whatever was advanced, truncated and forked before, only the tokens that it now holds count."""
     kept = min(kept, len(text))
-    state = RuleState(rules, prompt, VOCAB, STOPS)
+    state = OptionsProcessor(rules, prompt, VOCAB, STOPS)
     for token in text[:kept] + wrong:
         state.advance(token)
     beside = state.fork()
@@ -110,7 +110,7 @@ def test_a_state_goes_back_and_forks_as_if_it_had_never_been_elsewhere(
     for token in text[kept:]:
         state.advance(token)
     for found, tokens in ((state, text), (beside, text[:kept] + wrong)):
-        fresh = RuleState(rules, prompt, VOCAB, STOPS)
+        fresh = OptionsProcessor(rules, prompt, VOCAB, STOPS)
         for token in tokens:
             fresh.advance(token)
         assert found.length == fresh.length == len(tokens)
@@ -122,7 +122,7 @@ def test_a_state_goes_back_and_forks_as_if_it_had_never_been_elsewhere(
 
 def test_a_long_text_is_counted() -> None:
     """More distinct tokens than the first arrays hold."""
-    state = RuleState(RowRules(repetition_penalty=2.0, frequency_penalty=1.0), [1], 1000)
+    state = OptionsProcessor(ProcessorOptions(repetition_penalty=2.0, frequency_penalty=1.0), [1], 1000)
     for token in [*range(500), 7]:
         state.advance(token)
     row = np.full(1000, 8.0, dtype=np.float32)
@@ -134,15 +134,15 @@ def test_a_long_text_is_counted() -> None:
 
 def test_ids_that_a_shorter_row_lacks_change_nothing() -> None:
     """A draft's rows may end before the target's."""
-    rules = RowRules(1.5, 1.0, 1.0, ((9, 5.0),), ((9,), (1, 9)), 4, (9, 2))
-    state = RuleState(rules, [9, 8], 5, frozenset({8, 4}))
+    rules = ProcessorOptions(1.5, 1.0, 1.0, ((9, 5.0),), ((9,), (1, 9)), 4, (9, 2))
+    state = OptionsProcessor(rules, [9, 8], 5, frozenset({8, 4}))
     state.advance(9)
     state.advance(1)
     row = np.arange(5, dtype=np.float32)
     state.apply(row)
     assert row.argmax() == 2
     # None of them: the row stays.
-    state = RuleState(RowRules(allowed_ids=(9,)), [], 5)
+    state = OptionsProcessor(ProcessorOptions(allowed_ids=(9,)), [], 5)
     row = np.arange(5, dtype=np.float32)
     state.apply(row)
     assert row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -152,13 +152,13 @@ def test_a_text_goes_on_where_every_id_would_be_forbidden() -> None:
     """A minimum of tokens gives way before bad words, and those before the allowed ids."""
     stops, both = frozenset({0}), (0, 1)
     row = np.array([1.0, 2.0, 9.0], dtype=np.float32)
-    RuleState(RowRules(allowed_ids=both, bad_words=((1,),), min_tokens=5), [], 3, stops).apply(row)
+    OptionsProcessor(ProcessorOptions(allowed_ids=both, bad_words=((1,),), min_tokens=5), [], 3, stops).apply(row)
     assert row.argmax() == 0
     row = np.array([1.0, 2.0, 9.0], dtype=np.float32)
-    RuleState(RowRules(allowed_ids=both, bad_words=((0,), (1,)), min_tokens=5), [], 3, stops).apply(row)
+    OptionsProcessor(ProcessorOptions(allowed_ids=both, bad_words=((0,), (1,)), min_tokens=5), [], 3, stops).apply(row)
     assert row.argmax() == 1
     row = np.array([-np.inf, -np.inf, 9.0], dtype=np.float32)
-    RuleState(RowRules(allowed_ids=both), [], 3).apply(row)
+    OptionsProcessor(ProcessorOptions(allowed_ids=both), [], 3).apply(row)
     assert row.tolist() == [0.0, 0.0, -np.inf]
 
 
@@ -231,27 +231,27 @@ def test_the_first_candidate_is_the_pick(seed: int, temperature: float, top_k: i
 @pytest.mark.parametrize(
     ("name", "make"),
     [
-        ("repetition_penalty", lambda: RowRules(repetition_penalty=0.0)),
-        ("repetition_penalty", lambda: RowRules(repetition_penalty=math.nan)),
-        ("presence_penalty", lambda: RowRules(presence_penalty=2.1)),
-        ("frequency_penalty", lambda: RowRules(frequency_penalty=-math.inf)),
-        ("logit_bias", lambda: RowRules(logit_bias=((1, 101.0),))),
-        ("logit_bias", lambda: RowRules(logit_bias=((1, math.nan),))),
-        ("logit_bias", lambda: RowRules(logit_bias=((-1, 1.0),))),
-        ("logit_bias", lambda: RowRules(logit_bias=((1, 1.0), (1, 2.0)))),
-        ("logit_bias", lambda: RowRules(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES + 1)))),
-        ("bad_words", lambda: RowRules(bad_words=((),))),
-        ("bad_words", lambda: RowRules(bad_words=((1, -1),))),
-        ("bad_words", lambda: RowRules(bad_words=((1,) * 33,))),
-        ("bad_words", lambda: RowRules(bad_words=((1,),) * (MAX_BAD_WORDS + 1))),
-        ("min_tokens", lambda: RowRules(min_tokens=-1)),
-        ("allowed_token_ids", lambda: RowRules(allowed_ids=())),
-        ("allowed_token_ids", lambda: RowRules(allowed_ids=(-3,))),
-        ("allowed_token_ids", lambda: RowRules(allowed_ids=(1,) * (MAX_ALLOWED_IDS + 1))),
-        ("typical_p", lambda: RowRules(typical_p=0.0)),
-        ("typical_p", lambda: RowRules(typical_p=math.nan)),
-        ("xtc_probability", lambda: RowRules(xtc_probability=1.01)),
-        ("xtc_threshold", lambda: RowRules(xtc_threshold=-0.1)),
+        ("repetition_penalty", lambda: ProcessorOptions(repetition_penalty=0.0)),
+        ("repetition_penalty", lambda: ProcessorOptions(repetition_penalty=math.nan)),
+        ("presence_penalty", lambda: ProcessorOptions(presence_penalty=2.1)),
+        ("frequency_penalty", lambda: ProcessorOptions(frequency_penalty=-math.inf)),
+        ("logit_bias", lambda: ProcessorOptions(logit_bias=((1, 101.0),))),
+        ("logit_bias", lambda: ProcessorOptions(logit_bias=((1, math.nan),))),
+        ("logit_bias", lambda: ProcessorOptions(logit_bias=((-1, 1.0),))),
+        ("logit_bias", lambda: ProcessorOptions(logit_bias=((1, 1.0), (1, 2.0)))),
+        ("logit_bias", lambda: ProcessorOptions(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES + 1)))),
+        ("bad_words", lambda: ProcessorOptions(bad_words=((),))),
+        ("bad_words", lambda: ProcessorOptions(bad_words=((1, -1),))),
+        ("bad_words", lambda: ProcessorOptions(bad_words=((1,) * 33,))),
+        ("bad_words", lambda: ProcessorOptions(bad_words=((1,),) * (MAX_BAD_WORDS + 1))),
+        ("min_tokens", lambda: ProcessorOptions(min_tokens=-1)),
+        ("allowed_token_ids", lambda: ProcessorOptions(allowed_ids=())),
+        ("allowed_token_ids", lambda: ProcessorOptions(allowed_ids=(-3,))),
+        ("allowed_token_ids", lambda: ProcessorOptions(allowed_ids=(1,) * (MAX_ALLOWED_IDS + 1))),
+        ("typical_p", lambda: ProcessorOptions(typical_p=0.0)),
+        ("typical_p", lambda: ProcessorOptions(typical_p=math.nan)),
+        ("xtc_probability", lambda: ProcessorOptions(xtc_probability=1.01)),
+        ("xtc_threshold", lambda: ProcessorOptions(xtc_threshold=-0.1)),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(name: str, make: object) -> None:
@@ -263,13 +263,13 @@ def test_what_is_out_of_range_is_refused_by_name(name: str, make: object) -> Non
 
 def test_a_plan_replays_the_part_of_the_text_that_the_prompt_holds() -> None:
     """A resumed text's penalties and bad words see it as text; a plain plan has no state."""
-    rules = RowRules(presence_penalty=1.0, bad_words=((4, 6),))
-    (state,) = RowPlan(rules, num_generated=2).states([6, 5, 4], VOCAB)
+    rules = ProcessorOptions(presence_penalty=1.0, bad_words=((4, 6),))
+    (state,) = ProcessorPlan(rules, num_generated=2).states([6, 5, 4], VOCAB)
     assert state.length == 2
     row = np.zeros(VOCAB, dtype=np.float32)
     state.apply(row)
     assert np.flatnonzero(row).tolist() == [4, 5, 6]
     assert row[4] == row[5] == -1.0
     assert row[6] == -np.inf
-    assert RowPlan(RowRules(typical_p=0.5)).states([6], VOCAB) == []
-    assert RowPlan().narrowing is None
+    assert ProcessorPlan(ProcessorOptions(typical_p=0.5)).states([6], VOCAB) == []
+    assert ProcessorPlan().narrowing is None

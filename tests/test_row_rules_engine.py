@@ -9,36 +9,38 @@ from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness
 from tests.fake_runtime import FakeBatchRuntime
 from tests.test_engine import PROMPTS, PickingFake
 
-from outrider.cloud.api.recall import _sampling_of
+from outrider.cloud.api.recent_texts import _sampling_of
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.processors.base import apply_all
+from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.transforms.base import apply_all
-from outrider.models.transforms.plan import RowPlan
-from outrider.models.transforms.rules import RowRules
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 STOPS = frozenset({2, 9})
 RULES = {
-    "penalties": RowRules(repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.3),
-    "bias": RowRules(logit_bias=((5, 3.0), (6, -100.0), (7, 2.5)), min_tokens=20),
-    "words": RowRules(bad_words=((4,), (5, 7), (7, 5, 5)), allowed_ids=(2, 4, 5, 7, 8, 9, 11), min_tokens=6),
-    "narrow": RowRules(typical_p=0.8, xtc_probability=0.5, xtc_threshold=0.05, frequency_penalty=-0.5),
+    "penalties": ProcessorOptions(repetition_penalty=1.4, presence_penalty=0.6, frequency_penalty=0.3),
+    "bias": ProcessorOptions(logit_bias=((5, 3.0), (6, -100.0), (7, 2.5)), min_tokens=20),
+    "words": ProcessorOptions(bad_words=((4,), (5, 7), (7, 5, 5)), allowed_ids=(2, 4, 5, 7, 8, 9, 11), min_tokens=6),
+    "narrow": ProcessorOptions(typical_p=0.8, xtc_probability=0.5, xtc_threshold=0.05, frequency_penalty=-0.5),
 }
 COUNT = 30
 each_rule = pytest.mark.parametrize("name", RULES)
 
 
-def truth(prompt: Sequence[int], rules: RowRules, params: SamplingParams = SAMPLED, generated: int = 0) -> list[int]:
+def truth(
+    prompt: Sequence[int], rules: ProcessorOptions, params: SamplingParams = SAMPLED, generated: int = 0
+) -> list[int]:
     """Target-only text by the plainest loop: states made anew for every token."""
     runtime, tokens = FakeBatchRuntime(vocab_size=VOCAB), list(prompt)
     blocks = range(runtime.num_blocks)
     for made in range(COUNT):
         row = runtime.forward([SequenceSlice(tokens, 0, blocks, 1)])[0]
-        plan = RowPlan(rules, STOPS, generated + made)
+        plan = ProcessorPlan(rules, STOPS, generated + made)
         changed = apply_all(plan.states(tokens, VOCAB), row)
         tokens.append(pick(changed, params, len(tokens), plan.narrowing))
         if tokens[-1] in STOPS:
@@ -46,8 +48,8 @@ def truth(prompt: Sequence[int], rules: RowRules, params: SamplingParams = SAMPL
     return tokens[len(prompt) :]
 
 
-def request(rules: RowRules, prompt: Sequence[int] = PROMPTS[1], **others: object) -> GenerateRequest:
-    return GenerateRequest(tuple(prompt), SAMPLED, COUNT, STOPS, rules=rules, **others)  # type: ignore[arg-type]
+def request(rules: ProcessorOptions, prompt: Sequence[int] = PROMPTS[1], **others: object) -> GenerateRequest:
+    return GenerateRequest(tuple(prompt), SAMPLED, COUNT, STOPS, processors=rules, **others)  # type: ignore[arg-type]
 
 
 def run(engine: Engine) -> None:
@@ -60,7 +62,7 @@ def run(engine: Engine) -> None:
 def test_the_text_is_that_of_the_plainest_loop_whatever_was_drafted(name: str, kind: type[FakeBatchRuntime]) -> None:
     """A right draft, a wrong one, none; a runtime that picks by itself hands its rows over."""
     expected = truth(PROMPTS[1], RULES[name])
-    assert expected != truth(PROMPTS[1], RowRules())
+    assert expected != truth(PROMPTS[1], ProcessorOptions())
     wrong = [*expected[:3], (expected[3] + 1) % VOCAB, *expected[4:6]]
     for draft in ((), expected[:8], wrong):
         engine, found = Engine(kind(vocab_size=VOCAB), EngineConfig(policy=Policy.VERIFY)), Collector()
@@ -125,7 +127,7 @@ def test_a_failed_step_leaves_the_states_where_the_text_is() -> None:
         harness.engine.submit(request(RULES["penalties"], prompt), sink)
     harness.run_steps(3)
     bad = Collector()
-    harness.engine.submit(request(RowRules(), [fatal]), bad)
+    harness.engine.submit(request(ProcessorOptions(), [fatal]), bad)
     harness.run()
     assert bad.end is not None and bad.end.reason == "error"
     assert [sink.tokens for sink in found] == expected
@@ -134,12 +136,12 @@ def test_a_failed_step_leaves_the_states_where_the_text_is() -> None:
 @pytest.mark.parametrize(
     ("field", "rules"),
     [
-        ("logit_bias", RowRules(logit_bias=((VOCAB, 1.0),))),
-        ("bad_words", RowRules(bad_words=((1,), (2, VOCAB)))),
-        ("allowed_token_ids", RowRules(allowed_ids=(1, VOCAB + 5))),
+        ("logit_bias", ProcessorOptions(logit_bias=((VOCAB, 1.0),))),
+        ("bad_words", ProcessorOptions(bad_words=((1,), (2, VOCAB)))),
+        ("allowed_token_ids", ProcessorOptions(allowed_ids=(1, VOCAB + 5))),
     ],
 )
-def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(field: str, rules: RowRules) -> None:
+def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(field: str, rules: ProcessorOptions) -> None:
     """As in prompts and drafts."""
     engine = Engine(FakeBatchRuntime(vocab_size=VOCAB))
     with pytest.raises(RequestError, match=f"^{field} has token id 6[49]; ") as refusal:
@@ -156,15 +158,15 @@ def test_a_text_cannot_be_longer_than_what_holds_it() -> None:
 
 def test_rules_are_part_of_what_decides_a_text() -> None:
     """An earlier text of other rules is a hint only, not a repeat."""
-    plain = _sampling_of(request(RowRules()))
-    assert plain == _sampling_of(request(RowRules(), num_generated=1))
+    plain = _sampling_of(request(ProcessorOptions()))
+    assert plain == _sampling_of(request(ProcessorOptions(), num_generated=1))
     found = {_sampling_of(request(rules, num_generated=count)) for rules in RULES.values() for count in (0, 1)}
     assert len(found | {plain}) == 2 * len(RULES) + 1
 
 
 def test_ids_in_rules_count_toward_the_queues_bound() -> None:
     """A client cannot have more held in rules than in prompts."""
-    rules = RowRules(logit_bias=((1, 1.0),), bad_words=((1, 2), (3,)), allowed_ids=(1, 2, 3))
+    rules = ProcessorOptions(logit_bias=((1, 1.0),), bad_words=((1, 2), (3,)), allowed_ids=(1, 2, 3))
     assert rules.num_ids == 7
     harness = Harness()
     harness.engine.submit(request(rules), Collector())

@@ -31,9 +31,9 @@ from outrider.edge.serve.state import LocalSettings
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, SamplingError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.bad_words import bad_word_ids
-from outrider.models.transforms.plan import NO_PLAN, RowPlan
-from outrider.models.transforms.rules import RowRules
+from outrider.models.processors.bad_words import bad_word_ids
+from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.wire.protocol import Commit, ErrorAnswer
 
 PROMPT = tuple(fake_tokenizer().encode("def verify(tokens, drafts):"))
@@ -48,19 +48,19 @@ FIELDS: dict[str, dict[str, Any]] = {
     "narrow": {"typical_p": 0.7, "xtc_probability": 0.6, "xtc_threshold": 0.04},
 }
 RULES = {
-    "penalties": RowRules(1.5, 0.8, 0.4),
-    "bias": RowRules(logit_bias=((12, 6.0), (13, -100.0), (EOS_ID, 9.0)), min_tokens=12),
-    "words": RowRules(bad_words=((12,), (40, 41)), allowed_ids=tuple(range(10, 60))),
-    "narrow": RowRules(typical_p=0.7, xtc_probability=0.6, xtc_threshold=0.04),
+    "penalties": ProcessorOptions(1.5, 0.8, 0.4),
+    "bias": ProcessorOptions(logit_bias=((12, 6.0), (13, -100.0), (EOS_ID, 9.0)), min_tokens=12),
+    "words": ProcessorOptions(bad_words=((12,), (40, 41)), allowed_ids=tuple(range(10, 60))),
+    "narrow": ProcessorOptions(typical_p=0.7, xtc_probability=0.6, xtc_threshold=0.04),
 }
 each_rule = pytest.mark.parametrize("name", FIELDS)
 
 
-def asked(rules: RowRules, count: int = COUNT) -> GenerationRequest:
-    return GenerationRequest(PROMPT, PARAMS, count, frozenset({EOS_ID}), rules=rules)
+def asked(rules: ProcessorOptions, count: int = COUNT) -> GenerationRequest:
+    return GenerationRequest(PROMPT, PARAMS, count, frozenset({EOS_ID}), processors=rules)
 
 
-def truth(rules: RowRules, count: int = COUNT) -> list[int]:
+def truth(rules: ProcessorOptions, count: int = COUNT) -> list[int]:
     (text,) = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), [asked(rules, count)])
     return list(text)
 
@@ -85,7 +85,7 @@ def texted(client: httpx.Client, prompt: Sequence[int], **fields: Any) -> Transc
 def test_a_session_has_the_text_of_its_rules(client: httpx.Client, name: str) -> None:
     """From the start, and resumed in mid-text with `generated`."""
     expected = truth(RULES[name])
-    assert expected != truth(RowRules())
+    assert expected != truth(ProcessorOptions())
     assert texted(client, PROMPT, **FIELDS[name]).tokens == expected
     later = texted(client, [*PROMPT, *expected[:5]], generated=5, max_tokens=COUNT - 5, **FIELDS[name])
     assert later.tokens == expected[5:]
@@ -183,7 +183,7 @@ def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(client: httpx.
 def test_rules_are_sent_only_where_there_are_some() -> None:
     """A server from before takes requests without; a resumed text says how much of its prompt is text."""
 
-    def sent(rules: RowRules) -> list[dict[str, Any]]:
+    def sent(rules: ProcessorOptions) -> list[dict[str, Any]]:
         script = Script(
             session(opened(), Commit(base=0, tokens=[5, 6])), session(opened(), Commit(base=0, tokens=[7]), ended())
         )
@@ -193,12 +193,12 @@ def test_rules_are_sent_only_where_there_are_some() -> None:
             bodies.append(json.loads(request.content))
             return script(request)
 
-        run(stream(answer, GenerationRequest(SCRIPTED, max_tokens=3, rules=rules)))
+        run(stream(answer, GenerationRequest(SCRIPTED, max_tokens=3, processors=rules)))
         return bodies
 
-    plain, later = sent(RowRules())
+    plain, later = sent(ProcessorOptions())
     assert not {"generated", "logit_bias", "min_tokens"} & (plain.keys() | later.keys())
-    first, second = sent(RowRules(logit_bias=((4, -2.0),), bad_words=((1, 2),)))
+    first, second = sent(ProcessorOptions(logit_bias=((4, -2.0),), bad_words=((1, 2),)))
     assert first["logit_bias"] == second["logit_bias"] == {"4": -2.0} and first["bad_words"] == [[1, 2]]
     assert "generated" not in first and second["generated"] == 2
     assert "presence_penalty" not in first
@@ -207,7 +207,7 @@ def test_rules_are_sent_only_where_there_are_some() -> None:
 class NotKnowing(ModelDrafter):
     """Drafts as if there were no rules."""
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         super().begin(prompt, params)
 
 
@@ -231,7 +231,7 @@ def test_a_device_that_knows_the_rules_has_more_tokens_accepted(cloud: FakeServe
 @each_rule
 def test_branches_of_a_draft_are_each_ruled_by_their_own_tokens(name: str) -> None:
     """What a drafter guesses after a branch is what it would guess had the branch been committed."""
-    plan = RowPlan(RULES[name], frozenset({EOS_ID}))
+    plan = ProcessorPlan(RULES[name], frozenset({EOS_ID}))
     drafter, tokens = ModelDrafter(fake_draft(agreement=1.0)), truth(RULES[name], 8)
     drafter.begin(PROMPT, PARAMS, plan)
     branches = [[], tokens[:1], [99], tokens[:2], [99, 12], [12, 12, 40]]
@@ -267,9 +267,9 @@ def test_run_has_options_of_rules() -> None:
     options = RunOptions(prompt="a", param=numbers, logit_bias=["7=-3.5"], bad_word=["cat"])
     assert (options.params.top_p, options.params.top_k) == (0.8, 5)
     rules = options.with_bad_words({"cat": [1], " cat": [2]}.__getitem__)
-    assert rules == RowRules(1.0, 0.5, 0.0, ((7, -3.5),), ((1,), (2,)), 4, typical_p=0.9)
+    assert rules == ProcessorOptions(1.0, 0.5, 0.0, ((7, -3.5),), ((1,), (2,)), 4, typical_p=0.9)
     request = make_request(options, fake_tokenizer(), "f")
-    assert request.rules.bad_words and request.plan.stop_ids == {EOS_ID}
+    assert request.processors.bad_words and request.plan.stop_ids == {EOS_ID}
     with pytest.raises(ConfigError, match=r"--logit-bias is '7'"):
         RunOptions(prompt="a", logit_bias=["7"])
     with pytest.raises(SamplingError, match=r"^typical_p"):

@@ -17,7 +17,7 @@ from outrider.models.picks.acceptance import Rule, RuleTerms
 from outrider.models.picks.rejection import WHOLE, SparseDistribution, draw, judge, probabilities, sparse
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.picks.tolerance import WARM_UP, DeltaCalibrator, is_tolerated, log_probability
-from outrider.models.transforms.by_rule import RuleChooser
+from outrider.models.processors.acceptance_chooser import AcceptanceChooser
 
 REJECTION = RuleTerms(Rule.REJECTION)
 
@@ -26,7 +26,7 @@ def write(
     languages: Languages, seed: int, terms: RuleTerms, num_verified: Callable[[list[int], list[float]], int]
 ) -> list[int]:
     """A text by rejection. num_verified: how many of the drafted tokens a pass looks at, given them and their q."""
-    chooser = RuleChooser(languages.with_seed(seed), terms=terms)
+    chooser = AcceptanceChooser(languages.with_seed(seed), terms=terms)
     text: list[int] = []
     lengths = random.Random(seed)
     while len(text) < languages.length:
@@ -143,11 +143,11 @@ def test_states_change_both_rules_rows_and_follow_the_tokens() -> None:
     q = SparseDistribution((0, 1, 2), (WHOLE - 2, 1, 1))
     for seed in range(50):
         state = NoneTwice()
-        chooser = RuleChooser(SamplingParams(temperature=1.0, seed=seed), [state], terms=REJECTION)
+        chooser = AcceptanceChooser(SamplingParams(temperature=1.0, seed=seed), [state], terms=REJECTION)
         branch = chooser.choose(rows, [0, 0], [-1, 0], 5, evidence=[q, q], max_tokens=3)
         assert branch.tokens == state.seen and len(set(branch.tokens)) == len(branch.tokens)
     state = NoneTwice()
-    chooser = RuleChooser(SamplingParams(temperature=1.0), [state], 1, terms=RuleTerms(Rule.TOLERANCE, delta=9.0))
+    chooser = AcceptanceChooser(SamplingParams(temperature=1.0), [state], 1, terms=RuleTerms(Rule.TOLERANCE, delta=9.0))
     branch = chooser.choose(rows, [1, 1], [-1, 0], 5, evidence=[-0.1, -0.1])
     assert branch.tokens[0] == 1 and branch.nodes == [0] and 1 not in branch.tokens[1:]
     assert [each.token for each in chooser.logprobs] == branch.tokens
@@ -159,7 +159,7 @@ def test_a_fault_in_a_row_leaves_states_where_they_were() -> None:
     for terms in (REJECTION, RuleTerms(Rule.TOLERANCE, delta=5.0)):
         q = -1.0 if terms.is_lossy else SparseDistribution((0,), (WHOLE,))
         state = NoneTwice()
-        chooser = RuleChooser(SamplingParams(temperature=1.0, seed=2), [state], terms=terms)
+        chooser = AcceptanceChooser(SamplingParams(temperature=1.0, seed=2), [state], terms=terms)
         rows[0] = [9.0, -9.0, -9.0]
         with pytest.raises(ModelFault):
             chooser.choose(rows, [0], [-1], 5, evidence=[q])
@@ -178,7 +178,7 @@ def test_tolerance_accepts_while_the_target_is_not_much_less_sure() -> None:
     assert is_tolerated(-1.0, -0.5, 0.5) and not is_tolerated(-1.01, -0.5, 0.5)
 
     def accepted(delta: float) -> int:
-        chooser = RuleChooser(params, terms=RuleTerms(Rule.TOLERANCE, delta=delta))
+        chooser = AcceptanceChooser(params, terms=RuleTerms(Rule.TOLERANCE, delta=delta))
         log_q = float(np.log(0.5))
         return len(chooser.choose(rows, [0, 2], [-1, 0], 4, evidence=[log_q, log_q]).nodes)
 
@@ -205,5 +205,5 @@ def test_tolerance_is_calibrated_to_the_acceptance_that_is_asked_for(goal: float
 
 def test_rows_are_not_changed_in_place() -> None:
     row = np.zeros((1, 3), dtype=np.float32)
-    RuleChooser(SamplingParams(temperature=1.0), [NoneTwice((1,))], terms=REJECTION).choose(row, [], [], 4)
+    AcceptanceChooser(SamplingParams(temperature=1.0), [NoneTwice((1,))], terms=REJECTION).choose(row, [], [], 4)
     assert (row == 0.0).all()

@@ -27,8 +27,8 @@ from outrider.cloud.distributions import Distributions
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import Policy, Wait
 from outrider.cloud.pending.trie import MAX_NUMBERS, DraftTrie
 from outrider.cloud.seam import GenerateRequest
@@ -40,11 +40,11 @@ from outrider.cloud.server.target import LoadedTarget
 from outrider.cloud.vllm import checks
 from outrider.cloud.vllm.book import Book, Served
 from outrider.cloud.vllm.extension import OutriderExtension
-from outrider.cloud.vllm.kept import KeptPrefixes
+from outrider.cloud.vllm.hang_watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, HangWatch
 from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_arguments
+from outrider.cloud.vllm.parked import KeptPrefixes
 from outrider.cloud.vllm.terms import Terms, params_of, terms_of
-from outrider.cloud.vllm.watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, Watch
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
@@ -596,7 +596,7 @@ def test_old_numbers_are_forgotten() -> None:
 
 def test_silence_is_a_hang_while_sequences_are_open() -> None:
     """First no new work is taken, then the engine is given up; an idle engine is silent, a report ends the silence."""
-    watch = Watch()
+    watch = HangWatch()
     for _ in range(2 * DEAD_AFTER):
         watch.tick({})
     assert not watch.is_hung
@@ -609,7 +609,7 @@ def test_silence_is_a_hang_while_sequences_are_open() -> None:
 
 def test_a_request_that_vllm_answers_has_to_end() -> None:
     """What it refused in its own process is not reported by the scheduler."""
-    watch = Watch()
+    watch = HangWatch()
     for number in (1, 2):
         watch.answered(number)
     found = [watch.tick({1: None, 3: None}) for _ in range(2 * LOST_AFTER)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm.book import Book, Served
-from outrider.cloud.vllm.places import Places
+from outrider.cloud.vllm.step_shares import StepShares
 from outrider.cloud.vllm.terms import Terms
 from outrider.models.picks.sampling import SamplingParams
 
@@ -21,7 +21,7 @@ class Steps:
     """Steps of a scheduler with slots for two sequences."""
 
     def __init__(self) -> None:
-        self.places = Places(num_places=NUM_SLOTS, step_tokens=64)
+        self.places = StepShares(num_places=NUM_SLOTS, step_tokens=64)
         self.running: set[Served] = set()
         self._book = Book(max_draft=4, policy=Policy.AUTO, looks_up=False, clock=time.monotonic)
         self._number = 0

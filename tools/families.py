@@ -32,8 +32,8 @@ from outrider.export.source.family_facts import FAMILIES, NO_PATH
 from outrider.export.source.model_source import read_source
 from outrider.export.source.tiny import list_tiny_families, make_tiny_source
 from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import OutriderError, ParityFailure
-from outrider.models.places import default_cache_dir
 
 DOCUMENT: Final = Path(__file__).parent.parent / "docs" / "families.md"
 _LONGEST_NOTE: Final = 300

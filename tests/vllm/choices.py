@@ -17,10 +17,10 @@ from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.chooser import TokenChooser, TokenLogprobs
+from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.transforms.chooser import RowChooser, TokenLogprobs
-from outrider.models.transforms.plan import RowPlan
-from outrider.models.transforms.rules import RowRules
 
 
 class Chosen(Text):
@@ -72,10 +72,10 @@ def test_an_item_has_the_logprobs_of_all_its_passes(
 
 
 RULES = (
-    RowRules(repetition_penalty=1.3, presence_penalty=0.5),
-    RowRules(frequency_penalty=0.7, logit_bias=((20, 3.0), (31, -5.0))),
-    RowRules(typical_p=0.9, xtc_probability=0.5),
-    RowRules(allowed_ids=tuple(range(5, 400)), bad_words=((20, 21), (30,)), min_tokens=5),
+    ProcessorOptions(repetition_penalty=1.3, presence_penalty=0.5),
+    ProcessorOptions(frequency_penalty=0.7, logit_bias=((20, 3.0), (31, -5.0))),
+    ProcessorOptions(typical_p=0.9, xtc_probability=0.5),
+    ProcessorOptions(allowed_ids=tuple(range(5, 400)), bad_words=((20, 21), (30,)), min_tokens=5),
 )
 
 
@@ -87,11 +87,11 @@ class Ruled:
         self.tokenizer = Tokenizer.from_dir(ROOT_DIR / "target")
         self.vocab_size = int(self.reference.model.config.vocab_size)
 
-    def __call__(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan) -> list[int]:
+    def __call__(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan) -> list[int]:
         import torch
 
         tokens, past, new = list(prompt), None, list(prompt)
-        chooser = RowChooser(params, plan.states(prompt, self.vocab_size), None, plan.narrowing)
+        chooser = TokenChooser(params, plan.states(prompt, self.vocab_size), None, plan.narrowing)
         with torch.no_grad():
             while len(tokens) < len(prompt) + NUM_TOKENS and not plan.stop_ids.intersection(tokens[len(prompt) :]):
                 out = self.reference.model(torch.tensor([new]), past_key_values=past, use_cache=True)
@@ -125,8 +125,8 @@ def test_rules_give_the_same_text_with_and_without_drafts(
     asked = []
     for index, rules in enumerate(RULES):
         prompt, params, _ = texts[index]
-        truth = ruled(prompt, params, RowPlan(rules))
-        request = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0, rules=rules)
+        truth = ruled(prompt, params, ProcessorPlan(rules))
+        request = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0, processors=rules)
         asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
     prompt, params, truth = texts[5]
     asked.append((GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0), truth, right))
@@ -140,8 +140,8 @@ def test_a_text_goes_on_with_what_belongs_to_it(
 ) -> None:
     """A resumed session's rules see what was committed before as text."""
     prompt, params, _ = texts[0]
-    truth = ruled(prompt, params, RowPlan(RULES[1]))
-    request = GenerateRequest((*prompt, *truth[:10]), params, NUM_TOKENS - 10, rules=RULES[1], num_generated=10)
+    truth = ruled(prompt, params, ProcessorPlan(RULES[1]))
+    request = GenerateRequest((*prompt, *truth[:10]), params, NUM_TOKENS - 10, processors=RULES[1], num_generated=10)
     (text,) = run_all(engine, [(request, truth, nothing)])
     assert text.tokens == truth[10:]
 
@@ -166,7 +166,7 @@ def test_grammars_hold_on_vllm(
         grammar = grammar_of(ruled, spec, engine)
         stops = frozenset(grammar.stop_ids)
         prompt, params, _ = texts[index]
-        truth = ruled(prompt, params, RowPlan(stop_ids=stops, grammar=grammar_of(ruled, spec)))
+        truth = ruled(prompt, params, ProcessorPlan(stop_ids=stops, grammar=grammar_of(ruled, spec)))
         request = GenerateRequest(prompt, params, NUM_TOKENS, stops, patience_ms=0.0, grammar=grammar)
         asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
     running = run_all(engine, asked)
@@ -181,8 +181,8 @@ def test_what_no_token_fits_ends_alone(
     """A grammar and rules that leave nothing together; a text beside it goes on."""
     prompt, params, truth = texts[0]
     grammar = grammar_of(ruled, GrammarSpec("choice", '["yes", "no"]'), engine)
-    rules = RowRules(allowed_ids=(ruled.tokenizer.encode("?", add_special_tokens=False)[0],))
-    bad = GenerateRequest(prompt, params, NUM_TOKENS, frozenset(grammar.stop_ids), grammar=grammar, rules=rules)
+    rules = ProcessorOptions(allowed_ids=(ruled.tokenizer.encode("?", add_special_tokens=False)[0],))
+    bad = GenerateRequest(prompt, params, NUM_TOKENS, frozenset(grammar.stop_ids), grammar=grammar, processors=rules)
     fine = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0)
     ended, other = run_all(engine, [(bad, truth, nothing), (fine, truth, nothing)])
     assert ended.end is not None and ended.end.error is not None

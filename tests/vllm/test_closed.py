@@ -16,7 +16,7 @@ from tests.vllm.gated import ENVIRONMENT_NAME
 from tests.vllm.serving import SharedEngine
 from tests.vllm.test_engine import PROMPT, run
 
-from outrider.cloud.vllm import wire
+from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.engine import set_environment
 from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions
 

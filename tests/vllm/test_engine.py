@@ -148,8 +148,8 @@ def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypat
     name = run(vllm.engine, long, 2, b"a", keep=True).wait().prefix_hash
     gauges = vllm.engine._gauges
     assert gauges is not None
-    monkeypatch.setattr("outrider.cloud.engine.requests._MIN_QUEUED_TOKENS", 0)
-    monkeypatch.setattr("outrider.cloud.engine.requests._CACHES_QUEUED", 1)
+    monkeypatch.setattr("outrider.cloud.engine.request_checks._MIN_QUEUED_TOKENS", 0)
+    monkeypatch.setattr("outrider.cloud.engine.request_checks._CACHES_QUEUED", 1)
     monkeypatch.setattr(vllm.engine, "_gauges", msgspec.structs.replace(gauges, num_blocks=1, block_size=3 * len(long)))
     monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1))
     gate = vllm.gate()

@@ -21,9 +21,9 @@ from outrider.cloud.distributions import Distributions
 from outrider.cloud.seam import GenerateRequest, Totals
 from outrider.cloud.vllm import engine as engine_module
 from outrider.cloud.vllm import scheduler, v2, wire
-from outrider.cloud.vllm.choosers import WorkerGrammars
 from outrider.cloud.vllm.engine import VllmConfig, VllmEngine
-from outrider.cloud.vllm.watch import DEAD_AFTER
+from outrider.cloud.vllm.hang_watch import DEAD_AFTER
+from outrider.cloud.vllm.worker_choosers import WorkerGrammars
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits

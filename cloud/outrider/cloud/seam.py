@@ -16,9 +16,9 @@ from outrider.models.grammar.compiler import BuildElsewhere, CompiledGrammar
 from outrider.models.picks.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.picks.rejection import Evidence
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.chooser import TokenLogprobs
+from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.transforms.chooser import TokenLogprobs
-from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.wire.protocol import EndReason
 from outrider.models.wire.tree_draft import TreeDraft
 
@@ -41,10 +41,10 @@ class GenerateRequest:
     stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
     provisional: of a cascade, asks for events of unconfirmed tokens, too. salt: part of the key of everything that is
     kept of a text: requests of one owner with different salts share nothing, not even the prefixes that they name.
-    earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
+    recent: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
     these `params`. is_predicted: it is the request's own prediction.
-    rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
-    to generate belong to the text, not to the prompt, as rules see it: a resumed session's. num_logprobs: likeliest
+    processors: of logits, before the pick. num_generated: so many of the last tokens before the first one to generate
+    belong to the text, not to the prompt, as processors see it: a resumed session's. num_logprobs: likeliest
     tokens to report for each token; None: no logprobs. grammar: the texts that are allowed; None allows all. terms: how
     drafted tokens are accepted; engines that know only equality raise `unsupported_rule` for others. evidence: of
     `draft`'s tokens, where the rule needs it.
@@ -63,11 +63,11 @@ class GenerateRequest:
     keep: bool = False
     priority: int = 0
     deadline_ms: float | None = None
-    earlier: tuple[int, ...] = ()
+    recent: tuple[int, ...] = ()
     is_repeat: bool = False
     is_predicted: bool = False
     stored: Any = None
-    rules: RowRules = PLAIN
+    processors: ProcessorOptions = PLAIN
     num_generated: int = 0
     num_logprobs: int | None = None
     grammar: CompiledGrammar | None = None

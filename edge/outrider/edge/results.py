@@ -15,10 +15,10 @@ from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.chooser import TokenLogprobs
-from outrider.models.transforms.plan import RowPlan
-from outrider.models.transforms.rules import PLAIN, RowRules
-from outrider.models.transforms.wire import fields_of
+from outrider.models.processors.chooser import TokenLogprobs
+from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.options_fields import fields_of
+from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.wire.protocol import TextCut
 
 
@@ -67,7 +67,7 @@ class GenerationRequest:
     ignore_eos: do not end at the server's own end tokens, even if stop_ids lists them.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
     held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
-    prompt and text for the next request. rules: what changes rows of logits before the pick. num_generated: so many of
+    prompt and text for the next request. processors: of logits, before the pick. num_generated: so many of
     the prompt's last tokens belong to the text. end_ids: the target's own end tokens, where they are known; only
     drafting uses them. stop: the server ends the text at one of these strings; which characters are shown is the
     caller's. num_logprobs: likeliest tokens to report for each token; None: no logprobs. prediction: what the text may
@@ -83,7 +83,7 @@ class GenerationRequest:
     tokenizer: str | None = None
     held: HeldPrefix | None = None
     keeps_prefix: bool = False
-    rules: RowRules = PLAIN
+    processors: ProcessorOptions = PLAIN
     num_generated: int = 0
     end_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class GenerationRequest:
             raise ConfigError(f"{self.held.length} of {len(self.prompt)} tokens are held; expected at least one more")
 
     def wire_fields(self, num_known: int) -> dict[str, Any]:
-        """The fields that every message with this request repeats: sampling parameters, rules, what ends the text.
+        """The fields that every message with this request repeats: sampling parameters, processors, what ends the text.
 
         num_known: tokens of the text that the message counts to its prompt.
         """
@@ -112,15 +112,15 @@ class GenerationRequest:
             "stop_ids": sorted(self.stop_ids) if self.stop_ids is not None else None,
             "ignore_eos": self.ignore_eos,
             **dataclasses.asdict(self.params),
-            **fields_of(self.rules, self.num_generated + num_known),
+            **fields_of(self.processors, self.num_generated + num_known),
             **grammar,
         }
 
     @property
-    def plan(self) -> RowPlan:
+    def plan(self) -> ProcessorPlan:
         """What changes the rows of a draft, so that it picks as the target does."""
         ends = ends_of(self.stop_ids, self.end_ids, self.ignore_eos)
-        return RowPlan(self.rules, ends, self.num_generated, self.draft_grammar)
+        return ProcessorPlan(self.processors, ends, self.num_generated, self.draft_grammar)
 
 
 def ends_of(stop_ids: frozenset[int] | None, own: frozenset[int], ignore_eos: bool) -> frozenset[int]:

@@ -18,10 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.audit import AuditedRequests
 from outrider.cloud.api.completions import completion_routes
-from outrider.cloud.api.download_places import DraftFiles
+from outrider.cloud.api.download_slots import DraftFiles
 from outrider.cloud.api.downloads import download_routes
 from outrider.cloud.api.draft_budget import DraftBudget
-from outrider.cloud.api.drafts import MEDIA_TYPES, DraftsEndpoint, is_draft_path
+from outrider.cloud.api.draft_posts import MEDIA_TYPES, DraftsEndpoint, is_draft_path
 from outrider.cloud.api.health import health_routes
 from outrider.cloud.api.metrics import route_of
 from outrider.cloud.api.openapi import install_openapi

@@ -12,13 +12,15 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
-from outrider.cloud.api.generation import Generation
+from outrider.cloud.api.completion_texts import Generation
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
+from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_grammar import grammar_of_call
+from outrider.models.http.call_plan import chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.encoding import (
     Workers,
     check_prediction,
@@ -27,10 +29,8 @@ from outrider.models.http.encoding import (
     encode_prediction,
     encode_prompts,
     no_chat_template,
-    rules_of,
+    processors_of,
 )
-from outrider.models.http.plan import chat_style, engine_logprobs, look_of, text_style
-from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.wire.protocol import RenderAnswer
 
@@ -125,7 +125,7 @@ async def _answer(
         prompts = await encode()
         grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner)
         stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
-        rules = await rules_of(workers, owner, tokenizer, body)
+        rules = await processors_of(workers, owner, tokenizer, body)
         prediction = await workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
         num_logprobs = engine_logprobs(body)
         requests = [
@@ -135,7 +135,7 @@ async def _answer(
                 max_tokens,
                 stop_ids,
                 owner=owner,
-                rules=rules,
+                processors=rules,
                 grammar=grammar,
                 num_logprobs=num_logprobs,
             )

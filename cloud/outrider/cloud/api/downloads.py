@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.cloud.api.download_places import DraftFiles
+from outrider.cloud.api.download_slots import DraftFiles
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from outrider.cloud.api import error_codes
-from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_TREE_BYTES
+from outrider.cloud.api.draft_posts import DRAFTS_PATH, MAX_TREE_BYTES
 from outrider.models.http import openai, openai_answers
 from outrider.models.wire import protocol
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.cloud.seam import CommitEvent
-from outrider.models.http.text import TextStyle
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import TextCut
 

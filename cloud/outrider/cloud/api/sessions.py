@@ -13,19 +13,19 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
+from outrider.cloud.api.sequence_watch import watch
 from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.api.traces import trace_of
-from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
+from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.encoding import Workers, check_tokens
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
-from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.transforms.wire import rules_of
+from outrider.models.processors.options_fields import processors_of
 from outrider.models.wire.protocol import SessionOpen, SessionRequest
 
 _SESSION_ID_BYTES = 9
@@ -67,7 +67,7 @@ def session_routes(core: Core) -> APIRouter:
             patience_ms=body.patience_ms,
             owner=owner,
             prefix_hash=body.prefix_hash,
-            rules=sampling_of(lambda: rules_of(body)),
+            processors=sampling_of(lambda: processors_of(body)),
             num_generated=body.generated,
             keep=body.keep_prefix,
             grammar=grammar,
@@ -78,7 +78,7 @@ def session_routes(core: Core) -> APIRouter:
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
         recalled = await core.recall(generate, is_allowed=not is_no_store(request))
-        num_recent = len(recalled.request.earlier)
+        num_recent = len(recalled.request.recent)
         recalled = recalled.predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)

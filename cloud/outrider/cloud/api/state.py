@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
-from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
+from outrider.cloud.api.download_slots import DownloadLimits, DownloadSlots, DraftFiles
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics, recent_families
-from outrider.cloud.api.recall import Recall, Recalled
+from outrider.cloud.api.recent_texts import Recalled, RecentTexts
 from outrider.cloud.api.step_times import NewestTimes
 from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
@@ -22,11 +22,11 @@ from outrider.models.bundle.manifest import Manifest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
+from outrider.models.http.bodies import Bodies
 from outrider.models.http.dialects import Dialect, dialect_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.grammars import Grammars
 from outrider.models.http.limits import Slots
-from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
@@ -148,13 +148,13 @@ class Core:
     bridge: Bridge = field(default_factory=Bridge)
     bodies: Bodies = field(init=False)
     held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
-    downloads: Places = field(init=False)
+    downloads: DownloadSlots = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     grammars: Grammars = field(init=False)
     step_times: NewestTimes = field(init=False)
     is_draining: bool = False
     is_dead: bool = False
-    _recall: Recall | None = field(init=False)
+    _recall: RecentTexts | None = field(init=False)
 
     def __post_init__(self) -> None:
         facts = {"version": outrider_version(), "model_name": self.model.name, "target": self.model.target}
@@ -174,8 +174,8 @@ class Core:
             )
         if (recent := self.recent) is not None:
             self.metrics.add_families(lambda: recent_families(recent.stats()))
-        self._recall = Recall(self.recent, self.model.target) if self.recent is not None else None
-        self.downloads = Places(self.settings.download_limits)
+        self._recall = RecentTexts(self.recent, self.model.target) if self.recent is not None else None
+        self.downloads = DownloadSlots(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
         model, vocab_size, elsewhere = self.model, self.engine.limits.vocab_size, self.engine.grammar_builder
         self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.step_times import StepTimes
-from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, ProvisionalEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse

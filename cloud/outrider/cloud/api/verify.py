@@ -19,20 +19,20 @@ from starlette.responses import Response
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.sequence_watch import log_failure
 from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.api.traces import RequestTrace, trace_of
-from outrider.cloud.api.watch import log_failure
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.http.bodies import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.encoding import check_tokens
 from outrider.models.http.errors import FieldError, error_body, from_validation, internal_error
 from outrider.models.http.request_context import current_request
-from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.picks.acceptance import DEFAULT_DELTA, Rule, RuleTerms
 from outrider.models.picks.rejection import Evidence, SparseDistribution
-from outrider.models.transforms.wire import rules_of
+from outrider.models.processors.options_fields import processors_of
 from outrider.models.wire.protocol import (
     MAX_VERIFY_ITEMS,
     DeadlineMs,
@@ -254,7 +254,7 @@ class _Batch:
             draft=tuple(item.draft),
             once=True,
             prefix_hash=item.prefix_hash,
-            rules=sampling_of(lambda: rules_of(item)),
+            processors=sampling_of(lambda: processors_of(item)),
             num_generated=item.generated,
             owner=self._owner,
             grammar=grammar,

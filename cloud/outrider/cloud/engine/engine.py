@@ -18,37 +18,37 @@ from dataclasses import replace
 
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.engine.choosers import chooser_of
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
+from outrider.cloud.engine.own_sources import own_sources, require_hidden, teach
 from outrider.cloud.engine.parked import ParkedPrefix
-from outrider.cloud.engine.requests import (
+from outrider.cloud.engine.request_checks import (
     check_draft,
     check_request,
     check_tree,
     deadline_exceeded,
     require_room,
-    usable_earlier,
+    usable_recent,
 )
+from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.share import Share
-from outrider.cloud.engine.sources import own_sources, require_hidden, teach
 from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks, open_swap
 from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.recent_text import RecentText
 from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.picks.acceptance import Rule
+from outrider.models.processors.acceptance_chooser import AcceptanceChooser
 from outrider.models.runtimes.base import BatchRuntime, LastingFaultRuntime, ModelLimits, TreeRuntime
-from outrider.models.transforms.by_rule import RuleChooser
 from outrider.models.wire.tree_draft import TreeDraft
 
 
@@ -188,9 +188,9 @@ class Engine:
         )
         drafts.evidence = request.evidence
         own = [] if request.once else list(own_sources(self._config, tokens, request.params))
-        if earlier := usable_earlier(request, self._limits):
+        if earlier := usable_recent(request, self._limits):
             kinds = PREDICTED_KINDS if request.is_predicted else EARLIER_KINDS
-            own.append(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat, kinds=kinds))
+            own.append(RecentText(earlier, drafts.committed, is_repeat=request.is_repeat, kinds=kinds))
         drafts.sources = Sources(own)
         drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
@@ -531,7 +531,7 @@ class Engine:
         base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1
         pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
         chooser = sequence.chooser
-        by_rule = chooser if isinstance(chooser, RuleChooser) else None
+        by_rule = chooser if isinstance(chooser, AcceptanceChooser) else None
         sequence.computed = len(sequence.tokens) + (accepted if is_held else 0)
         sequence.tokens += tokens
         sequence.generated.extend(tokens)

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.share import Share
-from outrider.cloud.pending.chosen import NOTHING, Chosen
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.models.errors import ModelFault
 from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.chooser import TokenChooser
 from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime, PickingRuntime, SequenceSlice, TreeRuntime
-from outrider.models.transforms.chooser import RowChooser
 
 # Logits [rows, V], or for each row the token that the runtime picked, or its logits where a chooser needs them.
 Rows = NDArray[np.float32] | list[int | NDArray[np.float32] | None]
@@ -90,11 +90,11 @@ class ModelRunner:
 
 def picked(
     rows: Rows,
-    drafted: Chosen,
+    drafted: SelectedDrafts,
     params: SamplingParams,
     position: int,
     *,
-    chooser: RowChooser | None = None,
+    chooser: TokenChooser | None = None,
     stop_ids: Collection[int] = (),
     max_tokens: int | None = None,
 ) -> AcceptedBranch:

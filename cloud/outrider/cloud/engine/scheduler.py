@@ -21,10 +21,10 @@ from outrider.cloud.engine.owners import Owners
 from outrider.cloud.engine.prompt_time import PLAIN_STEPS, steps_added, tokens_within_a_step
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.share import Share
-from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import NO_WAIT
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import Totals
 
 _TURN_STEPS: Final = 32
@@ -330,7 +330,7 @@ class Scheduler:
             late.discard(items[0])
         return late
 
-    def _part_of(self, sequence: SequenceState, chosen: Chosen, room: int) -> tuple[list[int], Chosen]:
+    def _part_of(self, sequence: SequenceState, chosen: SelectedDrafts, room: int) -> tuple[list[int], SelectedDrafts]:
         """The tokens to run and the drafted ones after them.
 
         chosen: the drafts of a decoding sequence. room: tokens that a prompt may run. A /v1/verify item gets one pass,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.seam import GenerateRequest, SequenceUsage, Sink
-from outrider.models.transforms.chooser import RowChooser
+from outrider.models.processors.chooser import TokenChooser
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class SequenceState:
     submitted_s: float | None = None
     due_at: float | None = None
     stored: NDArray[np.uint8] | None = None
-    chooser: RowChooser | None = None
+    chooser: TokenChooser | None = None
     is_lossy: bool = False
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
@@ -60,8 +60,8 @@ class SequenceState:
 
     @property
     def num_counted(self) -> int:
-        """Token ids that it holds, as the queue's bound counts them: its tokens, and those in its rules."""
-        return len(self.tokens) + self.request.rules.num_ids
+        """Token ids that it holds, as the queue's bound counts them: its tokens, and those in its processors."""
+        return len(self.tokens) + self.request.processors.num_ids
 
     @property
     def generated(self) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.sequence_state import SequenceState
-from outrider.cloud.pending.chosen import NOTHING, Chosen
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.models.runtimes.base import SequenceSlice
 
 
@@ -47,7 +47,7 @@ class Share:
 
     sequence: SequenceState
     new: list[int]
-    drafted: Chosen
+    drafted: SelectedDrafts
     is_complete: bool
     depths: list[int] | None = field(init=False)
 

@@ -13,10 +13,9 @@ from typing import Final
 import numpy as np
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.pending.chosen import NOTHING, Chosen
-from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import (
     NO_WAIT,
     Policy,
@@ -28,8 +27,9 @@ from outrider.cloud.pending.policy import (
     next_rate,
     plan_wait,
 )
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import expected_gain
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, Node, is_looked_up
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, PendingNode, is_looked_up
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -74,12 +74,12 @@ class _Candidates:
     kinds: list[int] = field(default_factory=list)
     is_line: bool = True
 
-    def chosen(self, count: int) -> Chosen:
+    def chosen(self, count: int) -> SelectedDrafts:
         """The first `count`, the likeliest path moved to the front."""
         if count == 0:
             return NOTHING
         if self.is_line:
-            return Chosen.line(self.tokens[:count])
+            return SelectedDrafts.line(self.tokens[:count])
         order: list[int] = []
         others: list[int] = []
         end = -1
@@ -90,11 +90,11 @@ class _Candidates:
             else:
                 others.append(index)
         if not others:
-            return Chosen.line(self.tokens[:count])
+            return SelectedDrafts.line(self.tokens[:count])
         order += others
         place = {index: new for new, index in enumerate(order)}
         place[-1] = -1
-        return Chosen([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])
+        return SelectedDrafts([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])
 
     def num_looked_up(self, count: int) -> int:
         """How many of the first `count` were looked up."""
@@ -343,7 +343,7 @@ class Drafting:
 
     def choose(
         self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
-    ) -> dict[PendingDrafts, Chosen]:
+    ) -> dict[PendingDrafts, SelectedDrafts]:
         """The drafted tokens that each decoding sequence verifies in this step, at most `budget` in all.
 
         fixed: the step without drafts, prompt chunks included. context: positions that a drafted token attends to.
@@ -351,7 +351,7 @@ class Drafting:
         if not decoding:
             return {}
         # A /v1/verify item gets its whole draft verified, whatever its neighbours choose.
-        chosen: dict[PendingDrafts, Chosen] = {}
+        chosen: dict[PendingDrafts, SelectedDrafts] = {}
         for drafts in decoding:
             if drafts.num_own is not None:
                 own = chosen[drafts] = drafts.own_draft(budget)
@@ -513,7 +513,7 @@ class Drafting:
         rates, beta = drafts.chances.rates(), drafts.chances.beta
         by_position: list[float] = []
         deepest = root.position + min(self._max_draft, num_left)
-        heap: list[tuple[float, int, Node, int]] = []
+        heap: list[tuple[float, int, PendingNode, int]] = []
         num_pushed, parent, index, alive = 0, root, -1, 1.0
         while True:
             children = parent.children

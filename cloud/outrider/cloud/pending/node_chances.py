@@ -21,11 +21,11 @@ from outrider.cloud.pending.trie import (
     PROMPT_KINDS,
     REPEATED,
     UNHINTED,
-    Node,
+    PendingNode,
 )
 from outrider.models.wire.tree_draft import CHANCES
 
-Test = tuple[Sequence[Node], int, Node | None]
+Test = tuple[Sequence[PendingNode], int, PendingNode | None]
 """The children of a node, the token that was committed there, and the likeliest of the children."""
 
 NOMINAL: Final = (

@@ -14,7 +14,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.pending.chosen import Chosen
+from outrider.cloud.pending.selected_drafts import SelectedDrafts
 
 _FORGET: Final = 0.98  # weight of a question after a newer step
 _PRIOR: Final = 0.5  # questions before the first, which gained a token each
@@ -60,7 +60,7 @@ class Verified:
 
     text: Sequence[int]
     committed: Sequence[int]
-    drafted: Chosen
+    drafted: SelectedDrafts
     nodes: Sequence[int]
     picks: Sequence[int | None]
     hidden: NDArray[np.float32] | None = None

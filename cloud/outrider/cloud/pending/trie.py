@@ -52,7 +52,7 @@ def is_looked_up(kind: int) -> bool:
     return kind < NUM_LOOKUP_KINDS or kind == REPEATED
 
 
-class Node:
+class PendingNode:
     """A guess. position: tokens generated up to and including it; negative once it is dropped."""
 
     __slots__ = ("best", "children", "kind", "position", "token")
@@ -61,11 +61,11 @@ class Node:
         self.token = token
         self.position = position
         self.kind = kind
-        self.children: dict[int, Node] | None = None  # None: no children
-        self.best: Node | None = None  # the likeliest child
+        self.children: dict[int, PendingNode] | None = None  # None: no children
+        self.best: PendingNode | None = None  # the likeliest child
 
 
-GONE: Final = Node(ROOT, _DROPPED, UNHINTED)
+GONE: Final = PendingNode(ROOT, _DROPPED, UNHINTED)
 """Stands for every node that contradicts the commits, or for which there was no room."""
 
 
@@ -75,10 +75,10 @@ class DraftTrie:
     __slots__ = ("_likeliest", "_num_orphans", "_numbers", "_orphans", "num_looked_up", "num_nodes", "root")
 
     def __init__(self) -> None:
-        self.root = Node(ROOT, 0, UNHINTED)
+        self.root = PendingNode(ROOT, 0, UNHINTED)
         self.num_nodes = 0
         self.num_looked_up = 0  # of these
-        self._numbers: dict[int, Node] = {}
+        self._numbers: dict[int, PendingNode] = {}
         # By their parents' numbers, by their own: token, kind.
         self._orphans: dict[int, dict[int, tuple[int, int]]] = {}
         self._num_orphans = 0
@@ -132,7 +132,7 @@ class DraftTrie:
         numbers, orphans = self._numbers, self._orphans
         known = numbers.get
         root, num_committed = self.root, self.root.position
-        base_node = root if message.base == num_committed else Node(ROOT, message.base, UNHINTED)
+        base_node = root if message.base == num_committed else PendingNode(ROOT, message.base, UNHINTED)
         deepest = num_taken_over = 0
         num_free = MAX_NODES - self.num_nodes
         number = message.first - 1
@@ -158,7 +158,7 @@ class DraftTrie:
                         numbers[number] = GONE
                         continue
                     num_free -= 1
-                    children[token] = child = Node(token, position + 1, kind)
+                    children[token] = child = PendingNode(token, position + 1, kind)
                 elif kind > (child := children[token]).kind:
                     num_taken_over += child.kind < NUM_LOOKUP_KINDS
                     child.kind = kind
@@ -188,7 +188,7 @@ class DraftTrie:
         node = self._numbers.get(number)
         return None if node is None else node.position
 
-    def _attach(self, parent: Node, token: int, kind: int) -> Node:
+    def _attach(self, parent: PendingNode, token: int, kind: int) -> PendingNode:
         """The child of a pending node or of the root, made if it is not there; GONE if there is no room."""
         children = parent.children
         if children is None:
@@ -197,7 +197,7 @@ class DraftTrie:
         if child is None:
             if self.num_nodes >= MAX_NODES:
                 return GONE
-            child = children[token] = Node(token, parent.position + 1, kind)
+            child = children[token] = PendingNode(token, parent.position + 1, kind)
             self.num_nodes += 1
             self.num_looked_up += is_looked_up(kind)
         elif kind > child.kind:
@@ -209,12 +209,12 @@ class DraftTrie:
         self._likeliest = (0, [])
         return child
 
-    def compared(self, position: int, token: int, committed: Sequence[int]) -> Node:
+    def compared(self, position: int, token: int, committed: Sequence[int]) -> PendingNode:
         """What stands for a child of a node on the committed text, or of a dropped one."""
         if position < 0 or committed[position] != token:
             return GONE
         position += 1
-        return self.root if position == self.root.position else Node(token, position, UNHINTED)
+        return self.root if position == self.root.position else PendingNode(token, position, UNHINTED)
 
     def _hold(self, parent: int, number: int, token: int, kind: int) -> None:
         siblings = self._orphans.setdefault(parent, {})
@@ -257,9 +257,9 @@ class DraftTrie:
                 self.num_looked_up -= is_looked_up(new.kind)
             if children:
                 self._drop(children)
-        self.root = Node(token, old.position + 1, UNHINTED) if new is None else new
+        self.root = PendingNode(token, old.position + 1, UNHINTED) if new is None else new
 
-    def _drop(self, children: dict[int, Node]) -> None:
+    def _drop(self, children: dict[int, PendingNode]) -> None:
         """Drops subtrees: each node once."""
         stack = [children]
         num_looked_up = num_nodes = 0
@@ -293,18 +293,18 @@ class DraftTrie:
             return self.likeliest(limit)
         return [node.token for node in self.path_of_device(limit)]
 
-    def path_of_device(self, limit: int) -> list[Node]:
+    def path_of_device(self, limit: int) -> list[PendingNode]:
         """The nodes of that path. Where a looked-up node is preferred to the device's, it follows the device's."""
-        path: list[Node] = []
+        path: list[PendingNode] = []
         node = _device_child(self.root)
         while node is not None and len(path) < limit:
             path.append(node)
             node = _device_child(node)
         return path
 
-    def nodes(self) -> Iterator[tuple[tuple[int, ...], Node]]:
+    def nodes(self) -> Iterator[tuple[tuple[int, ...], PendingNode]]:
         """Every pending node with its path from the root; for tests."""
-        stack: list[tuple[tuple[int, ...], Node]] = [((), self.root)]
+        stack: list[tuple[tuple[int, ...], PendingNode]] = [((), self.root)]
         while stack:
             path, parent = stack.pop()
             for child in (parent.children or {}).values():
@@ -312,7 +312,7 @@ class DraftTrie:
                 stack.append(((*path, child.token), child))
 
 
-def _device_child(parent: Node) -> Node | None:
+def _device_child(parent: PendingNode) -> PendingNode | None:
     """The likeliest child that the device sent."""
     best = parent.best
     if best is None or not is_looked_up(best.kind):

@@ -75,7 +75,7 @@ class PromptDigest:
 def sampling_digest(params: SamplingParams, *others: object) -> bytes:
     """Equal where two requests of one prompt pick the same tokens; a greedy one has no seed.
 
-    others: what else decides the pick, such as rules, by its `repr`.
+    others: what else decides the pick, such as processors, by its `repr`.
     """
     facts = "greedy" if params.is_greedy else repr(params)
     if others:

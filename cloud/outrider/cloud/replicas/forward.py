@@ -21,11 +21,11 @@ from yarl import URL
 from outrider.cloud.replicas.members import Member, Members, expire
 from outrider.cloud.replicas.trust import MAX_REMOVED, Caller, forwarded
 from outrider.models.errors import RequestError
+from outrider.models.http.bodies import Bodies, read_body
 from outrider.models.http.errors import ERROR_CODE
 from outrider.models.http.keys import KeyRing, key_is_removed
 from outrider.models.http.request_context import HEADER as REQUEST_ID
 from outrider.models.http.request_context import current_request
-from outrider.models.http.requests import Bodies, read_body
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.wire.protocol import TARGET_HEADER, ErrorAnswer
 

@@ -27,16 +27,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PROBE_PATHS
 from outrider.cloud.api.audit import AuditedRequests, AuditLog
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget, DraftLimits
-from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_DRAFT_BYTES, MAX_TREE_BYTES, MEDIA_TYPES, is_draft_path
+from outrider.cloud.api.draft_posts import DRAFTS_PATH, MAX_DRAFT_BYTES, MAX_TREE_BYTES, MEDIA_TYPES, is_draft_path
 from outrider.cloud.replicas.forward import FORWARDED, LOST, Forwarder, no_replica, unknown_session
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.models.errors import RequestError
+from outrider.models.http.bodies import read_body
 from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ERROR_CODE, ErrorBoundary, Throttled, method_not_allowed
 from outrider.models.http.limits import BodyLimit, RateLimiter
 from outrider.models.http.request_context import HEADER as REQUEST_ID
 from outrider.models.http.request_context import RequestIds, enter_request
-from outrider.models.http.requests import read_body
 from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, Paced, PacedRefusals, PagePolicy, media_type_of
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connection_limits import ConnectionLimits

@@ -21,8 +21,8 @@ from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.bundle.manifest import Manifest
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, export_reference_pair
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError
-from outrider.models.places import default_cache_dir
 from outrider.models.process.extras import require_packages
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions

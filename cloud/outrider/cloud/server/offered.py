@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from outrider.cloud.api.download_places import DraftFiles
+from outrider.cloud.api.download_slots import DraftFiles
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
 from outrider.models.counted import counted

@@ -19,7 +19,7 @@ from typing import Final
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.audit import AuditLog
-from outrider.cloud.api.download_places import DraftFiles
+from outrider.cloud.api.download_slots import DraftFiles
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.server.embedded import BundleTarget

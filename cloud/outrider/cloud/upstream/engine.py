@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from outrider.cloud.engine.requests import check_draft, check_request
+from outrider.cloud.engine.request_checks import check_draft, check_request
 from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.upstream.cascade_text import CascadeCounts, CascadedText, Upstream, UpstreamRetry
 from outrider.cloud.upstream.client import UpstreamClient
-from outrider.cloud.upstream.text import CascadeCounts, CascadedText, Upstream, UpstreamRetry
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.runtimes.base import ModelLimits

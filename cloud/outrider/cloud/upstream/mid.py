@@ -94,12 +94,12 @@ class MidRun:
             self._is_off = True  # the target may hold more than the mid
             return
         self._base, self._shift = len(text), 0
-        is_known = list(request.earlier[: len(text)]) == text
+        is_known = list(request.recent[: len(text)]) == text
         own = replace(
             request,
             prompt=prompt,
             max_tokens=num_left,
-            earlier=request.earlier[len(text) :] if is_known else (),
+            recent=request.recent[len(text) :] if is_known else (),
             deadline_ms=None,  # of the text: the target's
             provisional=False,
             num_generated=request.num_generated + len(text),

@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any, Final
 
 from outrider.cloud.distributions import num_tested
-from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.drafts import PendingDrafts
-from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.lookup import PromptLookup
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, Policy
+from outrider.cloud.pending.recent_text import RecentText
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import SequenceUsage, Totals
@@ -145,9 +145,9 @@ class Book:
         own: list[DraftSource] = []
         if self._looks_up and not terms.once and not terms.is_probe:
             own.append(PromptLookup(served.tokens))
-        if terms.earlier:
+        if terms.recent:
             kinds = PREDICTED_KINDS if terms.is_predicted else EARLIER_KINDS
-            own.append(EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
+            own.append(RecentText(terms.recent, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
         drafts.sources = Sources(own)
         drafts.trie.merge(terms.draft, prefer=True)
 
@@ -266,7 +266,7 @@ class Book:
 
     def _chosen(
         self, decoding: Sequence[Served], budget: int, fixed: StepSize, context: float
-    ) -> dict[PendingDrafts, Chosen]:
+    ) -> dict[PendingDrafts, SelectedDrafts]:
         """What the policy chooses. Where it raises, sequences with which it also raises alone lose their drafts."""
         try:
             return self.drafting.choose([served.drafts for served in decoding], budget, fixed, context)

@@ -31,13 +31,13 @@ import zmq
 import zmq.asyncio
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.engine.requests import (
+from outrider.cloud.engine.request_checks import (
     check_draft,
     check_request,
     check_tree,
     deadline_exceeded,
     require_room,
-    usable_earlier,
+    usable_recent,
 )
 from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.policy import Policy
@@ -53,21 +53,21 @@ from outrider.cloud.seam import (
     Sink,
     Totals,
 )
-from outrider.cloud.vllm import wire
+from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.checks import refuse, require_vllm
 from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
-from outrider.cloud.vllm.kept import KeptPrefixes
+from outrider.cloud.vllm.hang_watch import TICK_S, HangWatch
 from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, RUNNER_VARIABLE, VllmOptions
 from outrider.cloud.vllm.parent import PLACE_VARIABLE
+from outrider.cloud.vllm.parked import KeptPrefixes
 from outrider.cloud.vllm.terms import Terms
-from outrider.cloud.vllm.watch import TICK_S, Watch
 from outrider.models.errors import ConfigError, ModelFault, RequestError, RuntimeUnavailable
 from outrider.models.faults import log_fault
 from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
 from outrider.models.wire.tree_draft import TreeDraft
 
@@ -151,7 +151,7 @@ class VllmEngine(ServingEngine):
         self._is_closed = False
         self._death: str | None = None
         self._on_death: Callable[[str], None] | None = None
-        self._watch = Watch()
+        self._watch = HangWatch()
         self._turnover = Turnover()
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.Context()
@@ -369,10 +369,10 @@ class VllmEngine(ServingEngine):
             owner=hashlib.sha256(request.owner).digest(),
             client=hashlib.sha256(request.client).digest(),
             priority=request.priority,
-            earlier=usable_earlier(request, self._limits) if probe is None else (),
+            recent=usable_recent(request, self._limits) if probe is None else (),
             is_repeat=request.is_repeat,
             is_predicted=request.is_predicted,
-            rules=request.rules,
+            processors=request.processors,
             num_generated=request.num_generated,
             num_logprobs=request.num_logprobs,
             stop_ids=request.stop_ids,
@@ -395,7 +395,7 @@ class VllmEngine(ServingEngine):
         config, gauges = self._config, self._gauges
         if len(self._sequences) >= config.max_running:
             here = [
-                (each.request.owner, len(each.prompt) + len(each.generated) + each.request.rules.num_ids)
+                (each.request.owner, len(each.prompt) + len(each.generated) + each.request.processors.num_ids)
                 for each in list(self._sequences.values())
             ]
             cache_tokens = gauges.num_blocks * gauges.block_size if gauges else 0

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from outrider.cloud.vllm.checks import missing_attributes
-from outrider.cloud.vllm.choosers import WorkerGrammars
 from outrider.cloud.vllm.options import RUNNER_VARIABLE
 from outrider.cloud.vllm.parent import end_with_parent
+from outrider.cloud.vllm.worker_choosers import WorkerGrammars
 from outrider.models.errors import RuntimeUnavailable, TokenizerError
 
 end_with_parent()  # vLLM imports this module before it loads weights

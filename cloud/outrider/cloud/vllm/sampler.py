@@ -2,7 +2,7 @@
 
 A drafted token is accepted if and only if it is the pick at its position; the first that is not is replaced by the
 pick. It runs on the device that the logits are on. Temperature, top-k, top-p and min-p are ours; vLLM's own processing
-of logits is skipped: penalties and the like are our engine's (`choosers`), and read their rows on the host.
+of logits is skipped: penalties and the like are our engine's (`worker_choosers`), and read their rows on the host.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from outrider.cloud.vllm.choosers import Choosing, Choosings, Found, WorkerGrammars, choosing_of
 from outrider.cloud.vllm.terms import params_of
+from outrider.cloud.vllm.worker_choosers import (
+    Found,
+    RequestChooser,
+    RequestChoosers,
+    WorkerGrammars,
+    make_request_chooser,
+)
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.picks.sampling_torch import pick_rows
@@ -33,7 +39,7 @@ class Rows:
         self._runner = runner
         self._grammars = grammars
         self._params: dict[str, SamplingParams] = {}
-        self._choosings = Choosings()
+        self._choosings = RequestChoosers()
         self.found = Found()  # in the present step
 
     def chosen(self, index: int, logits: torch.Tensor, drafted: Sequence[int]) -> list[int] | None:
@@ -47,9 +53,9 @@ class Rows:
         state = self._runner.requests[name]
         prompt = state.prompt_token_ids
 
-        def make() -> Choosing | None:
+        def make() -> RequestChooser | None:
             self._choosings.keep(self._runner.requests.keys())
-            return choosing_of(state.sampling_params.extra_args, prompt, logits.shape[1], self._grammars)
+            return make_request_chooser(state.sampling_params.extra_args, prompt, logits.shape[1], self._grammars)
 
         try:
             choosing = self._choosings.of(name, make)

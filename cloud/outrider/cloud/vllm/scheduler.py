@@ -1,7 +1,7 @@
 """Extends vLLM's scheduler: pending drafts become a request's `spec_token_ids` at the start of each step.
 
-It runs in vLLM's engine process. It reports every pass and every end to the server (`wire`), so that a sequence's
-events come from one place and in order. Synchronous scheduling only: `checks` sees to that.
+It runs in vLLM's engine process. It reports every pass and every end to the server (`engine_messages`), so that a
+sequence's events come from one place and in order. Synchronous scheduling only: `checks` sees to that.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vllm.v1.request import Request, RequestStatus
 from outrider.cloud.engine.prompt_time import steps_added
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import Policy
-from outrider.cloud.vllm import wire
+from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.book import Book, Pass, Served
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
-from outrider.cloud.vllm.choosers import FAULTS, LOGPROBS, REFUSALS, Logprobs
 from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
-from outrider.cloud.vllm.places import Places
+from outrider.cloud.vllm.step_shares import StepShares
 from outrider.cloud.vllm.terms import Refusal, terms_of
+from outrider.cloud.vllm.worker_choosers import FAULTS, LOGPROBS, REFUSALS, Logprobs
 from outrider.models.faults import log_fault
 from outrider.models.wire.tree_draft import TreeDraft
 
@@ -69,7 +69,7 @@ class OutriderScheduler(Scheduler):
             clock=time.monotonic,
         )
         self._num_slots = self.max_num_active_reqs
-        self._places = Places(settings.max_running, self.max_num_scheduled_tokens)
+        self._places = StepShares(settings.max_running, self.max_num_scheduled_tokens)
         self._num_promised = 0  # blocks for newcomers of the present step
         self._shares: dict[str, int] = {}  # prompt tokens, drafts of an item included, by request
         self._first_drafts: dict[str, list[int]] = {}  # verified with the end of a prompt

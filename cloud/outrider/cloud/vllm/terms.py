@@ -15,7 +15,7 @@ from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Elsewhere
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.rules import PLAIN, RowRules
+from outrider.models.processors.options import PLAIN, ProcessorOptions
 
 KEY: Final = "outrider"
 Mark = Literal["", "slow", "worn"]
@@ -29,10 +29,10 @@ class Terms:
     """One sequence, as the engine process sees it.
 
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
-    with the first token that is not the drafted one, or after the draft. earlier, is_repeat, is_predicted: as in
+    with the first token that is not the drafted one, or after the draft. recent, is_repeat, is_predicted: as in
     GenerateRequest.
     probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
-    owner: a hash of who asks; client: of that and the salt. priority: higher ones go first. rules, num_generated,
+    owner: a hash of who asks; client: of that and the salt. priority: higher ones go first. processors, num_generated,
     num_logprobs, stop_ids, grammar: as in GenerateRequest; the workers know the grammar by a number.
     """
 
@@ -47,10 +47,10 @@ class Terms:
     owner: bytes = b""
     client: bytes = b""
     priority: int = 0
-    earlier: tuple[int, ...] = ()
+    recent: tuple[int, ...] = ()
     is_repeat: bool = False
     is_predicted: bool = False
-    rules: RowRules = PLAIN
+    processors: ProcessorOptions = PLAIN
     num_generated: int = 0
     num_logprobs: int | None = None
     stop_ids: frozenset[int] = frozenset()
@@ -77,7 +77,7 @@ class Terms:
                 "owner": self.owner.hex(),
                 "client": self.client.hex(),
                 "priority": self.priority,
-                "earlier": list(self.earlier),
+                "recent": list(self.recent),
                 "is_repeat": self.is_repeat,
                 "is_predicted": self.is_predicted,
                 **self._choice(),
@@ -89,10 +89,10 @@ class Terms:
 
         One text: as lists and numbers it would take up to 1 MB in each process that it goes through.
         """
-        if self.rules == PLAIN and self.num_logprobs is None and self.grammar is None:
+        if self.processors == PLAIN and self.num_logprobs is None and self.grammar is None:
             return {}
         choice = {
-            "rules": asdict(self.rules),
+            "processors": asdict(self.processors),
             "num_generated": self.num_generated,
             "num_logprobs": self.num_logprobs,
             "stop_ids": sorted(self.stop_ids),
@@ -118,7 +118,7 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
         owner=bytes.fromhex(found["owner"]),
         client=bytes.fromhex(found["client"]),
         priority=found["priority"],
-        earlier=tuple(found["earlier"]),
+        recent=tuple(found["recent"]),
         is_repeat=found["is_repeat"],
         is_predicted=found["is_predicted"],
     )
@@ -140,7 +140,7 @@ def request_of(
         params=params_of(extra_args),
         max_tokens=1,
         stop_ids=frozenset(found["stop_ids"]),
-        rules=RowRules(**{name: _frozen(value) for name, value in found["rules"].items()}),
+        processors=ProcessorOptions(**{name: _frozen(value) for name, value in found["processors"].items()}),
         num_generated=found["num_generated"],
         num_logprobs=found["num_logprobs"],
         grammar=None if number is None else compiled(number),

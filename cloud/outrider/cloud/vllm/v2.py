@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from outrider.cloud.vllm.choosers import Choosing, Found, WorkerGrammars, choosing_of
 from outrider.cloud.vllm.terms import needs_chooser, params_of
+from outrider.cloud.vllm.worker_choosers import Found, RequestChooser, WorkerGrammars, make_request_chooser
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 
@@ -45,7 +45,7 @@ class OutriderPick(LogitsProcessor):
         self._params = [SamplingParams()] * req_states.max_num_reqs
         self._states = req_states
         self._extra: list[Any] = [None] * req_states.max_num_reqs
-        self._choosings: list[Choosing | None] = [None] * req_states.max_num_reqs
+        self._choosings: list[RequestChooser | None] = [None] * req_states.max_num_reqs
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -102,7 +102,7 @@ class OutriderPick(LogitsProcessor):
         if choosing is None:
             grammars = _grammars[0]
             try:
-                choosing = choosing_of(self._extra[slot], tokens[:length], logits.shape[1], grammars)
+                choosing = make_request_chooser(self._extra[slot], tokens[:length], logits.shape[1], grammars)
             except RequestError as error:
                 _found.refuse(slot, error)
                 return

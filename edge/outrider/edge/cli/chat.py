@@ -33,7 +33,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.assemble import OpenDraft, eased, make_agent, make_depth, make_options, open_draft_bundle
-from outrider.edge.modes.ladder import open_ladder
+from outrider.edge.modes.draft_ladder import open_ladder
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
 from outrider.edge.setup.endpoints import Keys

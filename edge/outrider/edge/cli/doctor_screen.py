@@ -21,8 +21,8 @@ from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.settings import Settings
 from outrider.edge.store.auto import AUTO
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError
-from outrider.models.places import default_cache_dir
 from outrider.models.process.command_line import takes_options
 from outrider.models.visible import visible
 

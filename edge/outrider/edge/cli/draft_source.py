@@ -22,7 +22,7 @@ from outrider.edge.devices.placement import DraftChoice, Placement
 from outrider.edge.devices.profiles import Link
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.ladder import Candidate, candidates_of
+from outrider.edge.modes.draft_ladder import Candidate, candidates_of
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server

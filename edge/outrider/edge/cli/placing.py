@@ -22,7 +22,7 @@ from outrider.edge.devices.profiles import (
 )
 from outrider.edge.doctor.probe import ProbeFailed, profile_draft
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.ladder import Candidate
+from outrider.edge.modes.draft_ladder import Candidate
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import ClientOptions
 from outrider.models.version import outrider_version

@@ -14,7 +14,7 @@ from rich.table import Table
 from outrider.edge.cli.placing import Ranked, acceptance_of, rank
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.modes.assemble import open_draft_bundle
-from outrider.edge.modes.ladder import candidates_of
+from outrider.edge.modes.draft_ladder import candidates_of
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError

@@ -36,7 +36,7 @@ from outrider.edge.modes.assemble import (
     make_options,
     open_draft_bundle,
 )
-from outrider.edge.modes.ladder import open_ladder
+from outrider.edge.modes.draft_ladder import open_ladder
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -170,7 +170,7 @@ def make_request(
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
         tokenizer=fingerprint,
-        rules=options.with_bad_words(partial(tokenizer.encode, add_special_tokens=False)),
+        processors=options.with_bad_words(partial(tokenizer.encode, add_special_tokens=False)),
         end_ids=frozenset(tokenizer.eos_token_ids),
         grammar=grammar,
         draft_grammar=None if options.mode is Mode.CLOUD_ONLY else compiled_for_draft(grammar, tokenizer),

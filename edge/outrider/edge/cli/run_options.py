@@ -25,8 +25,8 @@ from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
 from outrider.models.errors import ConfigError
 from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, PLAIN_TERMS, Rule, RuleTerms
-from outrider.models.transforms.bad_words import bad_word_ids
-from outrider.models.transforms.rules import PLAIN, RowRules
+from outrider.models.processors.bad_words import bad_word_ids
+from outrider.models.processors.options import PLAIN, ProcessorOptions
 
 NUMBERS: Final = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -37,7 +37,7 @@ NUMBERS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class RuleOptions:
-    """What changes the target's choice besides sampling; numbers are --param's. The draft knows the rules too."""
+    """What changes the target's choice besides sampling; numbers are --param's. The draft knows the processors too."""
 
     __slots__ = ()
 
@@ -47,20 +47,20 @@ class RuleOptions:
     bad_word: Annotated[list[str], typer.Option(help="A word that the text never has; repeatable.")] = field(
         default_factory=list
     )
-    rules: RowRules = field(init=False)
+    processors: ProcessorOptions = field(init=False)
 
     def _set_rules(self, numbers: Mapping[str, float]) -> None:
-        """Sets `rules`, without the bad words. numbers: by the rules' names. Raises ConfigError, SamplingError."""
+        """Sets `processors`, without the bad words. numbers: by their names. Raises ConfigError, SamplingError."""
         fields: dict[str, Any] = {**numbers, "logit_bias": tuple(map(_bias, self.logit_bias))}
         if "min_tokens" in numbers:
             fields["min_tokens"] = int(numbers["min_tokens"])
-        object.__setattr__(self, "rules", replace(PLAIN, **fields))
+        object.__setattr__(self, "processors", replace(PLAIN, **fields))
 
-    def with_bad_words(self, encode: Callable[[str], list[int]]) -> RowRules:
-        """The rules with the bad words. encode: without special tokens. Raises SamplingError."""
+    def with_bad_words(self, encode: Callable[[str], list[int]]) -> ProcessorOptions:
+        """The processors with the bad words. encode: without special tokens. Raises SamplingError."""
         if not self.bad_word:
-            return self.rules
-        return replace(self.rules, bad_words=tuple(map(tuple, bad_word_ids(encode, self.bad_word))))
+            return self.processors
+        return replace(self.processors, bad_words=tuple(map(tuple, bad_word_ids(encode, self.bad_word))))
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -21,8 +21,8 @@ from outrider.edge.cli.serve_options import ServeOptions, refuse_one_file
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.modes.assemble import make_depth, make_options, open_draft_bundle, open_draft_model
-from outrider.edge.modes.ladder import lazy_model, open_first
-from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.modes.draft_ladder import lazy_model, open_first
+from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream

@@ -17,7 +17,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from outrider.models.bundle.speed_up import tokens_per_pass
-from outrider.models.places import default_cache_dir
+from outrider.models.cache_folder import default_cache_dir
 
 BUSY: Final = 0.6
 """Times taken while the processor is busier than this are used once and not kept."""

@@ -19,7 +19,7 @@ from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
-from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.drafting.view import SeenGuess, look
 from outrider.edge.drafting.worker import DraftWorker, OnCall, TreeLimits
 from outrider.edge.results import GenerationRequest
@@ -30,7 +30,7 @@ MAX_SENT = 256  # nodes of a message
 
 # Called with the number of known tokens and the nodes to send, parents first; returns the bytes that were sent: 0 where
 # the server has no use for these nodes.
-Send = Callable[[int, Sequence[Node]], int]
+Send = Callable[[int, Sequence[GuessNode]], int]
 
 
 class DraftAhead:
@@ -154,7 +154,7 @@ class DraftAhead:
         with self._lock:
             self._belief.tree.renumber()
 
-    def lost(self, nodes: Sequence[Node]) -> None:
+    def lost(self, nodes: Sequence[GuessNode]) -> None:
         """Takes nodes whose message was lost as not sent.
 
         They go out with what is sent next, not at once: a server that refuses drafts would get them again and again.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.tree import GuessTree, Node
+from outrider.edge.drafting.tree import GuessNode, GuessTree
 from outrider.models.errors import CloudError
 
 
@@ -32,7 +32,7 @@ class CommitOutcome:
 
     tokens: tuple[int, ...]
     tested: tuple[Tested, ...] = ()
-    hits: tuple[Node, ...] = ()
+    hits: tuple[GuessNode, ...] = ()
 
     @property
     def num_matched(self) -> int:
@@ -82,7 +82,7 @@ class Belief:
             raise CloudError(f"the cloud's commit at token {base} contradicts what it committed before")
         fresh = tuple(tokens[overlap:])
         tested: list[Tested] = []
-        hits: list[Node] = []
+        hits: list[GuessNode] = []
         for index, token in enumerate(fresh):
             if guesses := self.tree.root.guesses:
                 tested.append(Tested(guesses, token))

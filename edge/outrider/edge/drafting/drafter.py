@@ -26,10 +26,10 @@ from outrider.edge.drafting.calibration import (
 from outrider.models.errors import RequestError
 from outrider.models.grammar.rows import GrammarRows
 from outrider.models.picks.sampling import SamplingParams, SurvivorFilter, candidates
+from outrider.models.processors.base import LogitProcessor, apply_all
+from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.runtimes.base import BranchingRuntime, JoiningRuntime, PromptRuntime, Reading, SequenceRuntime
 from outrider.models.runtimes.ngram import LONGEST_MATCH, NgramLookup, QuotedText
-from outrider.models.transforms.base import RowState, apply_all
-from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 Logits = NDArray[np.float32]
 _MAX_BEHIND = 32
@@ -50,7 +50,7 @@ Propose = Callable[[Logits, SamplingParams, int], list[Guess]]
 class Drafter(Protocol):
     """One text, and guesses of what follows its continuations."""
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text; forgets the one before. plan: what changes the target's rows."""
         ...
 
@@ -146,11 +146,11 @@ class ModelDrafter:
         self._held: list[int] = []  # what the runtime holds: a beginning of the text, perhaps with a branch after it
         self._num_agreed = 0  # first tokens of `_held` that are known to be the text's
         self._params = SamplingParams()
-        self._states: list[RowState] = []
+        self._states: list[LogitProcessor] = []
         self._narrowing: SurvivorFilter | None = None
         self._num_ruled = 0  # tokens of the text that the states have seen
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text; keeps the cache of the beginning that both share."""
         self._text = list(prompt)
         self._num_agreed = 0
@@ -475,7 +475,7 @@ class NgramDrafter:
         self._lookup = NgramLookup()
         self._quoted = tuple(quoted)
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text; ignores sampling parameters and rules."""
         self._lookup.truncate(0)
         self._lookup.extend(prompt)
@@ -528,7 +528,7 @@ class MixedDrafter:
         self._allows = model.allows if isinstance(model, ModelDrafter) else None
         self._lookup = NgramDrafter(quoted)
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text in both."""
         self._model.begin(prompt, params, plan)
         self._lookup.begin(prompt, params)

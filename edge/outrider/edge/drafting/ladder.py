@@ -23,8 +23,8 @@ from outrider.edge.drafting.drafter import (
     ProposingDrafter,
 )
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.runtimes.ngram import QuotedText
-from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class LadderDrafter:
         self._is_looked_up, self._quoted = True, quoted
         self._used.clear()
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text with the best drafter that works now."""
         self._text, self._params, self._plan = list(prompt), params, plan
         self._num_prompt = len(prompt)
@@ -244,7 +244,7 @@ class WaitingDrafter:
     def __init__(self) -> None:
         self.length = 0
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text."""
         self.length = len(prompt)
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import Drafter, JoiningDrafter, guess_together
-from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.tree import GuessNode
 
 THREAD_NAME = "outrider-draft"
 
@@ -25,7 +25,7 @@ THREAD_NAME = "outrider-draft"
 class DraftCall:
     """Nodes to expand in one call, and the branches that lead to them."""
 
-    nodes: Sequence[Node]
+    nodes: Sequence[GuessNode]
     branches: Sequence[Sequence[int]]
 
 

@@ -16,7 +16,7 @@ _TRUNK = 0.995  # chance of a node that a verifier near by has committed
 _WAITING, _BUSY, _EXPANDED = range(3)  # states of a node: to be expanded, being expanded, expanded
 
 
-class Node:
+class GuessNode:
     """A token: the last known one (the root), or a guess.
 
     depth: tokens from the root's first position, so it does not change when the root moves. rank, cell: of its
@@ -42,7 +42,7 @@ class Node:
         "token",
     )
 
-    def __init__(self, token: int, depth: int, parent: Node | None, guess: Guess | None, chance: float) -> None:
+    def __init__(self, token: int, depth: int, parent: GuessNode | None, guess: Guess | None, chance: float) -> None:
         self.token = token
         self.depth = depth
         self.parent = parent
@@ -50,7 +50,7 @@ class Node:
         self.cell = guess.cell if guess is not None else 0
         self.chance = chance
         self.reach: float = parent.reach * chance if parent is not None else 1.0
-        self.children: dict[int, Node] = {}
+        self.children: dict[int, GuessNode] = {}
         self.guesses: Sequence[Guess] = ()
         self.number: int | None = None
         self.anchor = 0
@@ -69,25 +69,25 @@ class GuessTree:
         self._least = least
         self._count = itertools.count()
         self._epoch = 0
-        self.root = Node(-1, 0, None, None, 1.0)
-        self._frontier: list[tuple[float, int, Node]] = []  # waiting nodes, the likeliest first
-        self._unsent: list[Node] = []  # parents before their children
+        self.root = GuessNode(-1, 0, None, None, 1.0)
+        self._frontier: list[tuple[float, int, GuessNode]] = []  # waiting nodes, the likeliest first
+        self._unsent: list[GuessNode] = []  # parents before their children
         self.num_nodes = 0
         self.num_sent = 0  # nodes ever sent: the number of the next one
         self._push(self.root)
 
-    def is_live(self, node: Node) -> bool:
+    def is_live(self, node: GuessNode) -> bool:
         """Whether the node still follows the last known token."""
         return node.epoch == self._epoch
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
-    def take_best(self, most: int, floor: float, max_depth: int) -> list[Node]:
+    def take_best(self, most: int, floor: float, max_depth: int) -> list[GuessNode]:
         """The waiting nodes that the target most likely reaches, at most `most`, to be expanded now.
 
         floor: none that is less likely to be reached. max_depth: none whose children would be deeper below the root.
         """
-        taken: list[Node] = []
+        taken: list[GuessNode] = []
         deepest = self.root.depth + max_depth
         while self._frontier and len(taken) < most and -self._frontier[0][0] >= floor:
             node = heapq.heappop(self._frontier)[2]
@@ -110,7 +110,7 @@ class GuessTree:
         """The chances of reaching the waiting nodes, the `most` likeliest, falling."""
         return [-entry[0] for entry in heapq.nsmallest(most, self._frontier)]
 
-    def path(self, node: Node) -> list[int]:
+    def path(self, node: GuessNode) -> list[int]:
         """The tokens from the root, which is left out, to `node`."""
         tokens: list[int] = []
         while node is not self.root:
@@ -120,7 +120,7 @@ class GuessTree:
         tokens.reverse()
         return tokens
 
-    def expand(self, node: Node, guesses: Sequence[Guess]) -> list[Node]:
+    def expand(self, node: GuessNode, guesses: Sequence[Guess]) -> list[GuessNode]:
         """Adds guesses of what follows a node that `take_best` gave; returns the new nodes. Nothing if it is dead."""
         if not self.is_live(node):
             return []
@@ -150,7 +150,7 @@ class GuessTree:
         for index, token in enumerate(tokens):
             child = node.children.get(token)
             if child is None:
-                child = Node(token, node.depth + 1, node, Guess(token, PROVISIONAL_RANK, 0), _TRUNK)
+                child = GuessNode(token, node.depth + 1, node, Guess(token, PROVISIONAL_RANK, 0), _TRUNK)
                 child.epoch = self._epoch
                 node.children[token] = child
                 self._unsent.append(child)
@@ -167,8 +167,8 @@ class GuessTree:
         if is_changed:
             self._reach_anew(self.root)
 
-    def _add(self, node: Node, guesses: Sequence[Guess]) -> list[Node]:
-        added: list[Node] = []
+    def _add(self, node: GuessNode, guesses: Sequence[Guess]) -> list[GuessNode]:
+        added: list[GuessNode] = []
         is_changed = False
         most = 1.0
         for guess in guesses:
@@ -181,7 +181,7 @@ class GuessTree:
                 is_changed = is_changed or known.chance != chance
                 known.rank, known.cell, known.chance = guess.rank, guess.cell, chance
             elif node.reach * chance >= self._least:
-                child = Node(guess.token, node.depth + 1, node, guess, chance)
+                child = GuessNode(guess.token, node.depth + 1, node, guess, chance)
                 child.epoch = self._epoch
                 node.children[guess.token] = child
                 self._unsent.append(child)
@@ -192,7 +192,7 @@ class GuessTree:
             self._reach_anew(node)
         return added
 
-    def _reach_anew(self, node: Node) -> None:
+    def _reach_anew(self, node: GuessNode) -> None:
         stack = [node]
         while stack:
             above = stack.pop()
@@ -202,19 +202,19 @@ class GuessTree:
         self._frontier = [(-waiting.reach, order, waiting) for _, order, waiting in self._frontier]
         heapq.heapify(self._frontier)
 
-    def _push(self, node: Node) -> None:
+    def _push(self, node: GuessNode) -> None:
         heapq.heappush(self._frontier, (-node.reach, next(self._count), node))
 
     # -- commits -----------------------------------------------------------------------------------------------------
 
-    def advance(self, token: int) -> Node | None:
+    def advance(self, token: int) -> GuessNode | None:
         """Moves the root by a committed token: what is below that guess stays. Returns the guess, if there was one.
 
         Call `replant` after the last token of a commit.
         """
         child = self.root.children.pop(token, None)
         _uproot(self.root)
-        self.root = child if child is not None else Node(token, self.root.depth + 1, None, None, 1.0)
+        self.root = child if child is not None else GuessNode(token, self.root.depth + 1, None, None, 1.0)
         self.root.parent = None  # else every token of the text would stay in memory
         return child
 
@@ -234,7 +234,7 @@ class GuessTree:
         layer = [self.root]
         self.num_nodes = -1
         while layer:
-            below: list[Node] = []
+            below: list[GuessNode] = []
             self.num_nodes += len(layer)
             for node in layer:
                 node.epoch = self._epoch
@@ -250,10 +250,10 @@ class GuessTree:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def take_unsent(self, floor: float, most: int) -> list[Node]:
+    def take_unsent(self, floor: float, most: int) -> list[GuessNode]:
         """Unsent nodes that are at least `floor` likely to be reached, parents first; they are numbered now."""
-        taken: list[Node] = []
-        kept: list[Node] = []
+        taken: list[GuessNode] = []
+        kept: list[GuessNode] = []
         for node in self._unsent:
             parent = node.parent
             assert parent is not None
@@ -278,12 +278,12 @@ class GuessTree:
         """Whether the server has any guess of the next token."""
         return any(child.number is not None for child in self.root.children.values())
 
-    def unsend(self, lost: Sequence[Node]) -> None:
+    def unsend(self, lost: Sequence[GuessNode]) -> None:
         """Takes nodes whose message was lost, and all that hang on them, as not sent: the server cannot attach them.
 
         A lost node may be committed by now: what was sent below it before that hangs on it.
         """
-        stack: list[Node] = []
+        stack: list[GuessNode] = []
         for node in lost:
             if node.parent is None:  # committed
                 stack += (child for child in self.root.children.values() if child.anchor < node.depth)
@@ -314,9 +314,9 @@ class GuessTree:
 
     # -- the likeliest path ------------------------------------------------------------------------------------------
 
-    def likeliest(self) -> list[Node]:
+    def likeliest(self) -> list[GuessNode]:
         """The likeliest path below the root: at each node the likeliest child."""
-        path: list[Node] = []
+        path: list[GuessNode] = []
         node = self.root
         while node.children:
             node = max(node.children.values(), key=lambda child: child.chance)
@@ -328,7 +328,7 @@ class GuessTree:
         return len(self.likeliest())
 
 
-def _uproot(root: Node) -> None:
+def _uproot(root: GuessNode) -> None:
     """Lets go of what is below: parents and children that have each other would stay until the collector runs."""
     stack = [root]
     while stack:

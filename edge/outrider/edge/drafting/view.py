@@ -6,11 +6,11 @@ import heapq
 import itertools
 from typing import NamedTuple
 
-from outrider.edge.drafting.tree import GuessTree, Node
+from outrider.edge.drafting.tree import GuessNode, GuessTree
 
 
 class SeenGuess(NamedTuple):
-    """A guess. parent: its place in the list; -1: it follows the last known token. chance, reach, rank: as `Node`."""
+    """A guess. parent: its place in the list; -1: after the last known token. chance, reach, rank: as `GuessNode`."""
 
     token: int
     parent: int
@@ -23,9 +23,9 @@ class SeenGuess(NamedTuple):
 def look(tree: GuessTree, most: int) -> list[SeenGuess]:
     """At most `most` guesses, those that the target most likely reaches, parents first."""
     order = itertools.count()
-    waiting: list[tuple[float, int, Node, int]] = []
+    waiting: list[tuple[float, int, GuessNode, int]] = []
 
-    def add(node: Node, place: int) -> None:
+    def add(node: GuessNode, place: int) -> None:
         for child in node.children.values():
             heapq.heappush(waiting, (-child.reach, next(order), child, place))
 

@@ -19,10 +19,10 @@ from outrider.edge.drafting.depth import LEAST_REACH, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
-from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.tree import GuessNode
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
-from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 _CLEARLY = 1.2  # how much better another number of nodes per call must be
 _MAX_CHAIN = 16  # tokens that a source without a model may add at once
@@ -65,7 +65,7 @@ class DraftWorker:
         clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
         on_call: OnCall | None = None,
-        row_plan: RowPlan = NO_PLAN,
+        row_plan: ProcessorPlan = NO_PLAN,
     ) -> None:
         self.lock = threading.Lock()
         self.num_drafted = 0  # nodes that the drafter had guesses of what follows
@@ -89,7 +89,7 @@ class DraftWorker:
         self._has_begun = False
         self._has_guessed = False
         self._is_closed = False
-        self._continued: Node | None = None  # the root whose continuation was looked up
+        self._continued: GuessNode | None = None  # the root whose continuation was looked up
         self._unsent_since: float | None = None
 
     def run(self) -> asyncio.Future[None]:
@@ -166,7 +166,7 @@ class DraftWorker:
     def _floor(self) -> float:
         return max(self._plan().floor, LEAST_REACH if self._limits.width > 1 else 0.0)
 
-    def _next_nodes(self, most: int) -> list[Node]:
+    def _next_nodes(self, most: int) -> list[GuessNode]:
         """The nodes of the next call: as many as give the most chance of being reached per millisecond."""
         tree, depth = self._belief.tree, min(self._plan().depth, self._room())
         if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:

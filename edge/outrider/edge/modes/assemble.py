@@ -29,9 +29,9 @@ from outrider.edge.modes.stop_and_wait import RuleDrafter, StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.picks.acceptance import PLAIN_TERMS, RuleTerms
-from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.ngram import QuotedText

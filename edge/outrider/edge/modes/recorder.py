@@ -9,7 +9,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefi
 from outrider.models.client import tracing
 from outrider.models.client.messages import ByteCounts
 from outrider.models.picks.acceptance import Rule
-from outrider.models.transforms.chooser import TokenLogprobs
+from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.wire.protocol import TextCut
 
 Clock = Callable[[], float]

@@ -32,7 +32,7 @@ from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.picks.rejection import NUM_IDS, WHOLE, SparseDistribution, draw, probabilities, sparse
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.picks.tolerance import LEAST_LOG, DeltaCalibrator, log_probability
-from outrider.models.transforms.plan import NO_PLAN, RowPlan
+from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.wire.protocol import VerifyItem, VerifyRequest, VerifyResult
 
 
@@ -46,7 +46,7 @@ class RuleDrafter:
         self._model = model
         self._propose = _tolerance if terms.rule is Rule.TOLERANCE else _rejection(num_ids)
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text."""
         self._model.begin(prompt, params, plan)
 

@@ -20,7 +20,7 @@ from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
-from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.drafting.worker import OnCall, TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import TextOrigin
@@ -32,8 +32,8 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
+from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.text.predicted import PredictionFollower
-from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.wire.protocol import (
     MAX_PATH_TOKENS,
     TREES_SINCE,
@@ -311,7 +311,7 @@ class _Generation:
     def _on_free(self) -> None:
         self._ahead.pump()
 
-    def _send(self, num_known: int, nodes: Sequence[Node]) -> int:
+    def _send(self, num_known: int, nodes: Sequence[GuessNode]) -> int:
         assert self._posts is not None
         base = num_known - self._session_start
         if self._takes_trees:
@@ -327,7 +327,7 @@ class _Generation:
         self._sender.send(self._posts, session, message, lambda: self._on_lost(session, nodes))
         return len(message.body)
 
-    def _on_lost(self, session: str, nodes: Sequence[Node]) -> None:
+    def _on_lost(self, session: str, nodes: Sequence[GuessNode]) -> None:
         if session == self._session:
             self._path = []
             self._ahead.lost(nodes)
@@ -341,7 +341,7 @@ def _logprobs(commit: Commit, num_new: int) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(token, each.logprob, tuple(each.top)) for token, each in pairs)
 
 
-def tree_message(base: int, nodes: Sequence[Node]) -> DraftMessage:
+def tree_message(base: int, nodes: Sequence[GuessNode]) -> DraftMessage:
     """The message with these nodes, which are numbered one after the other; `base` tokens are known in the session."""
     first = nodes[0].number
     assert first is not None

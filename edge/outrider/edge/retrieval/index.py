@@ -20,7 +20,7 @@ import numpy as np
 
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.passages import PASSAGE_CHARS, Passage, cut_passages
-from outrider.models.places import default_cache_dir
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.process.extras import require_packages
 
 _WORD: Final = re.compile(r"[^\W_]+")

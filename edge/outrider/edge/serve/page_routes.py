@@ -17,17 +17,17 @@ from outrider.edge.results import GenerationRequest
 from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.serve.facts import facts_or_draft
 from outrider.edge.serve.faults import as_request_error
-from outrider.edge.serve.grounding import ground_messages, ground_prompts, sources_of
+from outrider.edge.serve.grounded_calls import ground_messages, ground_prompts, sources_of
 from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest, PassagesEvent
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.upstream import conversation_to_render
 from outrider.edge.serve.watched_text import WatchedText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import sse
+from outrider.models.http.answer_text import TextStyle
+from outrider.models.http.bodies import owner_of, read_body, sampling_of
 from outrider.models.http.encoding import check_length, encode_chat, no_chat_template
 from outrider.models.http.openai import ChatMessage, RenderRequest
-from outrider.models.http.requests import owner_of, read_body, sampling_of
-from outrider.models.http.text import TextStyle
 from outrider.models.wire.protocol import ModelFacts
 
 GENERATE: str = "/v1/outrider/generate"

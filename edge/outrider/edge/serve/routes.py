@@ -19,10 +19,10 @@ from starlette.types import Scope
 
 from outrider.edge.results import GenerationRequest, ends_of
 from outrider.edge.retrieval.grounding import Grounding
+from outrider.edge.serve.drafted_texts import LocalTexts
 from outrider.edge.serve.facts import facts_or_draft, target_facts
 from outrider.edge.serve.faults import as_request_error
-from outrider.edge.serve.generation import LocalTexts
-from outrider.edge.serve.grounding import (
+from outrider.edge.serve.grounded_calls import (
     GroundedShape,
     LocalChatRequest,
     LocalCompletionRequest,
@@ -38,7 +38,9 @@ from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
+from outrider.models.http.bodies import owner_of, read_body, sampling_of
 from outrider.models.http.call_grammar import grammar_of_call
+from outrider.models.http.call_plan import chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.dialects import Dialect
 from outrider.models.http.encoding import (
     check_prediction,
@@ -47,12 +49,10 @@ from outrider.models.http.encoding import (
     encode_prediction,
     encode_prompts,
     no_chat_template,
-    rules_of,
+    processors_of,
     truncated,
 )
 from outrider.models.http.errors import FieldError
-from outrider.models.http.plan import chat_style, engine_logprobs, look_of, text_style
-from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.security import PagePolicy
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.wire.protocol import ModelFacts
@@ -257,7 +257,7 @@ async def _answer(
         ends = ends_of(stop_ids, own_stops, ignores_eos)
         cut = text_style(body, style, core.tokenizer, ends)
         draft_grammar = await core.grammars.compiled(grammar, owner)
-        rules = await rules_of(core.workers, owner, core.tokenizer, body)
+        rules = await processors_of(core.workers, owner, core.tokenizer, body)
         prediction: tuple[int, ...] = ()
         if body.prediction is not None:
             prediction = await core.workers.run(owner, encode_prediction, core.tokenizer, body)
@@ -269,7 +269,7 @@ async def _answer(
                 stop_ids,
                 ignores_eos,
                 tokenizer=core.fingerprint,
-                rules=rules,
+                processors=rules,
                 end_ids=own_stops,
                 grammar=grammar,
                 draft_grammar=draft_grammar,

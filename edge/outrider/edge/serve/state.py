@@ -9,7 +9,7 @@ from outrider.edge.devices.power import PowerWatch
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.retrieval.grounding import Library
-from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
@@ -17,10 +17,10 @@ from outrider.models.counted import counted
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
+from outrider.models.http.bodies import Bodies
 from outrider.models.http.dialects import dialect_of
 from outrider.models.http.encoding import Workers
 from outrider.models.http.grammars import Grammars
-from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
@@ -56,7 +56,7 @@ class LocalSettings:
     shows_metrics: bool = False
 
 
-class Places:
+class TextSlots:
     """Counts the texts that run, of each client and in all. Lives on one event loop."""
 
     def __init__(self, max_all: int, max_own: int) -> None:
@@ -128,7 +128,7 @@ class LocalCore:
     metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    places: Places = field(init=False)
+    places: TextSlots = field(init=False)
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
     held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
@@ -150,7 +150,7 @@ class LocalCore:
         )
 
     def __post_init__(self) -> None:
-        self.places = Places(self.settings.max_requests, self.settings.max_own)
+        self.places = TextSlots(self.settings.max_requests, self.settings.max_own)
         self.bodies = Bodies(self.settings.max_body_bytes)
         tokenizer = self.tokenizer
         self.grammars = Grammars(

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from outrider.edge.link.origin import Served
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
-from outrider.models.http.text import TextStyle
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.wire.strict_message import StrictMessage
 
 MAX_KEPT: Final = 64

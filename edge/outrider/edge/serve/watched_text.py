@@ -10,8 +10,8 @@ from typing import Final
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Source, TokenBatch
-from outrider.edge.serve.drafts import Loan
-from outrider.edge.serve.generation import LocalTexts
+from outrider.edge.serve.drafted_texts import LocalTexts
+from outrider.edge.serve.lent_drafts import Loan
 from outrider.edge.serve.page_events import (
     CommitEvent,
     DroppedEvent,
@@ -25,7 +25,7 @@ from outrider.edge.serve.page_events import (
     origin_of,
 )
 from outrider.edge.serve.state import LocalCore
-from outrider.edge.serve.watch import Watch, take
+from outrider.edge.serve.text_watch import TextWatch, take
 from outrider.models.errors import RequestError
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body
@@ -48,7 +48,7 @@ class WatchedText(LocalTexts):
         self.delay_s = 0.0
         self.dropped: DroppedEvent | None = None
         self.passages: PassagesEvent | None = None
-        self.watch = Watch()
+        self.watch = TextWatch()
         self._ticks: asyncio.Task[None] | None = None
 
     def _lend(self, request: GenerationRequest) -> AbstractContextManager[Loan]:

@@ -45,7 +45,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class OfferChoice:
     """The draft to take, and why, in words. note: a warning for the user."""
 
     draft: OfferedDraft
@@ -84,7 +84,7 @@ def judge(
     return [judged(draft) for draft in drafts]
 
 
-def choose(judged: Sequence[Judged], server: str) -> Chosen:
+def choose(judged: Sequence[Judged], server: str) -> OfferChoice:
     """The best of those without a reason against them. Raises BundleError where there is none.
 
     server: its address, for the message.
@@ -107,7 +107,7 @@ def choose(judged: Sequence[Judged], server: str) -> Chosen:
     best = sorted((each for each in fitting if (each.draft.acceptance or 0.0) >= floor), key=_order)
     first = best[0]
     note = f"{first.draft.name} does not run on this machine: {first.runs_not}" if first.runs_not else None
-    return Chosen(first.draft, _why([each.draft for each in best], len(fitting), len(judged)), note)
+    return OfferChoice(first.draft, _why([each.draft for each in best], len(fitting), len(judged)), note)
 
 
 def _order(each: Judged) -> tuple[int, int, float, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.origin import TextOrigin
-from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
+from outrider.edge.store.choice import Judged, OfferChoice, Wishes, choose, judge
 from outrider.edge.store.fetch import BundleFetch, Progress, locked, manifest_of
 from outrider.edge.store.shelf import PulledFor, Shelf, now_s
 from outrider.models.bundle.bundle import Bundle, hash_file
@@ -35,7 +35,7 @@ class Offer:
     client: DraftClient
     offered: DraftList
     judged: list[Judged]
-    chosen: Chosen
+    chosen: OfferChoice
 
 
 async def list_offered(client: DraftClient, note: Callable[[str], None], retry: RetryPolicy | None = None) -> DraftList:
@@ -112,7 +112,7 @@ def _no_list(client: DraftClient) -> CloudError:
 async def pull_draft(
     client: DraftClient,
     offered: DraftList,
-    chosen: Chosen,
+    chosen: OfferChoice,
     progress: Progress,
     to: Path | None = None,
     shelf: Shelf | None = None,

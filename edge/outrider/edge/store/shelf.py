@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, place_draft
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.places import default_cache_dir
 
 KEY_CHARS: Final = 16
 

@@ -32,8 +32,8 @@ from outrider.export.source.widen import describe_widening, widen
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.manifest import Acceptance, ExportReport, FileEntry, Manifest, Quantization, Source
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ExportError
-from outrider.models.places import default_cache_dir
 from outrider.models.runtimes.base import PROMISED_POSITIONS
 from outrider.models.text.tokenizer import TOKENIZER_FILES
 

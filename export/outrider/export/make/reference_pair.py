@@ -24,8 +24,8 @@ from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import SCHEMA_VERSION, Device, Precision, StaticShapes
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError
-from outrider.models.places import default_cache_dir
 
 
 def export_reference_pair(

@@ -24,8 +24,8 @@ from outrider.export.report.comparison import Comparison, NotMade, acceptance_of
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.speed_up import Setting
+from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError, DiskFull, ExportError, OutriderError
-from outrider.models.places import default_cache_dir
 
 DEFAULT_RTT_MS: Final = 50.0
 

@@ -1,4 +1,4 @@
-"""Puts a grammar between a row of logits and the pick: the `RowState` of a grammar."""
+"""Puts a grammar between a row of logits and the pick: the `LogitProcessor` of a grammar."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from outrider.models.http import openai_answers
+from outrider.models.http.answer_text import TextAssembler
 from outrider.models.http.inbox import Inbox
 from outrider.models.http.shapes import Delta
-from outrider.models.http.text import TextAssembler
+from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.text.predicted import PredictionFollower
-from outrider.models.transforms.chooser import TokenLogprobs
 
 Event = TypeVar("Event")
 

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from outrider.models.errors import RequestError, TokenizerError
+from outrider.models.http.bodies import sampling_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import CompletionRequest, Conversation, GenerationRequest
-from outrider.models.http.openai_rules import RuleParameters
-from outrider.models.http.requests import sampling_of
+from outrider.models.http.openai_processors import RuleParameters
 from outrider.models.http.turns import Turns
+from outrider.models.processors.bad_words import bad_word_ids
+from outrider.models.processors.options import ProcessorOptions
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.transforms.bad_words import bad_word_ids
-from outrider.models.transforms.rules import RowRules
 from outrider.models.wire.protocol import MAX_PREDICTION_TOKENS
 
 
@@ -242,10 +242,10 @@ def no_chat_template(model: str) -> RequestError:
     )
 
 
-async def rules_of(workers: Workers, owner: bytes, tokenizer: Tokenizer, body: RuleParameters) -> RowRules:
-    """The rules of a completion, its bad words tokenized. Raises RequestError 400 `invalid_parameter`."""
+async def processors_of(workers: Workers, owner: bytes, tokenizer: Tokenizer, body: RuleParameters) -> ProcessorOptions:
+    """The logit processors of a completion, its bad words tokenized. Raises RequestError 400 `invalid_parameter`."""
     found: list[list[int]] = []
     if body.bad_words:
         encode = partial(tokenizer.encode, add_special_tokens=False)
         found = await workers.run(owner, bad_word_ids, encode, body.bad_words)
-    return sampling_of(lambda: body.rules(found))
+    return sampling_of(lambda: body.processors(found))

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from outrider.models.http.text import TokenPiece
+from outrider.models.http.answer_text import TokenPiece
 from outrider.models.text.tokenizer import Tokenizer
 
 LEAST: Final = -9999.0

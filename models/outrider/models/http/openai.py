@@ -2,7 +2,7 @@
 
 An unsupported field that would change the output is refused by name. Unknown fields are ignored, because clients send
 many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`, `deadline_ms` and most
-rules of `openai_rules` in requests.
+logit processors of `openai_processors` in requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import structured
 from outrider.models.http.errors import FieldError
-from outrider.models.http.openai_rules import RuleParameters
+from outrider.models.http.openai_processors import RuleParameters
 from outrider.models.http.tools import NamedTool, Tool, ToolChoice, Tools, with_read_arguments
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
 from outrider.models.wire.protocol import (

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from outrider.models.http import openai_answers
+from outrider.models.http.answer_text import TokenPiece
 from outrider.models.http.chat_reader import ChatReader, ChatStyle
 from outrider.models.http.logprobs import LogprobWriter
-from outrider.models.http.text import TokenPiece
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from outrider.models.errors import RequestError
-from outrider.models.http.requests import load
+from outrider.models.http.bodies import load
 
 MAX_TOOLS: Final = 128
 """OpenAI's."""

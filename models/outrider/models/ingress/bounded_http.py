@@ -23,8 +23,8 @@ from uvicorn.server import ServerState
 
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
+from outrider.models.http.bodies import too_many_bytes
 from outrider.models.http.errors import error_bytes
-from outrider.models.http.requests import too_many_bytes
 from outrider.models.http.security import SUBJECT
 from outrider.models.ingress.connections import ConnectionTable, Ticket
 from outrider.models.ingress.sockets import ClientName

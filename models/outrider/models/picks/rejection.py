@@ -1,7 +1,7 @@
 """Accepts drafted tokens by rejection sampling: the text is distributed exactly as the target's.
 
 Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). The draft draws x from its own
-distribution q and sends both. The target has p, after temperature, truncation and row transforms. It accepts x with
+distribution q and sends both. The target has p, after temperature, truncation and logit processors. It accepts x with
 probability min(1, p(x) / q(x)), else draws from norm(max(p - q, 0)); after all drafted tokens it draws one from p.
 
 q is sparse and quantized: up to MAX_IDS ids whose integer weights sum to WHOLE. The draft draws from these very

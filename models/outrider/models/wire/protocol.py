@@ -34,7 +34,7 @@ from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule
 from outrider.models.picks.rejection import MAX_IDS, WHOLE
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
-from outrider.models.wire.rule_fields import RuleFields
+from outrider.models.wire.processor_fields import ProcessorFields
 from outrider.models.wire.strict_message import StrictMessage
 
 PROTOCOL_VERSION = 2
@@ -143,7 +143,7 @@ class GrammarField(_Request):
     )
 
 
-class SessionRequest(SamplingFields, RuleFields):
+class SessionRequest(SamplingFields, ProcessorFields):
     """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd.
 
     With `prefix_hash`, `prompt` holds the tokens that follow the hashed prefix. Servers that know neither `prefix_hash`
@@ -315,7 +315,7 @@ class DraftRequest(_Request):
     ]
 
 
-class VerifyItem(SamplingFields, RuleFields):
+class VerifyItem(SamplingFields, ProcessorFields):
     """A stateless verification: a prefix and a draft. The prefix is given by its tokens, or by a hash that the server
     holds.
 

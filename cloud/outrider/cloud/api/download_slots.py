@@ -42,7 +42,7 @@ class DownloadLimits:
     refusal_s: float = 1.0
 
 
-class Places:
+class DownloadSlots:
     """The downloads that run."""
 
     def __init__(self, limits: DownloadLimits) -> None:
@@ -51,7 +51,7 @@ class Places:
 
     @property
     def num_taken(self) -> int:
-        """Places of all owners."""
+        """Slots of all owners."""
         return self._taken.total()
 
     @asynccontextmanager

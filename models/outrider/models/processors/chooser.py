@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from outrider.models.errors import ModelFault
 from outrider.models.picks.acceptance import AcceptedBranch, walk
 from outrider.models.picks.sampling import SamplingParams, SurvivorFilter, pick
-from outrider.models.transforms.base import RowState, apply_all
+from outrider.models.processors.base import LogitProcessor, apply_all
 
 Row = NDArray[np.float32]
 
@@ -50,7 +50,7 @@ def logprobs_of(row: Row, token: int, count: int) -> TokenLogprobs:
 
 
 @dataclass(slots=True)
-class RowChooser:
+class TokenChooser:
     """The choices of one sequence. The states have seen what is committed, and nothing else, between two calls.
 
     num_logprobs: likeliest tokens to report for each token; None: no logprobs at all. narrowing: what truncates the
@@ -58,7 +58,7 @@ class RowChooser:
     """
 
     params: SamplingParams
-    states: Sequence[RowState] = ()
+    states: Sequence[LogitProcessor] = ()
     num_logprobs: int | None = None
     narrowing: SurvivorFilter | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -92,7 +92,7 @@ class RowChooser:
     ) -> AcceptedBranch:
         """As `acceptance.accept_tree`. Where it raises ModelFault, the states are where they were.
 
-        evidence: of the drafted tokens, for rules that need more than equality (`by_rule`); not used here.
+        evidence: of the drafted tokens, for rules that need more than equality (`acceptance_chooser`).
         """
         lengths = [state.length for state in self.states]
         self.logprobs = []

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from starlette.types import Scope
 
 from outrider.cloud.api.admission import Asked
-from outrider.cloud.api.recall import Recalled
+from outrider.cloud.api.recent_texts import Recalled
+from outrider.cloud.api.sequence_watch import SequenceWatch, watch
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
-from outrider.cloud.api.watch import SequenceWatch, watch
 from outrider.cloud.seam import CommitEvent, EndEvent, Event
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.call_texts import CallTexts, Choice
 from outrider.models.http.choices import choice_params
 from outrider.models.http.errors import internal_error
 from outrider.models.http.shapes import Delta
-from outrider.models.http.text import TextStyle
 from outrider.models.text.predicted import PredictionFollower
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class RowState(Protocol):
-    """Changes the rows of one text. A pure function of its rules and the tokens that it was given.
+class LogitProcessor(Protocol):
+    """Changes the rows of one text. A pure function of its options and the tokens that it was given.
 
     It goes along drafted tokens, forks where drafts branch, and goes back to what was committed.
     """
@@ -32,12 +32,12 @@ class RowState(Protocol):
         """Goes back to its first `length` tokens."""
         ...
 
-    def fork(self) -> RowState:
+    def fork(self) -> LogitProcessor:
         """A second state at the same place, which goes on by itself."""
         ...
 
 
-def apply_all(states: Sequence[RowState], row: NDArray[np.float32]) -> NDArray[np.float32]:
+def apply_all(states: Sequence[LogitProcessor], row: NDArray[np.float32]) -> NDArray[np.float32]:
     """A changed copy of the row; the row itself where there is no state."""
     if not states:
         return row

@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
+from outrider.models.http.bodies import parse
 from outrider.models.http.errors import ERROR_CODE, Throttled, as_answer, error_response, method_not_allowed
 from outrider.models.http.limits import body_too_large
 from outrider.models.http.request_context import HEADER, enter_request
-from outrider.models.http.requests import parse
 from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, PacedRefusals, media_type_of
 from outrider.models.wire.protocol import DraftRequest
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE, decode_tree

@@ -9,8 +9,8 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.rejection import Evidence, SparseDistribution
+from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 _DEAD = -1
@@ -72,28 +72,28 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             "invalid_parameter",
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
-    check_rules(request.rules, limits)
+    check_processors(request.processors, limits)
     _check_evidence(request.terms.rule, request.draft, request.evidence, limits)
     _check_terms(request)
 
 
 def _check_terms(request: GenerateRequest) -> None:
     """Raises RequestError `unsupported_parameter` for what does not go with a rule that judges by probabilities."""
-    terms, rules = request.terms, request.rules
-    if terms.rule.needs_evidence and (rules.typical_p < 1.0 or rules.xtc_probability > 0.0):
+    terms, processors = request.terms, request.processors
+    if terms.rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
         raise RequestError(
             "unsupported_parameter", f"typical_p and XTC do not go with the rule {terms.rule}; leave one of them out"
         )
 
 
-def check_rules(rules: RowRules, limits: ModelLimits) -> None:
+def check_processors(processors: ProcessorOptions, limits: ModelLimits) -> None:
     """Raises RequestError `token_out_of_range`, which names the rule's field on the wire."""
-    if rules is PLAIN:
+    if processors is PLAIN:
         return
-    _check_tokens([token for token, _ in rules.logit_bias], "logit_bias", limits)
-    for word in rules.bad_words:
+    _check_tokens([token for token, _ in processors.logit_bias], "logit_bias", limits)
+    for word in processors.bad_words:
         _check_tokens(word, "bad_words", limits)
-    _check_tokens(rules.allowed_ids or (), "allowed_token_ids", limits)
+    _check_tokens(processors.allowed_ids or (), "allowed_token_ids", limits)
 
 
 def deadline_exceeded() -> RequestError:
@@ -103,9 +103,9 @@ def deadline_exceeded() -> RequestError:
     )
 
 
-def usable_earlier(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
+def usable_recent(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
     """The earlier text, or nothing if it has an id that the model has not: it may come from anywhere."""
-    earlier = request.earlier
+    earlier = request.recent
     is_fine = not request.once and bool(earlier) and min(earlier) >= 0 and max(earlier) < limits.vocab_size
     return earlier if is_fine else ()
 

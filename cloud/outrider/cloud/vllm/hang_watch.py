@@ -18,7 +18,7 @@ LOST_AFTER: Final = 5
 """Ticks in which the report of an end may come after vLLM's own answer; it comes before, mostly."""
 
 
-class Watch:
+class HangWatch:
     """One engine's. The engine's thread calls it; `heard` may come from any."""
 
     def __init__(self) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.models.grammar.reasoning import opens_reasoning
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.chat_reader import ChatStyle
 from outrider.models.http.dialects import Dialect, shown_ids
 from outrider.models.http.errors import FieldError
 from outrider.models.http.logprobs import LogprobWriter
 from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
 from outrider.models.http.shapes import Look
-from outrider.models.http.text import TextStyle
 from outrider.models.http.tools import NamedTool
 from outrider.models.text.tokenizer import Tokenizer
 

@@ -17,11 +17,11 @@ from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 from tests.redis_server import redis_server, wait_until
 from tests.serving import FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
 
-from outrider.cloud.api.recall import Recall
+from outrider.cloud.api.recent_texts import RecentTexts
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
-from outrider.cloud.pending.earlier import MAX_TOKENS, EarlierText, kind_after
 from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.recent_text import MAX_TOKENS, RecentText, kind_after
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
 from outrider.cloud.recent.store import MemoryStore, RecentStore
@@ -48,7 +48,7 @@ ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 def test_an_earlier_text_is_followed_position_by_position() -> None:
     """From the first token on; one that the same request got is a repetition until it is left."""
     committed: list[int] = []
-    repeated = EarlierText([5, 6, 7, 8], committed, is_repeat=True)
+    repeated = RecentText([5, 6, 7, 8], committed, is_repeat=True)
     assert repeated.propose(3) == ([5, 6, 7], [REPEATED] * 3)
     committed += [5, 6]
     assert repeated.propose(9) == ([7, 8], [REPEATED] * 2)
@@ -59,7 +59,7 @@ def test_an_earlier_text_is_followed_position_by_position() -> None:
 def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:
     """Each node has the kind of the agreement before it."""
     committed = list(range(3))
-    earlier = EarlierText(range(40), committed, is_repeat=False)
+    earlier = RecentText(range(40), committed, is_repeat=False)
     tokens, kinds = earlier.propose(20)
     assert tokens == list(range(3, 23))
     assert kinds == [kind_after(run) for run in range(3, 23)]
@@ -70,7 +70,7 @@ def test_a_text_that_left_an_earlier_one_rejoins_it() -> None:
     """At the longest match of its last tokens, of these at the nearest to its place."""
     earlier_tokens = [1, 2, 3, 4, 50, 51, 9, 8, 7, 60, 61, 4, 50, 70]
     committed = [1, 2, 30]
-    earlier = EarlierText(earlier_tokens, committed, is_repeat=True)
+    earlier = RecentText(earlier_tokens, committed, is_repeat=True)
     assert earlier.propose(4) == ([], [])
     committed += [4, 50]  # at 5 and at 13; the present place is 5
     assert earlier.propose(2) == ([51, 9], [kind_after(2), kind_after(3)])
@@ -81,7 +81,7 @@ def test_a_text_that_left_an_earlier_one_rejoins_it() -> None:
 def test_only_so_much_of_an_earlier_text_is_followed() -> None:
     """However long it is; behind its end nothing is proposed, and nothing is searched."""
     committed: list[int] = [3] * MAX_TOKENS
-    assert EarlierText([3] * (MAX_TOKENS + 5), committed, is_repeat=True).propose(4) == ([], [])
+    assert RecentText([3] * (MAX_TOKENS + 5), committed, is_repeat=True).propose(4) == ([], [])
 
 
 @given(
@@ -94,7 +94,7 @@ def test_what_is_proposed_stands_in_the_earlier_text(
 ) -> None:
     """After the tokens that were committed last, wherever it was left and rejoined."""
     committed: list[int] = []
-    earlier = EarlierText(tokens, committed, is_repeat=is_repeat)
+    earlier = RecentText(tokens, committed, is_repeat=is_repeat)
     for commit in commits:
         committed += commit
         path, kinds = earlier.propose(5)
@@ -114,7 +114,7 @@ def run(
 ) -> Collector:
     """One text of the engine."""
     collector = Collector()
-    request = GenerateRequest(PROMPT, params, count, earlier=earlier, is_repeat=is_repeat)
+    request = GenerateRequest(PROMPT, params, count, recent=earlier, is_repeat=is_repeat)
     harness.engine.submit(request, collector)
     harness.run()
     return collector
@@ -193,7 +193,7 @@ def test_no_earlier_text_changes_the_output(data: st.DataObject) -> None:
     harness = Harness(config=EngineConfig(looks_up=data.draw(st.booleans()), policy=data.draw(st.sampled_from(Policy))))
     collector = Collector()
     number = harness.engine.submit(
-        GenerateRequest(PROMPT, params, 24, earlier=earlier, is_repeat=data.draw(st.booleans())), collector
+        GenerateRequest(PROMPT, params, 24, recent=earlier, is_repeat=data.draw(st.booleans())), collector
     )
     sent = 0
     while collector.end is None:
@@ -216,7 +216,7 @@ def test_a_repetition_outweighs_a_device_that_guesses_wrong() -> None:
     """The device's nodes are the likeliest otherwise."""
     text = plain(PROMPT, GREEDY, 40)
     harness, collector = Harness(), Collector()
-    number = harness.engine.submit(GenerateRequest(PROMPT, GREEDY, 40, earlier=tuple(text), is_repeat=True), collector)
+    number = harness.engine.submit(GenerateRequest(PROMPT, GREEDY, 40, recent=tuple(text), is_repeat=True), collector)
     while collector.end is None:
         base = len(collector.tokens)
         harness.engine.draft(number, base, [[(text[base] + 1) % VOCAB] * 4])
@@ -232,7 +232,7 @@ def test_a_prediction_has_chances_of_its_own() -> None:
     for is_predicted in (True, False):
         harness = Harness(config=EngineConfig(policy=Policy.VERIFY))
         for _ in range(3):
-            request = GenerateRequest(PROMPT, GREEDY, 60, earlier=tuple(wrong), is_predicted=is_predicted)
+            request = GenerateRequest(PROMPT, GREEDY, 60, recent=tuple(wrong), is_predicted=is_predicted)
             number = harness.engine.submit(request, Collector())
             drafts = harness.engine._sequences[number].drafts
             (source,) = drafts.sources
@@ -241,7 +241,7 @@ def test_a_prediction_has_chances_of_its_own() -> None:
         rates.append(NodeChances(harness.engine._drafting.learned(b"").chances).rates())
     assert rates[0][PREDICTED_KINDS[0]] < rates[1][PREDICTED_KINDS[0]]
     assert rates[1][EARLIER_KINDS[0]] < rates[0][EARLIER_KINDS[0]]
-    request = GenerateRequest(PROMPT, GREEDY, 60, earlier=tuple(truth), is_predicted=True)
+    request = GenerateRequest(PROMPT, GREEDY, 60, recent=tuple(truth), is_predicted=True)
     right = Collector()
     harness.engine.submit(request, right)
     harness.run()
@@ -250,16 +250,14 @@ def test_a_prediction_has_chances_of_its_own() -> None:
 
 def test_vllms_book_drafts_from_an_earlier_text() -> None:
     """By the same modules: its terms carry the text to the engine process."""
-    predicted = Terms(2, GREEDY, 20, earlier=(5, 6, 7), is_predicted=True)
-    terms = Terms(1, GREEDY, 20, earlier=(5, 6, 7), is_repeat=True)
+    predicted = Terms(2, GREEDY, 20, recent=(5, 6, 7), is_predicted=True)
+    terms = Terms(1, GREEDY, 20, recent=(5, 6, 7), is_repeat=True)
     assert terms_of(terms.extra_args()) == terms
     book = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0)
     served = book.open(terms, PROMPT)
-    (earlier,) = [source for source in served.drafts.sources if isinstance(source, EarlierText)]
+    (earlier,) = [source for source in served.drafts.sources if isinstance(source, RecentText)]
     assert earlier.propose(2) == ([5, 6], [REPEATED, REPEATED])
-    (prediction,) = [
-        source for source in book.open(predicted, PROMPT).drafts.sources if isinstance(source, EarlierText)
-    ]
+    (prediction,) = [source for source in book.open(predicted, PROMPT).drafts.sources if isinstance(source, RecentText)]
     assert terms_of(predicted.extra_args()) == predicted and prediction.kinds == PREDICTED_KINDS
 
 
@@ -403,7 +401,7 @@ def test_no_hash_that_may_be_sent_names_a_prefix_of_another_salt() -> None:
 
 def test_an_owner_has_a_bounded_number_of_known_prefixes() -> None:
     """However many it leaves, another owner's are still known."""
-    recall = Recall(MemoryStore(), "t")
+    recall = RecentTexts(MemoryStore(), "t")
     digest = PromptDigest("t", b"alice")
     recall.note_prefix(asked(b"bob"), "his", digest)
     for owner in range(40):

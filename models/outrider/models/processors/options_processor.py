@@ -1,4 +1,4 @@
-"""Applies a request's rules to its rows: penalties, bias, forbidden and allowed ids.
+"""Applies a request's options to its rows: penalties, bias, forbidden and allowed ids.
 
 A row changes in this order, in float32, and every constant is rounded to float32 first:
 
@@ -15,7 +15,7 @@ Bad words are matched in the text only, as in vLLM: the prompt's end is no part 
 id that is left, 6 is dropped, and where that is not enough, 5: a text must go on. Where the model itself masks all
 allowed ids, they are equally likely.
 
-A row costs O(distinct tokens of prompt and text + ids in the rules), and a few passes over the row where ids are
+A row costs O(distinct tokens of prompt and text + ids in the options), and a few passes over the row where ids are
 masked; at most 256 bad words are compared, 31 tokens each.
 """
 
@@ -28,7 +28,7 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.transforms.rules import RowRules
+from outrider.models.processors.options import ProcessorOptions
 
 _FIRST_ROOM: Final = 64
 _Ids = NDArray[np.intp]
@@ -38,39 +38,43 @@ _Entry = TypeVar("_Entry", np.intp, np.float32)
 class _Fixed:
     """What does not change along a text; forks share it. Ids that the row does not have are left out."""
 
-    def __init__(self, rules: RowRules, prompt: Sequence[int], vocab_size: int, stop_ids: Collection[int]) -> None:
+    def __init__(
+        self, processors: ProcessorOptions, prompt: Sequence[int], vocab_size: int, stop_ids: Collection[int]
+    ) -> None:
         self.vocab_size = vocab_size
-        self.is_counted = rules.penalizes
-        self.repetition = np.float32(rules.repetition_penalty)
-        self.frequency = np.float32(rules.frequency_penalty)
-        self.presence = np.float32(rules.presence_penalty)
-        repeats = rules.repetition_penalty != 1.0
+        self.is_counted = processors.penalizes
+        self.repetition = np.float32(processors.repetition_penalty)
+        self.frequency = np.float32(processors.frequency_penalty)
+        self.presence = np.float32(processors.presence_penalty)
+        repeats = processors.repetition_penalty != 1.0
         self.prompt = frozenset(prompt) if repeats else frozenset()
         self.prompt_ids = self._known(self.prompt)
-        biases = [(token, addend) for token, addend in rules.logit_bias if token < vocab_size]
+        biases = [(token, addend) for token, addend in processors.logit_bias if token < vocab_size]
         self.biased = self._known([token for token, _ in biases])
         self.biases = np.array([addend for _, addend in biases], dtype=np.float32)
-        self.allowed = None if rules.allowed_ids is None else self._known(frozenset(rules.allowed_ids))
+        self.allowed = None if processors.allowed_ids is None else self._known(frozenset(processors.allowed_ids))
         # Words of several tokens, by the last one before the forbidden one.
         self.words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
-        for word in rules.bad_words:
+        for word in processors.bad_words:
             if len(word) > 1 and word[-1] < vocab_size:
                 self.words[word[-2]].append((list(word[:-1]), word[-1]))
-        self.bad_ids = sorted({word[0] for word in rules.bad_words if len(word) == 1 and word[0] < vocab_size})
-        self.min_tokens = rules.min_tokens
-        self.stop_ids = self._known(stop_ids if rules.min_tokens else ())
+        self.bad_ids = sorted({word[0] for word in processors.bad_words if len(word) == 1 and word[0] < vocab_size})
+        self.min_tokens = processors.min_tokens
+        self.stop_ids = self._known(stop_ids if processors.min_tokens else ())
 
     def _known(self, tokens: Collection[int]) -> _Ids:
         ids = np.fromiter(tokens, dtype=np.intp, count=len(tokens))
         return ids[ids < self.vocab_size]
 
 
-class RuleState:
-    """The RowState of `RowRules`. `advance` is O(1), `truncate` O(tokens dropped), `fork` O(tokens of the text)."""
+class OptionsProcessor:
+    """A request's `LogitProcessor`. `advance` is O(1), `truncate` O(tokens dropped), `fork` O(tokens of the text)."""
 
-    def __init__(self, rules: RowRules, prompt: Sequence[int], vocab_size: int, stop_ids: Collection[int] = ()) -> None:
-        """vocab_size: of the rows. Ids beyond it, in rules and text, change nothing: a draft's rows may be shorter."""
-        self._fixed = _Fixed(rules, prompt, vocab_size, stop_ids)
+    def __init__(
+        self, processors: ProcessorOptions, prompt: Sequence[int], vocab_size: int, stop_ids: Collection[int] = ()
+    ) -> None:
+        """vocab_size: of the rows. Ids beyond it change nothing: a draft's rows may be shorter."""
+        self._fixed = _Fixed(processors, prompt, vocab_size, stop_ids)
         self._text: list[int] = []
         # Distinct ids of the text, in the order of their first occurrence, and how often each occurs.
         self._slots: dict[int, int] = {}
@@ -116,9 +120,9 @@ class RuleState:
                 if self._num_new and self._new_ids[self._num_new - 1] == token:
                     self._num_new -= 1
 
-    def fork(self) -> RuleState:
+    def fork(self) -> OptionsProcessor:
         """A second state at the same place."""
-        twin = object.__new__(RuleState)
+        twin = object.__new__(OptionsProcessor)
         twin._fixed, twin._text, twin._slots = self._fixed, self._text.copy(), self._slots.copy()
         twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
         twin._new_ids, twin._num_new = self._new_ids.copy(), self._num_new

@@ -11,13 +11,13 @@ from outrider.models.picks.acceptance import AcceptedBranch, RuleTerms
 from outrider.models.picks.rejection import Evidence, SparseDistribution, judge, probabilities
 from outrider.models.picks.sampling import pick
 from outrider.models.picks.tolerance import is_tolerated, log_probability
-from outrider.models.transforms.base import apply_all
-from outrider.models.transforms.chooser import Row, RowChooser, logprobs_of
+from outrider.models.processors.base import apply_all
+from outrider.models.processors.chooser import Row, TokenChooser, logprobs_of
 
 
 @dataclass(slots=True)
-class RuleChooser(RowChooser):
-    """As `RowChooser`, for drafts that are a line, with evidence. A rule of equality has no use for it.
+class AcceptanceChooser(TokenChooser):
+    """As `TokenChooser`, for drafts that are a line, with evidence. A rule of equality has no use for it.
 
     num_tested, num_tolerated: of the last `choose`: drafted tokens judged, and of those accepted the ones that the
     target would not have picked.
@@ -38,7 +38,7 @@ class RuleChooser(RowChooser):
         max_tokens: int | None = None,
         evidence: Sequence[Evidence] = (),
     ) -> AcceptedBranch:
-        """As `RowChooser.choose`; `parents` is a line's."""
+        """As `TokenChooser.choose`; `parents` is a line's."""
         assert len(evidence) == len(drafted), "each drafted token has its evidence"
         lengths = [state.length for state in self.states]
         self.logprobs, self.num_tested, self.num_tolerated = [], 0, 0

@@ -8,37 +8,37 @@ from dataclasses import dataclass
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.rows import GrammarRows
 from outrider.models.picks.sampling import SurvivorFilter
-from outrider.models.transforms.base import RowState
-from outrider.models.transforms.narrowing import Narrowing
-from outrider.models.transforms.rule_state import RuleState
-from outrider.models.transforms.rules import PLAIN, RowRules
+from outrider.models.processors.base import LogitProcessor
+from outrider.models.processors.narrowing import Narrowing
+from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.options_processor import OptionsProcessor
 
 
 @dataclass(frozen=True, slots=True)
-class RowPlan:
+class ProcessorPlan:
     """What changes the rows of one text, besides `SamplingParams`.
 
     stop_ids: those that end the text; a minimum of tokens forbids them. num_generated: so many of the last tokens
     before the first one to generate belong to the text. grammar: the texts that are allowed; None allows all.
     """
 
-    rules: RowRules = PLAIN
+    processors: ProcessorOptions = PLAIN
     stop_ids: frozenset[int] = frozenset()
     num_generated: int = 0
     grammar: CompiledGrammar | None = None
 
-    def states(self, tokens: Sequence[int], vocab_size: int) -> list[RowState]:
+    def states(self, tokens: Sequence[int], vocab_size: int) -> list[LogitProcessor]:
         """States that have seen the text so far; none where a plain pick is enough.
 
         tokens: all before the first one to generate. vocab_size: of the rows. Raises RequestError `grammar_excluded`
         where the text so far is outside the grammar.
         """
-        states: list[RowState] = []
+        states: list[LogitProcessor] = []
         first = max(0, len(tokens) - self.num_generated)
         if self.grammar is not None:
             states.append(GrammarRows(self.grammar.state()))
-        if self.rules.changes_rows:
-            states.append(RuleState(self.rules, tokens[:first], vocab_size, self.stop_ids))
+        if self.processors.changes_rows:
+            states.append(OptionsProcessor(self.processors, tokens[:first], vocab_size, self.stop_ids))
         for state in states:
             if isinstance(state, GrammarRows):
                 state.replay(tokens[first:])
@@ -50,8 +50,8 @@ class RowPlan:
     @property
     def narrowing(self) -> SurvivorFilter | None:
         """What truncates the distribution; None where nothing does."""
-        return Narrowing.of(self.rules)
+        return Narrowing.of(self.processors)
 
 
-NO_PLAN = RowPlan()
+NO_PLAN = ProcessorPlan()
 """A plain pick."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
+from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
 from outrider.models.picks.rejection import Evidence
@@ -56,10 +56,10 @@ class PendingDrafts:
         """The likeliest pending path, at most `limit` tokens; the last token to commit needs no draft."""
         return self.trie.likeliest(max(0, min(limit, self.num_left - 1)))
 
-    def own_draft(self, room: int) -> Chosen:
+    def own_draft(self, room: int) -> SelectedDrafts:
         """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""
         tokens = self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
-        return Chosen.line(tokens, self.evidence[: len(tokens)])
+        return SelectedDrafts.line(tokens, self.evidence[: len(tokens)])
 
     def rewind(self, base: int, tokens: Sequence[int], sources: Iterable[DraftSource]) -> None:
         """Replaces the tokens generated after the first `base` by `tokens`, and drops what is pending.

@@ -12,7 +12,7 @@ from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.transforms.rules import PLAIN
+from outrider.models.processors.options import PLAIN
 
 _LEAST_TOKENS: Final = 4
 """Of a text that is worth keeping."""
@@ -27,7 +27,7 @@ class Recalled:
     """A request with what is known of its prompt. digest: None where the prompt's beginning is not known."""
 
     request: GenerateRequest
-    _memory: Recall | None = None
+    _memory: RecentTexts | None = None
     _digest: PromptDigest | None = None
     _tokens: list[int] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class Recalled:
         """The same with the client's own guess of the text, unless the text is known already."""
         if not prediction or self.request.is_repeat:
             return self
-        return replace(self, request=replace(self.request, earlier=tuple(prediction), is_predicted=True))
+        return replace(self, request=replace(self.request, recent=tuple(prediction), is_predicted=True))
 
     def for_choice(self, params: SamplingParams) -> Recalled:
         """For another text of the same prompt: drafted alike, and not kept."""
@@ -63,13 +63,13 @@ class Recalled:
         tokens, request = tuple(self._tokens), self.request
         if event.prefix_hash is not None:
             self._memory.note_prefix(request, event.prefix_hash, self._digest.with_tokens(tokens))
-        if request.is_repeat and request.earlier[: len(tokens)] == tokens:
-            tokens = request.earlier  # all that is known of it
+        if request.is_repeat and request.recent[: len(tokens)] == tokens:
+            tokens = request.recent  # all that is known of it
         if len(tokens) >= _LEAST_TOKENS:
             self._memory.store.put(self._digest.place, RecentText(tokens, _sampling_of(request)))
 
 
-class Recall:
+class RecentTexts:
     """The store of recent texts as routes use it. target: identity of what picks the tokens."""
 
     def __init__(self, store: RecentStore, target: str) -> None:
@@ -88,7 +88,7 @@ class Recall:
         found = await self.store.find(digest.place)
         if found is not None:
             is_repeat = found.sampling == _sampling_of(request)
-            request = replace(request, earlier=found.tokens, is_repeat=is_repeat)
+            request = replace(request, recent=found.tokens, is_repeat=is_repeat)
         return Recalled(request, self, digest)
 
     def _digest_of(self, request: GenerateRequest) -> PromptDigest | None:
@@ -121,9 +121,9 @@ class Recall:
 
 def _sampling_of(request: GenerateRequest) -> bytes:
     """Digest of all that decides the text, besides the prompt and what ends it."""
-    if request.rules == PLAIN and request.grammar is None:
+    if request.processors == PLAIN and request.grammar is None:
         return sampling_digest(request.params)
     # Penalties depend on where the text begins, a minimum of tokens on what would end it.
-    stops = sorted(request.stop_ids) if request.rules.min_tokens else ()
+    stops = sorted(request.stop_ids) if request.processors.min_tokens else ()
     grammar = request.grammar.spec.hash if request.grammar is not None else ""
-    return sampling_digest(request.params, request.rules, request.num_generated, stops, grammar)
+    return sampling_digest(request.params, request.processors, request.num_generated, stops, grammar)

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.text.detokenizer import StreamingDetokenizer
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.transforms.chooser import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

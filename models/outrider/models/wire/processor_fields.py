@@ -1,6 +1,6 @@
-"""Defines the wire's fields of rules on rows of logits, with their limits: penalties, bias, forbidden and allowed ids.
+"""Defines the wire's fields of logit processors, with their limits: penalties, bias, forbidden and allowed ids.
 
-Their meaning is that of `transforms.rules.RowRules`, which `transforms.wire` makes of them.
+Their meaning is that of `processors.options.ProcessorOptions`, which `processors.options_fields` makes of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ TypicalP = Annotated[_Number, Field(gt=0.0, le=1.0)]
 Fraction = Annotated[_Number, Field(ge=0.0, le=1.0)]
 
 
-class RuleFields(BaseModel):
+class ProcessorFields(BaseModel):
     """Rules on rows of logits, as sessions and /v1/verify have them; the defaults change nothing."""
 
     repetition_penalty: RepetitionPenalty = Field(default=1.0, description="of ids in prompt or text; 1: off")

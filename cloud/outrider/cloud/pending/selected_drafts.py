@@ -9,7 +9,7 @@ from outrider.models.picks.rejection import Evidence
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SelectedDrafts:
     """Drafted tokens, parents before their children, the likeliest path first.
 
     parents: for each token the index of its parent in `tokens`; -1: it follows the last committed token. A line is
@@ -21,14 +21,14 @@ class Chosen:
     evidence: Sequence[Evidence] = ()
 
     @classmethod
-    def line(cls, tokens: Sequence[int], evidence: Sequence[Evidence] = ()) -> Chosen:
+    def line(cls, tokens: Sequence[int], evidence: Sequence[Evidence] = ()) -> SelectedDrafts:
         """One path."""
         return cls(tokens, range(-1, len(tokens) - 1), evidence)
 
-    def first(self, count: int) -> Chosen:
+    def first(self, count: int) -> SelectedDrafts:
         """The first `count` of them."""
         count = max(0, count)
-        return Chosen(self.tokens[:count], self.parents[:count], self.evidence[:count])
+        return SelectedDrafts(self.tokens[:count], self.parents[:count], self.evidence[:count])
 
     def after(self, nodes: Sequence[int]) -> Sequence[int]:
         """The tokens that follow the last of `nodes`, a path of indices; without nodes, those at the root."""
@@ -45,4 +45,4 @@ class Chosen:
         return all(parent == index - 1 for index, parent in enumerate(self.parents))
 
 
-NOTHING = Chosen()
+NOTHING = SelectedDrafts()

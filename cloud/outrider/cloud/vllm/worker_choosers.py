@@ -1,8 +1,8 @@
-"""Keeps the choosers of a vLLM worker's requests: what rules, grammars and logprobs need beyond a plain pick.
+"""Keeps the choosers of a vLLM worker's requests: for logit processors, grammars and logprobs.
 
-vLLM's own processing of logits is never used: the rules are our engine's, so that a text is the same on both. A worker
-sees tokens that vLLM drops later (of a part of a prompt, of a step that is run again), so before each step a chooser's
-states are brought to what vLLM has kept.
+vLLM's own are never used: these are our engine's, so that a text is the same on both. A worker sees tokens that vLLM
+drops later (of a part of a prompt, of a step that is run again), so before each step a chooser's states are brought to
+what vLLM has kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.engine.choosers import chooser_of
+from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.vllm.terms import Mark, Refusal, grammar_number, request_of
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.faults import log_fault
@@ -28,15 +28,15 @@ from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import WornOut
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.process.heap import HeapTrimmer
+from outrider.models.processors.chooser import TokenChooser
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.transforms.chooser import RowChooser
 
 LOGPROBS: Final = "outrider_logprobs"
 """The attribute of vLLM's `ModelRunnerOutput`, by request: of each token itself, its logprob, the likeliest tokens and
 theirs.
 """
 REFUSALS: Final = "outrider_refusals"
-"""The same: the refusal of a request whose rules leave no token, or whose grammar is too costly."""
+"""The same: the refusal of a request whose processors leave no token, or whose grammar is too costly."""
 FAULTS: Final = "outrider_faults"
 """The same, of the V2 runner: the first position whose logits are not finite."""
 
@@ -92,7 +92,7 @@ class WorkerGrammars:
     def __init__(self, model: str, vocab_size: int, *, is_judge: bool = True) -> None:
         self._model = model
         self._is_judge = is_judge
-        self._texts: dict[int, WeakSet[Choosing]] = {}
+        self._texts: dict[int, WeakSet[RequestChooser]] = {}
         self._vocab_size = vocab_size
         self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -137,7 +137,7 @@ class WorkerGrammars:
             raise _let_go()
         return grammar
 
-    def follow(self, number: int, text: Choosing) -> None:
+    def follow(self, number: int, text: RequestChooser) -> None:
         """Notes a text of a grammar."""
         self._texts.setdefault(number, WeakSet()).add(text)
 
@@ -154,11 +154,11 @@ class WorkerGrammars:
         return compiled_of(spec, built.matchers, vocabulary, is_timed=self._is_judge), built
 
 
-class Choosing:
+class RequestChooser:
     """One request's chooser, and where its text begins in its tokens."""
 
-    def __init__(self, chooser: RowChooser, first: int, stop_ids: frozenset[int]) -> None:
-        self._chooser: RowChooser | None = chooser
+    def __init__(self, chooser: TokenChooser, first: int, stop_ids: frozenset[int]) -> None:
+        self._chooser: TokenChooser | None = chooser
         self._first = first
         self._stop_ids = stop_ids
 
@@ -198,7 +198,9 @@ class Choosing:
         return branch.tokens
 
 
-def choosing_of(extra_args: Any, prompt: Sequence[int], vocab_size: int, grammars: WorkerGrammars) -> Choosing | None:
+def make_request_chooser(
+    extra_args: Any, prompt: Sequence[int], vocab_size: int, grammars: WorkerGrammars
+) -> RequestChooser | None:
     """None where a plain pick is enough, and for a request that is not ours. prompt: of the request.
 
     Raises RequestError for a grammar that was let go, or excludes the text so far.
@@ -209,7 +211,7 @@ def choosing_of(extra_args: Any, prompt: Sequence[int], vocab_size: int, grammar
     chooser = chooser_of(request, prompt, vocab_size)
     if chooser is None:
         return None
-    choosing = Choosing(chooser, len(prompt) - request.num_generated, request.stop_ids)
+    choosing = RequestChooser(chooser, len(prompt) - request.num_generated, request.stop_ids)
     if (number := grammar_number(extra_args)) is not None:
         grammars.follow(number, choosing)
     return choosing
@@ -220,13 +222,13 @@ def _let_go() -> RequestError:
     return RequestError("internal_error", "the request's grammar was let go")
 
 
-class Choosings:
+class RequestChoosers:
     """The choosers of a worker, by request."""
 
     def __init__(self) -> None:
-        self._found: dict[str, Choosing | None] = {}
+        self._found: dict[str, RequestChooser | None] = {}
 
-    def of(self, name: str, make: Callable[[], Choosing | None]) -> Choosing | None:
+    def of(self, name: str, make: Callable[[], RequestChooser | None]) -> RequestChooser | None:
         """A request's; made when it is first asked for."""
         if name not in self._found:
             self._found[name] = make()

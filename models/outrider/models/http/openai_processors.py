@@ -1,4 +1,4 @@
-"""Defines the rules on rows of logits in the OpenAI-compatible messages; null means the default.
+"""Defines the logit processors in the OpenAI-compatible messages; null means the default.
 
 `presence_penalty`, `frequency_penalty` and `logit_bias` are OpenAI's; the others are vLLM's and llama.cpp's.
 """
@@ -10,8 +10,8 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, Field
 
-from outrider.models.transforms.rules import RowRules
-from outrider.models.wire.rule_fields import (
+from outrider.models.processors.options import ProcessorOptions
+from outrider.models.wire.processor_fields import (
     MAX_BAD_WORDS,
     AllowedIds,
     Fraction,
@@ -33,7 +33,7 @@ BadStrings = Annotated[
 
 
 class RuleParameters(BaseModel):
-    """Rules of a completion, as `RuleFields`, but bad words are texts."""
+    """Logit processors of a completion, as `ProcessorFields`, but bad words are texts."""
 
     repetition_penalty: RepetitionPenalty | None = Field(default=None, description="of ids in prompt or text; 1: off")
     presence_penalty: TextPenalty | None = None
@@ -48,9 +48,9 @@ class RuleParameters(BaseModel):
         default=None, description="of XTC: least probability of a top choice; 0.1 if unset"
     )
 
-    def rules(self, bad_ids: Sequence[Sequence[int]] = ()) -> RowRules:
-        """The rules. bad_ids: `bad_words` as token ids. Raises SamplingError."""
-        return RowRules(
+    def processors(self, bad_ids: Sequence[Sequence[int]] = ()) -> ProcessorOptions:
+        """The processors. bad_ids: `bad_words` as token ids. Raises SamplingError."""
+        return ProcessorOptions(
             _or(self.repetition_penalty, 1.0),
             _or(self.presence_penalty, 0.0),
             _or(self.frequency_penalty, 0.0),

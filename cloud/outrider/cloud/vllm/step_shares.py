@@ -26,7 +26,7 @@ _MAX_REFUSED: Final = 16
 """Queued sequences without room that a step looks at."""
 
 
-class Places:
+class StepShares:
     """The open sequences by owner, queued or running (with blocks). num_places: that take part in a step."""
 
     def __init__(self, num_places: int, step_tokens: int) -> None:

@@ -18,9 +18,9 @@ from outrider.edge.retrieval.grounding import Grounding, Library
 from outrider.edge.retrieval.index import PassageIndex
 from outrider.edge.serve.state import LocalCore
 from outrider.models.http import openai, openai_answers
+from outrider.models.http.answer_text import TokenPiece
 from outrider.models.http.errors import FieldError
 from outrider.models.http.shapes import Delta, FoundText, Shape
-from outrider.models.http.text import TokenPiece
 from outrider.models.process.extras import is_installed
 from outrider.models.wire.protocol import ModelFacts
 from outrider.models.wire.strict_message import StrictMessage

@@ -32,7 +32,7 @@ def _spans() -> deque[Span]:
 
 
 @dataclass(slots=True)
-class Watch:
+class TextWatch:
     """Of one text. `drafted` may be called from another thread, the rest belongs to the event loop."""
 
     estimates: Estimates = field(default_factory=Estimates)
@@ -94,7 +94,7 @@ class Watch:
 
 
 class _WatchedPosts:
-    def __init__(self, posts: Posts, watch: Watch) -> None:
+    def __init__(self, posts: Posts, watch: TextWatch) -> None:
         self._posts = posts
         self._watch = watch
 

@@ -30,8 +30,8 @@ from outrider.models.client.errors import EndpointLost, EndpointUnfit, TargetMis
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError, RequestError, TokenizerMismatch
 from outrider.models.faults import log_fault
-from outrider.models.transforms.chooser import TokenLogprobs
-from outrider.models.transforms.wire import fields_of
+from outrider.models.processors.chooser import TokenLogprobs
+from outrider.models.processors.options_fields import fields_of
 from outrider.models.wire.protocol import (
     MAX_PATH_TOKENS,
     Commit,
@@ -381,7 +381,7 @@ def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
 def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:
     """Rules and grammar as the wire has them, and how much of the prompt they see as text."""
     num_generated = request.num_generated + num_confirmed
-    found = fields_of(request.rules, num_generated)
+    found = fields_of(request.processors, num_generated)
     if request.grammar is not None:
         found["grammar"] = request.grammar.spec.to_wire()
     return found | {"generated": num_generated}

@@ -15,18 +15,18 @@ from outrider.edge.modes.assemble import eased, make_agent
 from outrider.edge.modes.offline import OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, TokenBatch
-from outrider.edge.serve.drafts import Loan
 from outrider.edge.serve.faults import as_request_error, shutting_down
+from outrider.edge.serve.lent_drafts import Loan
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import KeptText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.call_texts import CallTexts, Choice
 from outrider.models.http.choices import choice_params
 from outrider.models.http.encoding import check_tokens
 from outrider.models.http.inbox import Inbox
 from outrider.models.http.shapes import Delta
-from outrider.models.http.text import TextStyle
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.predicted import PredictionFollower
 from outrider.models.wire.protocol import ModelFacts

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.picks.sampling import SamplingParams, mix64, noise_key
-from outrider.models.transforms.rules import RowRules
+from outrider.models.processors.options import ProcessorOptions
 
 _U64: Final = (1 << 64) - 1
 _COIN: Final = 0xA0761D6478BD642F
@@ -43,16 +43,20 @@ def coin(seed: int, position: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Narrowing:
-    """Which of the surviving tokens may be picked; fields as in `RowRules`. A pure function."""
+    """Which of the surviving tokens may be picked; fields as in `ProcessorOptions`. A pure function."""
 
     typical_p: float = 1.0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
 
     @classmethod
-    def of(cls, rules: RowRules) -> Narrowing | None:
-        """None where the rules truncate nothing."""
-        return cls(rules.typical_p, rules.xtc_probability, rules.xtc_threshold) if rules.narrows else None
+    def of(cls, processors: ProcessorOptions) -> Narrowing | None:
+        """None where the options truncate nothing."""
+        return (
+            cls(processors.typical_p, processors.xtc_probability, processors.xtc_threshold)
+            if processors.narrows
+            else None
+        )
 
     def narrow(self, logits: NDArray[np.float32], ids: _Ids, params: SamplingParams, position: int) -> _Ids:
         """A part of `ids`, ascending and not empty. logits: the row, [V]; ids: ascending, one at least is finite."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from outrider.models.errors import SamplingError
-from outrider.models.wire.rule_fields import (
+from outrider.models.wire.processor_fields import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -21,7 +21,7 @@ from outrider.models.wire.rule_fields import (
 
 
 @dataclass(frozen=True, slots=True)
-class RowRules:
+class ProcessorOptions:
     """Rules of one request that change its rows of logits. Plain values: they cross processes, and travel to devices.
 
     repetition_penalty: divides positive logits of tokens in prompt or text and multiplies negative ones (CTRL, Keskar
@@ -95,7 +95,7 @@ class RowRules:
 
     @property
     def num_ids(self) -> int:
-        """Token ids that the rules hold."""
+        """Token ids that they hold."""
         return len(self.logit_bias) + sum(map(len, self.bad_words)) + len(self.allowed_ids or ())
 
 
@@ -126,5 +126,5 @@ def _ids(name: str, tokens: Sequence[int]) -> None:
         raise SamplingError(f"{name} has token id {min(tokens)}; expected 0 or more")
 
 
-PLAIN = RowRules()
+PLAIN = ProcessorOptions()
 """No rule."""

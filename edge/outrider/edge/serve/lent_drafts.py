@@ -24,7 +24,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung, WaitingDrafter
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.modes.assemble import OpenModel
-from outrider.edge.modes.ladder import LOOKUP_WORDS, LazyModel
+from outrider.edge.modes.draft_ladder import LOOKUP_WORDS, LazyModel
 from outrider.models.errors import OutriderError
 from outrider.models.runtimes.base import SequenceRuntime, ShareableRuntime
 from outrider.models.visible import visible

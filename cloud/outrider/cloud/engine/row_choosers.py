@@ -1,0 +1,21 @@
+"""Makes the chooser of a sequence from its request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.cloud.seam import GenerateRequest
+from outrider.models.processors.acceptance_chooser import AcceptanceChooser
+from outrider.models.processors.chooser import TokenChooser
+from outrider.models.processors.processor_plan import ProcessorPlan
+
+
+def chooser_of(request: GenerateRequest, tokens: Sequence[int], vocab_size: int) -> TokenChooser | None:
+    """None where a plain pick is enough. tokens: all before the first one to generate."""
+    plan = ProcessorPlan(request.processors, request.stop_ids, request.num_generated, request.grammar)
+    states, narrowing = plan.states(tokens, vocab_size), plan.narrowing
+    if request.terms.rule.needs_evidence:
+        return AcceptanceChooser(request.params, states, request.num_logprobs, narrowing, terms=request.terms)
+    if not states and narrowing is None and request.num_logprobs is None:
+        return None
+    return TokenChooser(request.params, states, request.num_logprobs, narrowing)
