@@ -41,6 +41,7 @@ from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.process.command_line import print_error
+from outrider.models.process.heap import bound_heaps
 from outrider.models.process.watched_files import FileWatch, WatchedFiles
 from outrider.models.visible import visible
 
@@ -62,6 +63,7 @@ def serve(options: ServeOptions) -> int:
 
 def _serve(options: ServeOptions, hangups: HangUps) -> int:
     configure_logging(options.log_format)
+    bound_heaps()
     watched = watched_keys(options.api_key_file)
     keys = load_keys(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None

@@ -38,6 +38,7 @@ from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.process.command_line import print_line
 from outrider.models.process.extras import require_packages
+from outrider.models.process.heap import bound_heaps
 from outrider.models.process.watched_files import FileWatch, WatchedFiles
 from outrider.models.visible import visible
 
@@ -58,6 +59,7 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     cloud_keys: which key goes to which cloud; by default, the options' key goes to all of them.
     """
     configure_logging(LogFormat.TEXT)
+    bound_heaps()
     sys.setswitchinterval(_SWITCH_S)
     if options.metrics:
         require_packages(["prometheus_client"], "--metrics", "telemetry")
