@@ -137,7 +137,7 @@ class SequenceCache:
         The owner may divide its own by salts.
         """
         request = sequence.request
-        return chain_hash(self._salt + (request.salt if self._share_between_owners else request.client), ())
+        return chain_hash(self._salt + (request.asker.salt if self._share_between_owners else request.asker.client), ())
 
     def cut(self, sequence: SequenceState, length: int) -> None:
         """Forgets keys and values from token `length` on: other tokens stand there now.
@@ -173,7 +173,7 @@ class SequenceCache:
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
         since, is_lossy = self._clock(), sequence.is_lossy
         prefix = ParkedPrefix(
-            request.owner, request.kept_as(name), tokens, blocks, sequence.computed, hashes, since, is_lossy
+            request.asker.owner, request.asker.name_of(name), tokens, blocks, sequence.computed, hashes, since, is_lossy
         )
         self._on_park(prefix)
         self._parked.park(prefix)
