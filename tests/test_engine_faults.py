@@ -228,7 +228,7 @@ def test_a_held_prefix_never_enters_the_pool_of_after_a_reset(monkeypatch: pytes
     harness.run()
     assert first.end is not None
     resetting = threading.Thread(target=lambda: harness.engine.reset(ValueError("a bug")))
-    take = harness.engine._cache.take_parked
+    take = harness.engine._cache.parked.take
 
     def take_and_reset(owner: bytes, name: str) -> ParkedPrefix | None:
         held = take(owner, name)
@@ -236,7 +236,7 @@ def test_a_held_prefix_never_enters_the_pool_of_after_a_reset(monkeypatch: pytes
         resetting.join(0.1)  # long enough to be through, were it not made to wait
         return held
 
-    monkeypatch.setattr(harness.engine._cache, "take_parked", take_and_reset)
+    monkeypatch.setattr(harness.engine._cache.parked, "take", take_and_reset)
     _, second = harness.submit([], 1, once=True, prefix_hash=first.end.prefix_hash)
     resetting.join(TIMEOUT_S)
     harness.run()

@@ -320,7 +320,7 @@ def test_what_a_move_takes_is_part_of_what_a_tree_costs() -> None:
     harness.run()
     totals = harness.engine.stats().totals
     assert collector.tokens == truth and totals.tree_steps > 5
-    assert trees.tree_ratio > 2.0
+    assert trees.trees.ratio > 2.0
     assert totals.model_s - before.model_s == pytest.approx(0.040 * totals.steps + 0.060 * totals.tree_steps)
 
 

@@ -22,7 +22,7 @@ class Engine(Intake, Commits):
         """Runs one step. Returns 0 when there may be more to do, else seconds until a wait ends, or None when idle."""
         started = self._clock()
         self._read_inbox()
-        self._cache.release_old()
+        self._cache.parked.evict_old()
         self._probe_if_due()
         self._end_loading(started)
         for sequence in self._scheduler.overdue(started):

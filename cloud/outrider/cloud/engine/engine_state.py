@@ -13,7 +13,8 @@ from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.own_sources import require_hidden
-from outrider.cloud.engine.parked import ParkedPrefix
+from outrider.cloud.engine.parked import ParkedPrefixes
+from outrider.cloud.engine.pool import BlockPool
 from outrider.cloud.engine.request_checks import (
     deadline_exceeded,
 )
@@ -63,25 +64,22 @@ class EngineState:
         self._limits = ModelLimits(runtime.limits.vocab_size, longest)
 
     def _start_afresh(self) -> None:
+        config, nothing = self._config, lambda prefix: None
+        put = nothing if self._swap is None else self._swap.put
+        always = config.spill is not None and config.spill.always
+        on_park, on_evict = (put, nothing) if always else (nothing, put)
+        pool = BlockPool(self._runtime.num_blocks, self._runtime.block_size)
         self._cache = SequenceCache(
-            self._runtime.num_blocks,
-            self._runtime.block_size,
-            max_parked=self._config.max_parked,
-            max_parked_s=self._config.max_parked_s,
+            ParkedPrefixes(pool, config.max_parked, config.max_parked_s, self._clock, on_evict),
+            share_prefixes=config.share_prefixes,
+            share_between_owners=config.share_between_owners,
             clock=self._clock,
-            share_prefixes=self._config.share_prefixes,
-            share_between_owners=self._config.share_between_owners,
-            **self._when_spilled(),
+            on_park=on_park,
         )
         on_admit = self._swap.restore if self._swap is not None else lambda sequence: None
         self._scheduler = Scheduler(
             self._config, self._cache, self._drafting, self._totals, self._clock, on_admit=on_admit
         )
-
-    def _when_spilled(self) -> dict[str, Callable[[ParkedPrefix], None]]:
-        if self._swap is None or self._config.spill is None:
-            return {}
-        return {"on_park" if self._config.spill.always else "on_evict": self._swap.put}
 
     @property
     def limits(self) -> ModelLimits:
@@ -116,8 +114,8 @@ class EngineState:
             totals=self._counted(),
             running=num_running,
             queued=len(self._scheduler.running) - num_running + self._scheduler.num_queued,
-            parked=self._cache.num_parked,
-            parked_blocks=self._cache.num_parked_blocks,
+            parked=len(self._cache.parked),
+            parked_blocks=self._cache.parked.num_blocks,
             num_blocks=self._cache.pool.num_blocks,
             free_blocks=self._cache.pool.num_available,
             step_ms=None if step_s is None else step_s * 1e3,

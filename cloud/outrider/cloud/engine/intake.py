@@ -42,7 +42,7 @@ class Intake(EngineState):
         with self._gate:
             held = None
             if request.prefix_hash:
-                held = self._cache.take_parked(request.asker.owner, request.asker.name_of(request.prefix_hash))
+                held = self._cache.parked.take(request.asker.owner, request.asker.name_of(request.prefix_hash))
             spilled = request.stored if request.prefix_hash and held is None else None
             if request.prefix_hash and held is None and spilled is None:
                 raise RequestError(
@@ -52,7 +52,7 @@ class Intake(EngineState):
                 sequence = self._new_sequence(request, sink, held, spilled.tokens if spilled else ())
             except BaseException:
                 if held:
-                    self._inbox.append(lambda: self._cache.park_again(held))
+                    self._inbox.append(lambda: self._cache.parked.park(held))
                 raise
             self._sequences[sequence.id] = sequence
             self._inbox.append(lambda: self._enqueue(sequence) if spilled is None else self._load(sequence, spilled))
@@ -63,7 +63,7 @@ class Intake(EngineState):
 
         False, and `done` is not called, where there is nothing to wait for.
         """
-        if self._swap is None or self._cache.is_parked(owner, name):
+        if self._swap is None or self._cache.parked.has(owner, name):
             return False
         return self._swap.store.seek(owner, name, done)
 
