@@ -100,7 +100,7 @@ def test_drafts_of_a_device_its_lag_and_waits_for_it_are_counted() -> None:
     """The histogram of waits has the seconds of usage; nodes that become pending are counted once."""
     harness = Harness(config=EngineConfig(looks_up=False))
     truth = plain(SHORT, SAMPLED, 12)
-    number, _ = harness.submit(SHORT, 12, draft_lag_ms=5.0)
+    number, _ = harness.submit(SHORT, 12, lag_ms=5.0)
     harness.step()
     harness.engine.draft(number, 1, [truth[1:5]])
     harness.engine.draft(number, 1, [truth[1:6]])

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from tests.engine_harness import Clock, Collector
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.embedded import _heads
 from outrider.cloud.server.identity import target_identity
 from outrider.export.distill.heads import HeadOptions, add_heads
@@ -137,7 +137,7 @@ def test_heads_guess_and_the_text_stays_the_targets(
         config = EngineConfig(heads=heads if with_heads else None, policy=Policy.VERIFY, share_prefixes=False)
         engine = Engine(runtime, config, clock=Clock())  # type: ignore[arg-type]
         found[with_heads] = Collector()
-        request = GenerateRequest(tuple(TOKENS), SamplingParams(temperature, seed=3), 60)
+        request = flat_request(tuple(TOKENS), SamplingParams(temperature, seed=3), 60)
         engine.submit(request, found[with_heads])
         while engine.has_work:
             engine.step()

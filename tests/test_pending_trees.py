@@ -13,7 +13,8 @@ from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.pending.drafting import Drafting, likeliest_path
+from outrider.cloud.pending.candidates import likeliest_path
+from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
@@ -331,7 +332,7 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
 
     assert step(2.0)
     assert 1 <= sum(step(2.0) for _ in range(500)) < 12
-    assert drafting.tree_ratio > 1.5
+    assert drafting.trees.ratio > 1.5
     assert sum(step(1.0) for _ in range(700)) > 100
     assert all(step(1.0) for _ in range(20))
     for _ in range(20_000):
@@ -356,7 +357,7 @@ def test_trees_keep_their_size_where_no_line_is_run() -> None:
     assert sizes[300:].count(4) > 0.97 * len(sizes[300:])
     step_s, extra_s = drafting.curve.step_and_extra()
     assert step_s == pytest.approx(0.040, rel=0.05) and extra_s == pytest.approx(0.001, rel=0.5)
-    assert drafting.tree_ratio < 1.1
+    assert drafting.trees.ratio < 1.1
 
 
 def test_the_line_form_is_the_likeliest_path() -> None:

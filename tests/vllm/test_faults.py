@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from tests.requests import flat_request
 from tests.serving import TIMEOUT_S
 from tests.vllm.test_engine import Collector
 from vllm.v1.engine import core
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.seam import GenerateRequest, Totals
+from outrider.cloud.seam import Totals
 from outrider.cloud.vllm import engine as engine_module
-from outrider.cloud.vllm import scheduler, v2, wire
+from outrider.cloud.vllm import engine_messages as wire
+from outrider.cloud.vllm import scheduler, v2
 from outrider.cloud.vllm.engine import VllmConfig, VllmEngine
 from outrider.cloud.vllm.hang_watch import DEAD_AFTER
 from outrider.cloud.vllm.worker_choosers import WorkerGrammars
@@ -28,7 +30,7 @@ from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits
 
-REQUEST = GenerateRequest((1, 2, 3), SamplingParams(), 8)
+REQUEST = flat_request((1, 2, 3), SamplingParams(), 8)
 
 
 class Llm:
@@ -149,7 +151,11 @@ def test_a_sink_that_raises_takes_nothing_from_others(engine: Bare) -> None:
     found = Collector()
     first, second = engine.submit(REQUEST, bad), engine.submit(REQUEST, found)
     assert engine._llm.added.wait(TIMEOUT_S)
-    engine.report(wire.Commit(first, 0, [7], 0, 0, 0), wire.Commit(second, 0, [8], 0, 0, 0), ends=(end_of(second),))
+    engine.report(
+        wire.Commit(first, 0, [7], 0, 0, 0),
+        wire.Commit(second, 0, [8], 0, 0, 0),
+        ends=(end_of(second),),
+    )
     assert found.wait().error is None and found.tokens == [8] and first not in engine._sequences
 
 

@@ -64,15 +64,13 @@ class Admission:
 
         Raises RequestError as the engine does; also `unauthorized`, `tokens_exhausted`, `deadline_exceeded`.
         """
-        owner, key = request.owner, self._keys.of_owner(request.owner)
+        owner, key = request.asker.owner, self._keys.of_owner(request.asker.owner)
         if not self._keys.may_generate(owner):
             raise key_is_removed()
         highest = NO_KEY_PRIORITY if key is None else key.priority
-        request = replace(
-            request,
-            priority=highest if asked.priority is None else min(highest, asked.priority),
-            deadline_ms=self._left_ms(asked),
-        )
+        priority = highest if asked.priority is None else min(highest, asked.priority)
+        asker = replace(request.asker, priority=priority, deadline_ms=self._left_ms(asked))
+        request = replace(request, asker=asker)
         per_minute = self._tokens_per_minute
         if key is not None and key.tokens_per_minute is not None:
             per_minute = key.tokens_per_minute
@@ -107,7 +105,7 @@ class Admission:
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(tell, stored)
 
-        if not self._engine.seek(request.owner, request.kept_as(request.prefix_hash), done):
+        if not self._engine.seek(request.asker.owner, request.asker.name_of(request.prefix_hash), done):
             return request
         try:
             return replace(request, stored=await asyncio.wait_for(found, SEEK_S))
@@ -175,7 +173,7 @@ class _Followed:
         self._entry = entry
         self._num_charged = len(request.prompt)
         self._number: int | None = None
-        self.owner = request.owner
+        self.owner = request.asker.owner
         self.is_over = False
         self.is_revoked = False
         if entry is not None:

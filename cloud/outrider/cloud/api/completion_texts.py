@@ -58,7 +58,7 @@ class Generation(CallTexts[_Sequence, Event]):
         self.num_each, self._asked, self._scope = num_each, asked, scope
         tokenizer = self.core.model.tokenizer
         for leader in recalled:
-            prompt, params = leader.request.prompt, leader.request.params
+            prompt, params = leader.request.prompt, leader.request.pick.params
             for index in range(num_each):
                 each = leader if index == 0 else leader.for_choice(choice_params(params, index))
                 follower = PredictionFollower(prediction) if prediction else None

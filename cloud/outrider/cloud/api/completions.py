@@ -15,7 +15,7 @@ from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.completion_texts import Generation
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import trace_of
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import Asker, GenerateRequest, PickOptions
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
@@ -125,21 +125,11 @@ async def _answer(
         prompts = await encode()
         grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner)
         stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
-        rules = await processors_of(workers, owner, tokenizer, body)
+        processors = await processors_of(workers, owner, tokenizer, body)
         prediction = await workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
-        num_logprobs = engine_logprobs(body)
+        pick = PickOptions(params, processors, grammar, engine_logprobs(body))
         requests = [
-            GenerateRequest(
-                tuple(prompt),
-                params,
-                max_tokens,
-                stop_ids,
-                owner=owner,
-                processors=rules,
-                grammar=grammar,
-                num_logprobs=num_logprobs,
-            )
-            for prompt in prompts
+            GenerateRequest(tuple(prompt), pick, max_tokens, stop_ids, asker=Asker(owner)) for prompt in prompts
         ]
         is_allowed = not is_no_store(request)
         recalled = await asyncio.gather(*(core.recall(each, is_allowed=is_allowed) for each in requests))

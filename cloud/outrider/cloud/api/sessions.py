@@ -18,7 +18,7 @@ from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.api.traces import trace_of
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
@@ -60,25 +60,25 @@ def session_routes(core: Core) -> APIRouter:
         grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner, salt)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
-            params=body.rule.apply(sampling_of(body.sampling)),
+            pick=PickOptions(
+                body.rule.apply(sampling_of(body.sampling)),
+                sampling_of(lambda: processors_of(body)),
+                grammar,
+                body.logprobs,
+            ),
             max_tokens=body.max_tokens,
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos, grammar),
-            draft_lag_ms=body.draft_lag_ms,
-            patience_ms=body.patience_ms,
-            owner=owner,
+            hints=DraftHints(patience_ms=body.patience_ms, lag_ms=body.draft_lag_ms),
+            asker=Asker(owner, salt),
             prefix_hash=body.prefix_hash,
-            processors=sampling_of(lambda: processors_of(body)),
             num_generated=body.generated,
             keep=body.keep_prefix,
-            grammar=grammar,
             provisional=body.provisional,
-            salt=salt,
-            num_logprobs=body.logprobs,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
         recalled = await core.recall(generate, is_allowed=not is_no_store(request))
-        num_recent = len(recalled.request.recent)
+        num_recent = len(recalled.request.hints.recent)
         recalled = recalled.predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
@@ -93,7 +93,7 @@ def session_routes(core: Core) -> APIRouter:
         if (current := current_request()) is not None:
             current.session = session_tag(session_id)
         if (trace := trace_of(request.scope)) is not None:
-            trace.asked(generate.params, generate.max_tokens)
+            trace.asked(generate.pick.params, generate.max_tokens)
 
         def close() -> None:
             core.engine.cancel(session.sequence_id)

@@ -22,7 +22,7 @@ from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.sequence_watch import log_failure
 from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.api.traces import RequestTrace, trace_of
-from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
+from outrider.cloud.seam import Asker, CommitEvent, DraftHints, EndEvent, GenerateRequest, PickOptions
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.bodies import faults_of, owner_of, read_body, sampling_of
@@ -207,7 +207,7 @@ class _Batch:
         try:
             request = await self._core.admission.sought(await self._request(raw))
             self._running[index] = self._core.admission.submit(request, self.mailbox.sink(index), self._asked)
-            self._results[index] = VerifyResult(rule=name_of(request.terms), lossy=lossy_of(request.terms))
+            self._results[index] = VerifyResult(rule=name_of(request.pick.terms), lossy=lossy_of(request.pick.terms))
             return True
         except ValidationError as error:
             self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))
@@ -246,21 +246,15 @@ class _Batch:
         terms = item_terms(item, self._core.settings)
         return GenerateRequest(
             prompt=tuple(item.prefix),
-            params=params,
+            pick=PickOptions(params, sampling_of(lambda: processors_of(item)), grammar, terms=terms),
             # Unset, one pass is the only bound; no pass commits as many tokens as the model has positions.
             max_tokens=item.max_tokens or self._core.engine.limits.max_positions,
             stop_ids=self._core.stop_set(item.stop_ids, item.ignore_eos, grammar),
-            patience_ms=0.0,
-            draft=tuple(item.draft),
-            once=True,
+            hints=DraftHints(tuple(item.draft), evidence_of(item.draft_q, item.draft_log_q), patience_ms=0.0),
+            asker=Asker(self._owner, self._salt),
             prefix_hash=item.prefix_hash,
-            processors=sampling_of(lambda: processors_of(item)),
             num_generated=item.generated,
-            owner=self._owner,
-            grammar=grammar,
-            salt=self._salt,
-            terms=terms,
-            evidence=evidence_of(item.draft_q, item.draft_log_q),
+            once=True,
         )
 
     def _note(self, delivery: Delivery) -> None:

@@ -25,7 +25,7 @@ _OWNERS_AT_MOST: Final = 8
 class ParkedPrefix:
     """Tokens, the blocks that hold their keys and values, how many of them are computed, and their block hashes.
 
-    name: as `GenerateRequest.kept_as` gives it for the request that continues it. since: when it was parked.
+    name: as `Asker.name_of` gives it for the request that continues it. since: when it was parked.
     is_lossy: as `SequenceState.is_lossy`.
     """
 
@@ -54,7 +54,7 @@ class ParkedPrefixes:
         on_evict: Callable[[ParkedPrefix], None] = lambda prefix: None,
     ) -> None:
         """on_evict: called on the engine's thread before the blocks of a prefix are released."""
-        self._pool = pool
+        self.pool = pool
         self._on_evict = on_evict
         self._max_each = max_each
         self._max_s = max_s
@@ -80,7 +80,7 @@ class ParkedPrefixes:
             held = self._of_owner.setdefault(prefix.owner, OrderedDict())
             if prefix.name in held:
                 replaced = self._pop(prefix.owner, prefix.name)
-                self._pool.release(replaced.blocks)
+                self.pool.release(replaced.blocks)
                 held = self._of_owner.setdefault(prefix.owner, OrderedDict())
             held[prefix.name] = prefix
             self._num += 1
@@ -130,7 +130,7 @@ class ParkedPrefixes:
 
     def _release(self, entry: ParkedPrefix) -> None:
         self._on_evict(entry)
-        self._pool.release(entry.blocks)
+        self.pool.release(entry.blocks)
 
     def _is_old(self, entry: ParkedPrefix) -> bool:
         return self._clock() - entry.since >= self._max_s

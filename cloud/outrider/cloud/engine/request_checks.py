@@ -66,20 +66,20 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             f"the prompt has {length} tokens; this server takes at most {limits.max_positions - 1}",
         )
     _check_tokens(request.prompt, "prompt", limits)
-    _check_tokens(request.draft, "draft", limits)
+    _check_tokens(request.hints.draft, "draft", limits)
     if not 0 <= request.num_generated <= length:
         raise RequestError(
             "invalid_parameter",
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
-    check_processors(request.processors, limits)
-    _check_evidence(request.terms.rule, request.draft, request.evidence, limits)
+    check_processors(request.pick.processors, limits)
+    _check_evidence(request.pick.terms.rule, request.hints.draft, request.hints.evidence, limits)
     _check_terms(request)
 
 
 def _check_terms(request: GenerateRequest) -> None:
     """Raises RequestError `unsupported_parameter` for what does not go with a rule that judges by probabilities."""
-    terms, processors = request.terms, request.processors
+    terms, processors = request.pick.terms, request.pick.processors
     if terms.rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
         raise RequestError(
             "unsupported_parameter", f"typical_p and XTC do not go with the rule {terms.rule}; leave one of them out"
@@ -105,7 +105,7 @@ def deadline_exceeded() -> RequestError:
 
 def usable_recent(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
     """The earlier text, or nothing if it has an id that the model has not: it may come from anywhere."""
-    earlier = request.recent
+    earlier = request.hints.recent
     is_fine = not request.once and bool(earlier) and min(earlier) >= 0 and max(earlier) < limits.vocab_size
     return earlier if is_fine else ()
 

@@ -34,7 +34,7 @@ class ModelRunner:
         """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
         # What a chooser has to see whole, no runtime picks from.
         params = [
-            share.sequence.request.params if share.sequence.chooser is None else None
+            share.sequence.request.pick.params if share.sequence.chooser is None else None
             for share in shares
             for _ in range(share.num_rows)
         ]

@@ -312,8 +312,8 @@ class Scheduler:
         ranks: Counter[bytes] = Counter()  # of each owner's next item
         order: list[tuple[int, SequenceState]] = []
         for item in items:
-            order.append((ranks[item.request.owner], item))
-            ranks[item.request.owner] += 1
+            order.append((ranks[item.request.asker.owner], item))
+            ranks[item.request.asker.owner] += 1
         late: set[SequenceState] = set()
         taken: list[bool] = []  # of each whether it delays others
         for _, item in sorted(order, key=lambda entry: entry[0]):

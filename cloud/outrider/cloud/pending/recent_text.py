@@ -27,7 +27,7 @@ def kind_after(run: int, kinds: range = EARLIER_KINDS) -> int:
 assert len(EARLIER_KINDS) == len(PREDICTED_KINDS) == len(_LONG_RUNS) + 1
 
 
-class RecentText:
+class RecentTextSource:
     """An earlier text, and where the present one is in it.
 
     committed: the sequence's tokens; read, never changed, only grows. is_repeat: the earlier text was picked with the

@@ -128,8 +128,8 @@ class CascadedText:
         if self._has_ended:
             return
         loop = asyncio.get_running_loop()
-        if self.request.deadline_ms is not None:
-            self._timer = loop.call_later(self.request.deadline_ms / 1e3, self._expire)
+        if self.request.asker.deadline_ms is not None:
+            self._timer = loop.call_later(self.request.asker.deadline_ms / 1e3, self._expire)
         self._task = loop.create_task(self._verify() if self.request.once else self._generate())
         self._task.add_done_callback(self._on_done)
 
@@ -226,7 +226,7 @@ class CascadedText:
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
         counts.passes += 1
         counts.confirmed += num_agreed
-        asked = commit.logprobs if self.request.num_logprobs is not None else None  # else nobody has checked them
+        asked = commit.logprobs if self.request.pick.num_logprobs is not None else None  # else nobody has checked them
         logprobs = tuple(
             TokenLogprobs(token, each.logprob, tuple(each.top))
             for token, each in zip(tokens, asked or (), strict=False)
@@ -252,7 +252,7 @@ class CascadedText:
 
     async def _verify(self) -> None:
         """A /v1/verify item: one pass of the target's, which the mid has no part in."""
-        salt, facts = self._upstream.cache_salt(self.request.client), self._upstream.facts
+        salt, facts = self._upstream.cache_salt(self.request.asker.client), self._upstream.facts
         item = wire_item(self.request, facts)
         try:
             answer = await self._upstream.client.streams.verify(VerifyRequest(items=[item], cache_salt=salt))
@@ -351,11 +351,11 @@ def wire_request(request: GenerateRequest, confirmed: Sequence[int], upstream: U
     return SessionRequest(
         prompt=[*request.prompt, *confirmed],
         max_tokens=request.max_tokens - len(confirmed),
-        cache_salt=upstream.cache_salt(request.client),
+        cache_salt=upstream.cache_salt(request.asker.client),
         **_ends(request, upstream.facts),
-        **asdict(request.params),
+        **asdict(request.pick.params),
         **_choice_fields(request, len(confirmed)),
-        logprobs=request.num_logprobs,
+        logprobs=request.pick.num_logprobs,
     )
 
 
@@ -363,10 +363,10 @@ def wire_item(request: GenerateRequest, facts: ModelFacts) -> VerifyItem:
     """The item of a /v1/verify call upstream."""
     return VerifyItem(
         prefix=list(request.prompt),
-        draft=list(request.draft),
+        draft=list(request.hints.draft),
         max_tokens=request.max_tokens,
         **_ends(request, facts),
-        **asdict(request.params),
+        **asdict(request.pick.params),
         **_choice_fields(request, 0),
     )
 
@@ -381,9 +381,9 @@ def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
 def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:
     """Rules and grammar as the wire has them, and how much of the prompt they see as text."""
     num_generated = request.num_generated + num_confirmed
-    found = fields_of(request.processors, num_generated)
-    if request.grammar is not None:
-        found["grammar"] = request.grammar.spec.to_wire()
+    found = fields_of(request.pick.processors, num_generated)
+    if request.pick.grammar is not None:
+        found["grammar"] = request.pick.grammar.spec.to_wire()
     return found | {"generated": num_generated}
 
 

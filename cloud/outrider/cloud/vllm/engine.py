@@ -47,6 +47,7 @@ from outrider.cloud.seam import (
     EngineStats,
     Event,
     GenerateRequest,
+    PickOptions,
     SequenceEndReason,
     SequenceUsage,
     ServingEngine,
@@ -245,7 +246,7 @@ class VllmEngine(ServingEngine):
             elif next(passes) == num_steps:  # the first is the prompt's
                 self.cancel(number)
 
-        request = GenerateRequest(prompt, SamplingParams(), longest)
+        request = GenerateRequest(prompt, PickOptions(SamplingParams()), longest)
         number = self._submit(request, array("i", prompt), sink, probe=size)
         if not ended.wait(_PROBE_S):
             raise RuntimeUnavailable("a step of vLLM does not return; its log is above")
@@ -340,14 +341,13 @@ class VllmEngine(ServingEngine):
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent. Raises RequestError."""
-        if request.terms.rule.needs_evidence:
-            raise RequestError(
-                "unsupported_rule", f"vLLM does not verify by the rule {request.terms.rule.value}; use coupled"
-            )
+        rule = request.pick.terms.rule
+        if rule.needs_evidence:
+            raise RequestError("unsupported_rule", f"vLLM does not verify by the rule {rule.value}; use coupled")
         self._require_room(request)
         held: Sequence[int] = ()
         if request.prefix_hash:
-            found = self._kept.find(request.owner, request.kept_as(request.prefix_hash))
+            found = self._kept.find(request.asker.owner, request.asker.name_of(request.prefix_hash))
             if found is None:
                 raise RequestError(
                     "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
@@ -359,24 +359,24 @@ class VllmEngine(ServingEngine):
     def _submit(self, request: GenerateRequest, prompt: array[int], sink: Sink, probe: int | None = None) -> int:
         terms = Terms(
             number=next(self._numbers),
-            params=request.params,
+            params=request.pick.params,
             max_tokens=min(request.max_tokens, self._limits.max_positions - len(prompt)),
-            patience_ms=request.patience_ms,
-            draft_lag_ms=request.draft_lag_ms,
-            draft=request.draft,
+            patience_ms=request.hints.patience_ms,
+            draft_lag_ms=request.hints.lag_ms,
+            draft=request.hints.draft,
             once=request.once,
             probe=probe,
-            owner=hashlib.sha256(request.owner).digest(),
-            client=hashlib.sha256(request.client).digest(),
-            priority=request.priority,
+            owner=hashlib.sha256(request.asker.owner).digest(),
+            client=hashlib.sha256(request.asker.client).digest(),
+            priority=request.asker.priority,
             recent=usable_recent(request, self._limits) if probe is None else (),
-            is_repeat=request.is_repeat,
-            is_predicted=request.is_predicted,
-            processors=request.processors,
+            is_repeat=request.hints.is_repeat,
+            is_predicted=request.hints.is_predicted,
+            processors=request.pick.processors,
             num_generated=request.num_generated,
-            num_logprobs=request.num_logprobs,
+            num_logprobs=request.pick.num_logprobs,
             stop_ids=request.stop_ids,
-            grammar=request.grammar,
+            grammar=request.pick.grammar,
         )
         sequence = _Sequence(terms.number, request, sink, prompt, is_probe=probe is not None)
         with self._gate:  # otherwise a request could arrive after the end of everything
@@ -395,12 +395,15 @@ class VllmEngine(ServingEngine):
         config, gauges = self._config, self._gauges
         if len(self._sequences) >= config.max_running:
             here = [
-                (each.request.owner, len(each.prompt) + len(each.generated) + each.request.processors.num_ids)
+                (
+                    each.request.asker.owner,
+                    len(each.prompt) + len(each.generated) + each.request.pick.processors.num_ids,
+                )
                 for each in list(self._sequences.values())
             ]
             cache_tokens = gauges.num_blocks * gauges.block_size if gauges else 0
             require_room(
-                request.owner,
+                request.asker.owner,
                 here,
                 config.max_running,
                 config.max_queue,
@@ -502,8 +505,8 @@ class VllmEngine(ServingEngine):
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _begin(self, sequence: _Sequence, terms: Terms) -> None:
-        if sequence.request.deadline_ms is not None:
-            delay_s = sequence.request.deadline_ms / 1e3
+        if sequence.request.asker.deadline_ms is not None:
+            delay_s = sequence.request.asker.deadline_ms / 1e3
             sequence.due = self._loop.call_later(delay_s, self.end, [terms.number], "deadline")
         task = self._loop.create_task(self._generate(sequence, terms))
         self._tasks.add(task)
@@ -526,7 +529,7 @@ class VllmEngine(ServingEngine):
                 extra_args=terms.extra_args(),
             )
             is_shared = self._config.share_between_owners
-            salt = ("" if is_shared else terms.owner.hex()) + sequence.request.salt.hex()
+            salt = ("" if is_shared else terms.owner.hex()) + sequence.request.asker.salt.hex()
             prompt = tokens_input(list(sequence.prompt), cache_salt=salt or None)
             outputs = await self._llm.add_request(_name(terms.number), prompt, params)
             sequence.is_added = True
@@ -625,7 +628,7 @@ class VllmEngine(ServingEngine):
         if end.refusal is not None:
             code, message, mark = end.refusal
             fault = _failed() if code == "internal_error" else RequestError(code, message)
-            note_refusal(sequence.request.grammar, mark)
+            note_refusal(sequence.request.pick.grammar, mark)
         self._end(end.number, _reason(end.reason, sequence), usage, fault)
 
     def _end(
@@ -642,7 +645,7 @@ class VllmEngine(ServingEngine):
         name = None
         if error is None and sequence.request.is_parked_after(reason):
             request = sequence.request
-            name = self._kept.keep(request.owner, [*sequence.prompt, *sequence.generated], request.kept_as)
+            name = self._kept.keep(request.asker.owner, [*sequence.prompt, *sequence.generated], request.asker.name_of)
         if not sequence.is_probe:
             self._distributions.ended(reason)
         sequence.sink(EndEvent(reason, usage, error, name))

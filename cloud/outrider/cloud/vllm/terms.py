@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import GenerateRequest, PickOptions
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Elsewhere
 from outrider.models.grammar.spec import GrammarSpec
@@ -137,13 +137,15 @@ def request_of(
     found, number = json.loads(choice), grammar_number(extra_args)
     return GenerateRequest(
         prompt=(),
-        params=params_of(extra_args),
+        pick=PickOptions(
+            params_of(extra_args),
+            ProcessorOptions(**{name: _frozen(value) for name, value in found["processors"].items()}),
+            None if number is None else compiled(number),
+            found["num_logprobs"],
+        ),
         max_tokens=1,
         stop_ids=frozenset(found["stop_ids"]),
-        processors=ProcessorOptions(**{name: _frozen(value) for name, value in found["processors"].items()}),
         num_generated=found["num_generated"],
-        num_logprobs=found["num_logprobs"],
-        grammar=None if number is None else compiled(number),
     )
 
 
