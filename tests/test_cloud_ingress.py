@@ -30,7 +30,7 @@ from outrider.cloud.server.serve import page_policy_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter, Slots
-from outrider.models.http.security import OWNER, Gate, KeyRing, PagePolicy
+from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
 from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
 from outrider.models.ingress.bounded_server import freed
 from outrider.models.ingress.connection_limits import ConnectionLimits
@@ -763,8 +763,7 @@ def test_without_keys_the_owner_is_the_address() -> None:
 
         headers = [(b"host", b"localhost"), (b"x-forwarded-for", b"203.0.113.7"), (b"forwarded", b"for=203.0.113.7")]
         headers += [(b"authorization", f"Bearer {KEY}".encode()), (b"x-real-ip", b"203.0.113.7")]
-        pages = PagePolicy(is_keyless=not len(keys))
-        gate = Gate(app, keys, RateLimiter(0.0), pages=pages, open_paths=(), probe_paths=(), costly_paths=())
+        gate = Gate(app, GateSettings(keys), GatePaths())
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": client}
         await gate(scope, None, None)  # type: ignore[arg-type]
         return seen[0]

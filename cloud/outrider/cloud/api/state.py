@@ -27,34 +27,28 @@ from outrider.models.http.dialects import Dialect, dialect_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.grammars import Grammars
 from outrider.models.http.limits import Slots
-from outrider.models.http.security import KeyRing, PagePolicy
+from outrider.models.http.security import GateSettings
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
 from outrider.models.wire.protocol import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSettings:
+class ServerSettings(GateSettings):
     """How the server treats its clients.
 
-    keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
-    rate_per_s: requests that start work, per second and key; 0 is no limit. tokens_per_minute: of prompts (not cached)
-    and texts, per key; None is no limit. A key's own limits come before these. keep_alive_s: silence on a stream after
-    which a comment is sent; `open` reports it. pages: which names and pages may call; None: PagePolicy's defaults.
-    draft_limits: budgets of draft messages. download_limits: bounds on downloads of drafts. audit: the audit log.
-    reloads: files that were read again, by name and result. traces: what records spans; None: nothing does.
-    session_prefix: how the ids of its sessions begin, where several replicas stand behind one address. allow_tolerance:
-    requests may ask for the lossy acceptance rule.
-    metrics_age_s: for which /metrics answers the same text where many ask.
+    max_sessions: sequences that one key may have open in sessions and completions. tokens_per_minute: of prompts (not
+    cached) and texts, per key; None is no limit. A key's own limits come before these. keep_alive_s: silence on a
+    stream after which a comment is sent; `open` reports it. draft_limits: budgets of draft messages. download_limits:
+    bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name and result.
+    traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where several
+    replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule. metrics_age_s:
+    for which /metrics answers the same text where many ask.
     """
 
-    keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 1 << 20  # parsing more than this would delay every stream
     max_sessions: int = 256
-    rate_per_s: float = 0.0
     tokens_per_minute: int | None = None
     keep_alive_s: float = 5.0
-    pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
     download_limits: DownloadLimits = field(default_factory=DownloadLimits)
     audit: AuditLog | None = None

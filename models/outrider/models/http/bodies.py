@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from outrider.models.errors import RequestError, SamplingError
 from outrider.models.http.errors import FieldError, from_validation
-from outrider.models.http.security import ANYBODY, OWNER
+from outrider.models.http.security import ANYBODY, OWNER, body_too_large
 from outrider.models.http.turns import Turns
 
 M = TypeVar("M", bound=BaseModel)
@@ -184,13 +184,19 @@ def sampling_of(make: Callable[[], Made]) -> Made:
         raise FieldError("invalid_parameter", message, param=message.partition(" ")[0]) from None
 
 
-async def read_body(receive: Receive) -> bytes:
-    """A request's whole body. Raises ClientDisconnect. Starlette's `Request.body` would keep it as long as a stream."""
+async def read_body(receive: Receive, max_bytes: int | None = None) -> bytes:
+    """A request's whole body. Raises ClientDisconnect, and RequestError 413 once it has more than `max_bytes`; the gate
+    bounds it too. Starlette's `Request.body` would keep it as long as a stream.
+    """
     parts: list[bytes] = []
+    num_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise body_too_large(max_bytes)
         if not message.get("more_body"):
             return b"".join(parts)

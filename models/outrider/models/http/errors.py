@@ -5,13 +5,11 @@ Internal faults are logged by type and place. They are never sent, and never log
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
@@ -119,35 +117,3 @@ class ErrorResponse(Response):
         """ASGI."""
         scope[ERROR_CODE] = self._code
         await super().__call__(scope, receive, send)
-
-
-class ErrorBoundary:
-    """ASGI layer that turns any escaped exception into a bare 500, or cuts a response that has begun."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        started = False
-
-        async def note_start(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_start)
-        except asyncio.CancelledError:
-            pass  # the server is closing; uvicorn would log a traceback
-        except ClientDisconnect:
-            pass  # the client left while its body was read
-        except Exception as error:
-            # Not the error itself: kept in a variable here it would be part of a circle with its own traceback.
-            response = error_response(as_answer(error))
-            # After a response has begun, returning is enough: the server closes the connection and the client sees a
-            # cut.
-            if not started:
-                await response(scope, receive, send)

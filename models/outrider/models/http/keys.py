@@ -248,11 +248,6 @@ class KeyRing:
             raise RequestError("unauthorized", "this API key is not accepted", status=401)
         return found
 
-    def owner(self, authorization: bytes | None) -> bytes:
-        """The owner of the Authorization header's key; empty without keys. Raises as `find`."""
-        key = self.find(authorization)
-        return b"" if key is None else key.digest
-
 
 def key_is_removed() -> RequestError:
     """The error 401 of work whose key was removed while it ran."""

@@ -1,4 +1,4 @@
-"""Bounds what one client can take: body size, requests per second, tokens per minute, open sequences.
+"""Bounds what one client can take: requests per second, tokens per minute, open sequences.
 
 Knows clients only as opaque bytes. The engine bounds the rest: prompt length, queue, blocks.
 """
@@ -13,47 +13,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
 
 BURST_S: Final = 2.0
 """A burst may hold the requests of this many seconds."""
-
-
-class BodyLimit:
-    """ASGI layer that refuses bodies over `max_bytes` with 413: by their Content-Length, or as soon as the chunks
-    received exceed it.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "DELETE"):
-            return await self._app(scope, receive, send)
-        for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > self._max_bytes:
-                raise body_too_large(self._max_bytes)
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise body_too_large(self._max_bytes)
-            return message
-
-        await self._app(scope, counted, send)
-
-
-def body_too_large(max_bytes: int) -> RequestError:
-    """The error 413 of a body over `max_bytes`."""
-    return RequestError("body_too_large", f"the body is larger than {max_bytes} bytes; send less at a time", status=413)
 
 
 MAX_BUCKETS: Final = 65_536

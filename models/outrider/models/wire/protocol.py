@@ -53,6 +53,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_PREDICTION_TOKENS = 1 << 14
 """As many as the target's drafts take of an earlier text."""
 MAX_PRIORITY = 100
+MAX_BODY_BYTES = 1 << 20
+"""Of a request, as servers take it unless they are told otherwise: parsing more would delay every stream."""
 MAX_DEADLINE_MS = 86_400_000.0
 DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Pattern of an offered draft's name: one plain part of a path."""
