@@ -20,7 +20,7 @@ import httpx
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from tests.serving import TIMEOUT_S, FakeServer, StepGate, run_session, serve_fake, target_tokens
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -31,11 +31,12 @@ from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter, Slots
 from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
+from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
-from outrider.models.ingress.bounded_server import freed
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.connections import ConnectionTable, reserve_files
 from outrider.models.ingress.sockets import TlsFiles
+from outrider.models.process.tally import RequestTally
 
 KEY = "a-key-of-this-test"
 PROMPT = [5, 17, 99, 3]
@@ -421,15 +422,19 @@ def test_a_long_pipeline_is_closed(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_s_scope_is_emptied_but_for_what_uvicorn_reads_after_it(fails: bool) -> None:
-    """Its own answer to an application that failed needs the method."""
+    """Its own answer, where not even the error could be sent, needs the method."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         if fails:
             raise ValueError
 
-    scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000}
-    with nullcontext() if not fails else pytest.raises(ValueError):
-        asyncio.run(freed(application)(scope, None, None))  # type: ignore[arg-type]  # it uses neither
+    async def send(_: Message) -> None:
+        raise ConnectionError
+
+    scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000, "headers": []}
+    served = ServedRequests(application, RequestTally(), lambda scope: "unmatched")
+    with nullcontext() if not fails else pytest.raises(ConnectionError):
+        asyncio.run(served(scope, None, send))  # type: ignore[arg-type]  # it reads nothing
     assert scope == {"method": "GET"}
 
 

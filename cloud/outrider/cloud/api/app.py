@@ -27,7 +27,7 @@ from outrider.cloud.api.traces import TracedRequests
 from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
-from outrider.models.http.handlers import install_error_handlers
+from outrider.models.http.errors import install_error_handlers
 from outrider.models.http.limits import Slots
 from outrider.models.http.security import METRICS_PATH, Gate, GatePaths
 from outrider.models.http.served_requests import ServedRequests

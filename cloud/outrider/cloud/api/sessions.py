@@ -22,7 +22,7 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.http.encoding import Workers, check_tokens
+from outrider.models.http.encoding import check_tokens
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.processors.options_fields import processors_of
@@ -34,7 +34,6 @@ _SESSION_ID_BYTES = 9
 def session_routes(core: Core) -> APIRouter:
     """The routes that open and end sessions."""
     router = APIRouter(tags=["sessions"])
-    workers = Workers()
 
     @router.post("/v1/sessions", status_code=200, response_class=sse.EventStream)
     async def open_session(request: Request) -> Response:
@@ -120,7 +119,7 @@ def session_routes(core: Core) -> APIRouter:
             if body.stop:
                 # In a thread: it goes through all of `generated`, half a second for 32,000 tokens.
                 known = (core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
-                text = await workers.run(owner, SessionText, *known)
+                text = await core.workers.run(owner, SessionText, *known)
             return SessionStream(
                 opened,
                 mailbox,

@@ -24,6 +24,7 @@ from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.dialects import Dialect, dialect_of
+from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import FieldError
 from outrider.models.http.grammars import Grammars
 from outrider.models.http.limits import Slots
@@ -144,6 +145,7 @@ class Core:
     held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
     downloads: DownloadSlots = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
+    workers: Workers = field(default_factory=Workers)
     grammars: Grammars = field(init=False)
     step_times: NewestTimes = field(init=False)
     is_draining: bool = False
@@ -173,6 +175,11 @@ class Core:
         self.bodies = Bodies(self.settings.max_body_bytes)
         model, vocab_size, elsewhere = self.model, self.engine.limits.vocab_size, self.engine.grammar_builder
         self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt that leaves room for a token of the answer."""
+        return self.engine.limits.max_positions - 1
 
     async def recall(self, request: GenerateRequest, *, is_allowed: bool = True) -> Recalled:
         """The request, with the earlier text after its prompt where texts are kept and there is one.

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.edge.serve.metrics import route_of
 from outrider.edge.serve.neighbours import OwnUser
@@ -24,9 +24,12 @@ from outrider.edge.serve.page_routes import GENERATE, watching_routes
 from outrider.edge.serve.routes import PATHS_ARE, local_routes
 from outrider.edge.serve.state import LocalCore
 from outrider.models.client import tracing
-from outrider.models.http.handlers import install_error_handlers
+from outrider.models.http.errors import install_error_handlers
 from outrider.models.http.security import Gate, GatePaths
 from outrider.models.http.served_requests import ServedRequests
+
+_SPAN: Final = "outrider.span"
+"""Key of the ASGI scope that holds the request's span, where traces are on."""
 
 
 class TracedRequests:
@@ -41,17 +44,16 @@ class TracedRequests:
             return await self._app(scope, receive, send)
         name = tracing.HEADER.encode()
         incoming = next((value for key, value in scope["headers"] if key == name), b"").decode("latin-1")
-        with tracing.span("request", incoming) as span:
+        with tracing.span("request", incoming) as scope[_SPAN]:
+            await self._app(scope, receive, send)
 
-            async def note_status(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.set(http__response__status_code=message["status"])
-                await send(message)
 
-            try:
-                await self._app(scope, receive, note_status)
-            finally:
-                span.set(http__request__method=scope["method"], http__route=route_of(scope))
+def note_request(scope: Scope, status: int | None, took_s: float) -> None:
+    """Completes the span of a request that is over."""
+    if (span := scope.get(_SPAN)) is not None:
+        span.set(http__request__method=scope["method"], http__route=route_of(scope))
+        if status is not None:
+            span.set(http__response__status_code=status)
 
 
 HEADERS: Final = {
@@ -107,7 +109,7 @@ def create_local_app(core: LocalCore) -> Starlette:
     paths = GatePaths(frozenset(page_paths(page)), PROBE_PATHS, COSTLY_PATHS)
     layers = [
         Middleware(TracedRequests),
-        Middleware(ServedRequests, tally=core.metrics, route_of=route_of),
+        Middleware(ServedRequests, tally=core.metrics, route_of=route_of, on_over=note_request),
         Middleware(Gate, settings=settings, paths=paths),
     ]
     if not len(settings.keys) and not settings.any_user:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -16,6 +19,9 @@ from outrider.models.faults import log_fault
 from outrider.models.http.request_context import current_request
 from outrider.models.wire.protocol import ErrorAnswer, ErrorBody
 
+_CODES: Final = {404: "not_found", 413: "body_too_large"}
+_OTHERS: Final = {"/v1/responses": "/v1/chat/completions"}
+"""Endpoints of OpenAI's that are refused by name, each with the one to use."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 ERROR_CODE: Final = "outrider.error"
 """Key of the ASGI scope that holds the code of the error that was answered."""
@@ -117,3 +123,30 @@ class ErrorResponse(Response):
         """ASGI."""
         scope[ERROR_CODE] = self._code
         await super().__call__(scope, receive, send)
+
+
+def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
+    """Gives errors of the routes, and of the router itself, the one JSON shape.
+
+    where_paths_are: what an answer 404 says, such as "/openapi.json lists all paths".
+    """
+
+    async def on_request_error(_: Request, error: Exception) -> Response:
+        # Here: on its way through the framework's layers an error would become a part of circles.
+        assert isinstance(error, RequestError)
+        return error_response(error)
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path, status = request.url.path, error.status_code
+        code, message = _CODES.get(status, "invalid_request"), str(error.detail)
+        if status == 405:
+            return error_response(method_not_allowed(request.method), error.headers)
+        if status == 404 and path in _OTHERS:
+            code, message = "unsupported_endpoint", f"{path} is not supported; use {_OTHERS[path]}"
+        elif status == 404:
+            message = f"there is no {path[:MAX_PARAM_CHARS]}; {where_paths_are}"
+        return error_response(RequestError(code, message, status=status), error.headers)
+
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(HTTPException, on_http)

@@ -297,6 +297,15 @@ class GenerationRequest(RuleParameters):
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts of the call: a conversation is one."""
+        return 1
+
+    def most_tokens(self, max_positions: int) -> int:
+        """Tokens that a text may have. max_positions: of the model."""
+        return self.max_tokens or max_positions
+
+    @property
     def num_each(self) -> int:
         """Texts to generate for each prompt."""
         return self.num_kept
@@ -379,6 +388,15 @@ class CompletionRequest(GenerationRequest):
         if self.echo and self.suffix:
             raise FieldError("invalid_parameter", "echo: with suffix, expected false; leave it out", param="echo")
         return self
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the call."""
+        return len(self.prompts())
+
+    def most_tokens(self, max_positions: int) -> int:
+        """Tokens that a text may have."""
+        return self.max_tokens or DEFAULT_MAX_TOKENS
 
     @property
     def num_each(self) -> int:
@@ -508,6 +526,10 @@ class ChatRequest(GenerationRequest):
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise FieldError("invalid_parameter", "tool_choice: expected the name of one of tools", param="tool_choice")
         return self
+
+    def most_tokens(self, max_positions: int) -> int:
+        """Tokens that a text may have. max_positions: of the model."""
+        return self.max_completion_tokens or super().most_tokens(max_positions)
 
     @property
     def num_logprobs(self) -> int | None:

@@ -18,7 +18,7 @@ OnOver = Callable[[Scope, int | None, float], None]
 
 
 class ServedRequests:
-    """ASGI layer. A request is timed until its response begins.
+    """ASGI layer. A request is timed until its response begins. Its scope is emptied at its end.
 
     route_of: gives the pattern of the route that answers, never the path itself: paths have no end.
     """
@@ -67,3 +67,7 @@ class ServedRequests:
         finally:
             self._on_over(scope, status, time.perf_counter() - started_s)
             leave_request()
+            # Routes leave circles through the scope, and a path of 64 KB would lie in them until the collector runs.
+            method = scope["method"]
+            scope.clear()
+            scope["method"] = method  # uvicorn reads it where it answers itself, after an application that failed
