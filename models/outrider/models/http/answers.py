@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider.models.errors import RequestError
@@ -22,7 +22,7 @@ from outrider.models.http.call_texts import CallTexts
 from outrider.models.http.choices import best_choices
 from outrider.models.http.errors import FieldError, error_answer
 from outrider.models.http.logprobs import PackedLogprobs
-from outrider.models.http.shapes import FoundText, Shape, unverified_field
+from outrider.models.http.shapes import Delta, Shape, json_bytes
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
@@ -124,7 +124,7 @@ async def _whole(
     request: Request,
     holding: _Holding,
 ) -> Response:
-    found = [FoundText() for _ in range(num_prompts * body.num_each)]
+    found = [Delta(index) for index in range(num_prompts * body.num_each)]
     none = shape.logprobs(0, ())
     logprobs = [PackedLogprobs(none) for _ in found] if none is not None else []
     turn_ends_s = time.monotonic() + _TURN_S
@@ -146,14 +146,7 @@ async def _whole(
         kept = best_choices(means, body.num_each, body.num_kept)
         found = [found[index] for index in kept]
         logprobs = [logprobs[index] for index in kept] if logprobs else []
-    whole = shape.whole(found, texts.completion_usage())
-    if any(text.num_unverified for text in found):
-        document = whole.model_dump()
-        for choice, text in zip(document["choices"], found, strict=True):
-            choice.update(unverified_field(text.num_unverified))
-        content = bytes(JSONResponse(document).body)
-    else:
-        content = whole.model_dump_json().encode()
+    content = json_bytes(shape.whole(found, texts.completion_usage()))
     if not logprobs:
         return Response(content, media_type="application/json")
     return _AnswerWithLogprobs(content, logprobs, holding.release)

@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from outrider.models.http import openai_answers
 from outrider.models.http.answer_text import TextAssembler
 from outrider.models.http.inbox import Inbox
-from outrider.models.http.shapes import Delta
+from outrider.models.http.shapes import Delta, Usage
 from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.text.predicted import PredictionFollower
 
@@ -115,7 +114,7 @@ class CallTexts(ABC, Generic[AnyChoice, Event]):
         """Of the tokens of a text that asked for logprobs."""
         return self.choices[index].assembler.mean_logprob
 
-    def completion_usage(self) -> openai_answers.CompletionUsage:
+    def completion_usage(self) -> Usage:
         """Tokens so far, exact once `deltas` has ended; a prompt counts once, whatever the number of its texts.
 
         Accepted and rejected tokens are those of the predictions if there are some, else of what was drafted.
@@ -125,21 +124,18 @@ class CallTexts(ABC, Generic[AnyChoice, Event]):
         completion_tokens = sum(choice.assembler.num_tokens for choice in self.choices)
         followers = [choice.prediction for choice in self.choices if choice.prediction is not None]
         if followers:
-            accepted, rejected = (sum(getattr(each, name) for each in followers) for name in _OF_PREDICTIONS)
+            accepted = sum(each.num_accepted for each in followers)
+            rejected = sum(each.num_rejected for each in followers)
         else:
             accepted = sum(choice.num_accepted for choice in self.choices)
             rejected = sum(choice.num_proposed for choice in self.choices) - accepted
-        return openai_answers.CompletionUsage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            completion_tokens_details=openai_answers.CompletionTokensDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
-            ),
-            prompt_tokens_details=openai_answers.PromptTokensDetails(
-                cached_tokens=sum(choice.num_cached for choice in leaders)
-            ),
-        )
-
-
-_OF_PREDICTIONS = ("num_accepted", "num_rejected")
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in leaders)},
+        }

@@ -139,14 +139,14 @@ def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         path, status = request.url.path, error.status_code
-        code, message = _CODES.get(status, "invalid_request"), str(error.detail)
         if status == 405:
-            return error_response(method_not_allowed(request.method), error.headers)
-        if status == 404 and path in _OTHERS:
-            code, message = "unsupported_endpoint", f"{path} is not supported; use {_OTHERS[path]}"
-        elif status == 404:
-            message = f"there is no {path[:MAX_PARAM_CHARS]}; {where_paths_are}"
-        return error_response(RequestError(code, message, status=status), error.headers)
+            refusal = method_not_allowed(request.method)
+        elif status == 404 and (use := _OTHERS.get(path)):
+            refusal = RequestError("unsupported_endpoint", f"{path} is not supported; use {use}", status=404)
+        else:
+            message = f"there is no {path[:MAX_PARAM_CHARS]}; {where_paths_are}" if status == 404 else error.detail
+            refusal = RequestError(_CODES.get(status, "invalid_request"), message, status=status)
+        return error_response(refusal, error.headers)
 
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http)
