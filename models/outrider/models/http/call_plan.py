@@ -11,8 +11,8 @@ from outrider.models.http.dialects import Dialect, shown_ids
 from outrider.models.http.errors import FieldError
 from outrider.models.http.logprobs import LogprobWriter
 from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
+from outrider.models.http.openai_fields import NamedTool
 from outrider.models.http.shapes import Look
-from outrider.models.http.tools import NamedTool
 from outrider.models.text.tokenizer import Tokenizer
 
 

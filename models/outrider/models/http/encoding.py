@@ -15,7 +15,7 @@ from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.bodies import sampling_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest, CompletionRequest, Conversation, GenerationRequest
-from outrider.models.http.openai_processors import RuleParameters
+from outrider.models.http.openai_fields import ProcessorParameters
 from outrider.models.http.turns import Turns
 from outrider.models.processors.bad_words import bad_word_ids
 from outrider.models.processors.options import ProcessorOptions
@@ -258,7 +258,9 @@ def no_chat_template(model: str) -> RequestError:
     )
 
 
-async def processors_of(workers: Workers, owner: bytes, tokenizer: Tokenizer, body: RuleParameters) -> ProcessorOptions:
+async def processors_of(
+    workers: Workers, owner: bytes, tokenizer: Tokenizer, body: ProcessorParameters
+) -> ProcessorOptions:
     """The logit processors of a completion, its bad words tokenized. Raises RequestError 400 `invalid_parameter`."""
     found: list[list[int]] = []
     if body.bad_words:

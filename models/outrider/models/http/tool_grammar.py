@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Final
 
-from outrider.models.http.tools import Tool
+from outrider.models.http.openai_fields import Tool
 from outrider.models.text.tokenizer import Tokenizer
 
 _ANY_ARGUMENTS: Final[dict[str, Any]] = {"type": "object"}
