@@ -65,7 +65,8 @@ from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
 from outrider.models.http.security import KeyRing
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer
+from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest
+from outrider.models.wire.verify import VerifyAnswer
 
 ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 MESSAGES: dict[str, type[BaseModel]] = {

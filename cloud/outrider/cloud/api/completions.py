@@ -25,8 +25,7 @@ from outrider.models.http.answers import answer, require_model
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_grammar import grammar_of_call
 from outrider.models.http.call_plan import chat_style, engine_logprobs, look_of, text_style
-from outrider.models.http.call_texts import CallTexts, Choice
-from outrider.models.http.choices import choice_params
+from outrider.models.http.call_texts import CallTexts, Choice, choice_params
 from outrider.models.http.encoding import (
     check_call,
     check_prediction,

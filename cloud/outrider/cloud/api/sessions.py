@@ -14,9 +14,8 @@ from starlette.responses import Response
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.sequence_watch import watch
-from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.state import Core, Session
-from outrider.cloud.api.stream import SessionStream
+from outrider.cloud.api.stream import SessionStream, SessionText
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.spec import GrammarSpec

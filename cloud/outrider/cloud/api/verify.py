@@ -33,15 +33,9 @@ from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.picks.acceptance import DEFAULT_DELTA, Rule, RuleTerms
 from outrider.models.picks.rejection import Evidence, SparseDistribution
 from outrider.models.processors.options_fields import processors_of
-from outrider.models.wire.protocol import (
-    MAX_VERIFY_ITEMS,
-    DeadlineMs,
-    Priority,
-    VerifyAnswer,
-    VerifyItem,
-    VerifyResult,
-)
-from outrider.models.wire.strict_message import StrictMessage
+from outrider.models.wire.fields import DeadlineMs, Priority, StrictMessage
+from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
+from outrider.models.wire.verify import VerifyAnswer, VerifyItem, VerifyResult
 
 
 def item_terms(item: VerifyItem, settings: ServerSettings) -> RuleTerms:
@@ -110,7 +104,7 @@ _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
 
 
 class VerifyEnvelope(StrictMessage):
-    """`protocol.VerifyRequest`, its items not validated yet."""
+    """`verify.VerifyRequest`, its items not validated yet."""
 
     items: list[Any] = Field(min_length=1, max_length=MAX_VERIFY_ITEMS)
     tokenizer: str | None = None

@@ -33,7 +33,8 @@ from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, ConfigError, RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.protocol import MAX_BODY_BYTES, MAX_COUNT, ModelFacts, RenderAnswer
+from outrider.models.wire.fields import MAX_COUNT
+from outrider.models.wire.protocol import MAX_BODY_BYTES, ModelFacts, RenderAnswer
 
 
 def continued(tokenizer: Tokenizer, kept: Sequence[int], rendered: Sequence[int]) -> list[int] | None:

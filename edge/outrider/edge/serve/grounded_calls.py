@@ -20,8 +20,8 @@ from outrider.models.http import openai
 from outrider.models.http.errors import FieldError
 from outrider.models.http.shapes import Shape
 from outrider.models.process.extras import is_installed
+from outrider.models.wire.fields import StrictMessage
 from outrider.models.wire.protocol import ModelFacts
-from outrider.models.wire.strict_message import StrictMessage
 
 MAX_DOCUMENTS: Final = 256
 MAX_TEXT_BYTES: Final = 1 << 17

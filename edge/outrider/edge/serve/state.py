@@ -18,9 +18,9 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.bodies import Bodies
-from outrider.models.http.dialects import dialect_of
+from outrider.models.http.call_grammar import Grammars
+from outrider.models.http.call_plan import dialect_of
 from outrider.models.http.encoding import Workers
-from outrider.models.http.grammars import Grammars
 from outrider.models.http.security import GateSettings
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts

@@ -18,8 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, sse
-from outrider.models.http.call_texts import CallTexts
-from outrider.models.http.choices import best_choices
+from outrider.models.http.call_texts import CallTexts, best_choices
 from outrider.models.http.errors import FieldError, error_answer
 from outrider.models.http.logprobs import PackedLogprobs
 from outrider.models.http.shapes import Delta, Shape, json_bytes

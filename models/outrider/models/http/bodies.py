@@ -15,8 +15,8 @@ from starlette.types import Receive
 
 from outrider.models.errors import RequestError, SamplingError
 from outrider.models.http.errors import FieldError, from_validation
+from outrider.models.http.limits import Turns
 from outrider.models.http.security import ANYBODY, OWNER, body_too_large
-from outrider.models.http.turns import Turns
 
 M = TypeVar("M", bound=BaseModel)
 Made = TypeVar("Made")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Final, Generic, TypeVar
 
 from outrider.models.http.answer_text import TextAssembler
 from outrider.models.http.inbox import Inbox
 from outrider.models.http.shapes import Delta, Usage
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.text.predicted import PredictionFollower
 
@@ -54,6 +56,32 @@ class Choice:
         text = self.assembler.finish()
         reason = "stop" if is_stop or self.assembler.is_stopped else "length"
         return [Delta(index, text, reason, pieces=tuple(self.assembler.take_pieces()))]
+
+
+_SEED_BITS: Final = 53
+"""Survives clients whose numbers are floats."""
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Choice 0 has the request's seed; choice i the first 53 bits of SHA-256 of "SEED/i" in ASCII."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
+
+
+def choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    """The sampling parameters of choice `index` of a prompt."""
+    return replace(params, seed=choice_seed(params.seed, index))
+
+
+def best_choices(means: Sequence[float], num_each: int, num_kept: int) -> list[int]:
+    """Of every `num_each` texts of a prompt the `num_kept` with the highest mean logprob per token, best first."""
+    kept: list[int] = []
+    for begin in range(0, len(means), num_each):
+        ranked = sorted(range(begin, begin + num_each), key=lambda index: (-means[index], index))
+        kept += ranked[:num_kept]
+    return kept
 
 
 AnyChoice = TypeVar("AnyChoice", bound=Choice)

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.bodies import sampling_of
 from outrider.models.http.errors import FieldError
+from outrider.models.http.limits import Turns
 from outrider.models.http.openai import ChatRequest, CompletionRequest, Conversation, GenerationRequest
 from outrider.models.http.openai_fields import ProcessorParameters
-from outrider.models.http.turns import Turns
 from outrider.models.processors.bad_words import bad_word_ids
 from outrider.models.processors.options import ProcessorOptions
 from outrider.models.text.tokenizer import Tokenizer

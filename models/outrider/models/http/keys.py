@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.wire.protocol import MAX_PRIORITY
+from outrider.models.wire.fields import MAX_PRIORITY
 
 KEYS_VARIABLE: Final = "OUTRIDER_API_KEYS"
 MIN_KEY_CHARS: Final = 16

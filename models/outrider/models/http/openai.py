@@ -35,7 +35,7 @@ from outrider.models.http.openai_fields import (
     with_read_arguments,
 )
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
-from outrider.models.wire.protocol import (
+from outrider.models.wire.fields import (
     DEADLINE,
     MAX_COUNT,
     MAX_TOP_LOGPROBS,

@@ -26,6 +26,7 @@ from outrider.models.http import structured
 from outrider.models.http.bodies import load
 from outrider.models.processors.options import ProcessorOptions
 from outrider.models.processors.options_fields import processors_of
+from outrider.models.wire.fields import StopString, StopStrings, TokenId
 from outrider.models.wire.processor_fields import (
     MAX_BAD_WORDS,
     AllowedIds,
@@ -37,7 +38,6 @@ from outrider.models.wire.processor_fields import (
     TextPenalty,
     TypicalP,
 )
-from outrider.models.wire.protocol import StopString, StopStrings, TokenId
 
 MAX_PROMPTS: Final = 64
 MAX_TEMPLATE_VALUES: Final = 1024

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from outrider.models.hosts import client_network
 from outrider.models.ingress.connection_limits import ConnectionLimits
@@ -41,14 +41,10 @@ def reserve_files(num_connections: int) -> int:
     return max(1, min(num_connections, raised - _OTHER_FILES))
 
 
-class Timed(Protocol):
-    """A connection with deadlines."""
-
-    def check(self, now: float, late_s: float) -> None:
-        """Closes itself if a deadline has passed. late_s: for so long the event loop stood still, so that no client
-        could have been heard; it does not count.
-        """
-        ...
+Check = Callable[[float, float], None]
+"""Closes a connection if one of its deadlines has passed. Takes the time, and for how long the event loop stood still, so
+that no client could have been heard: that does not count.
+"""
 
 
 class Ticket:
@@ -87,7 +83,7 @@ class ConnectionTable:
         self._body_bytes: Counter[str] = Counter()
         self._num_body_bytes = 0
         self._num_open = 0
-        self._timed: set[Timed] = set()
+        self._checks: set[Check] = set()
         self._closed_early: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
@@ -132,13 +128,13 @@ class ConnectionTable:
             and self._num_body_bytes <= self.limits.max_bodies * self.limits.max_body_bytes
         )
 
-    def watch(self, connection: Timed) -> None:
-        """Checks the connection's deadlines from now on."""
-        self._timed.add(connection)
+    def watch(self, check: Check) -> None:
+        """Checks a connection's deadlines from now on."""
+        self._checks.add(check)
 
-    def forget(self, connection: Timed) -> None:
+    def forget(self, check: Check) -> None:
         """The connection is closed."""
-        self._timed.discard(connection)
+        self._checks.discard(check)
 
     def note(self, cause: str) -> None:
         """Counts a connection that the server closed or refused for `cause`; the log sums them up."""
@@ -165,8 +161,8 @@ class ConnectionTable:
         late_s = now - due
         if late_s < self.limits.sweep_s:
             late_s = 0.0
-        for connection in list(self._timed):
-            connection.check(now, late_s)
+        for check in list(self._checks):
+            check(now, late_s)
         if self._closed_early and now - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now
             causes = ", ".join(f"{count} for {cause}" for cause, count in self._closed_early.most_common())
