@@ -202,17 +202,17 @@ def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.Mo
             return answer.status_code, answer.json().get("error", {}).get("code")
 
         assert asked(40) == (200, None)
-        server.wait_until(lambda: held.num_bytes == 0)  # the client has the last byte before the server goes on
+        server.wait_until(lambda: held.total == 0)  # the client has the last byte before the server goes on
         with monkeypatch.context() as patched:
             patched.setattr(shapes.CompletionShape, "whole", lambda *_: 1 / 0)
-            assert asked(40) == (500, "internal_error") and held.num_bytes == 0
-        assert asked(400) == (400, "answer_too_large") and held.num_bytes == 0
+            assert asked(40) == (500, "internal_error") and held.total == 0
+        assert asked(400) == (400, "answer_too_large") and held.total == 0
         owner = b"127.0.0.1"
-        held.add(owner, 9_000, 0)
-        assert asked(40) == (503, "too_many_bytes") and held.num_bytes == 9_000
-        held.release(owner, 9_000)
+        held.add(owner, 9_000)
+        assert asked(40) == (503, "too_many_bytes") and held.total == 9_000
+        held.add(owner, -9_000)
         assert asked(40) == (200, None)
-        server.wait_until(lambda: held.num_bytes == 0)
+        server.wait_until(lambda: held.total == 0)
 
 
 def test_packed_logprobs_are_a_fraction_of_their_json() -> None:

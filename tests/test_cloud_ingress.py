@@ -385,16 +385,16 @@ def test_unfinished_bodies_are_bounded() -> None:
         table = server.server.table
         with Raw(server) as first, Raw(server) as second:
             first.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
-            server.wait_until(lambda: table.num_body_bytes == 30_001)
+            server.wait_until(lambda: table.body_bytes.total == 30_001)
             second.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
             assert second.refusal() == (503, "too_many_bytes")
-            assert table.num_body_bytes == 30_001
+            assert table.body_bytes.total == 30_001
             first.send(b" " * 9_999)
             assert first.answer()[0] == 400
-            assert table.num_body_bytes == 0
+            assert table.body_bytes.total == 0
             first.send(post("/v1/verify", b" " * 39_000))  # in several pieces of one read
             assert first.answer()[0] == 400
-            assert table.num_body_bytes == 0
+            assert table.body_bytes.total == 0
         assert is_well(server)
 
 

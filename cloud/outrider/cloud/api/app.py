@@ -28,7 +28,6 @@ from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
 from outrider.models.http.errors import install_error_handlers
-from outrider.models.http.limits import Slots
 from outrider.models.http.security import METRICS_PATH, Gate, GatePaths
 from outrider.models.http.served_requests import ServedRequests
 from outrider.models.version import outrider_version
@@ -89,7 +88,7 @@ def create_app(
     `app.state.core` is the app's Core. drafts: what devices may download. recent: texts that requests may repeat.
     """
     settings = settings or ServerSettings()
-    core = Core(engine, model, settings, Slots(settings.max_sessions, settings.keys.sessions_of), drafts, recent)
+    core = Core(engine, model, settings, drafts, recent)
     app = VerifierApp(
         title="Outrider verifier",
         version=outrider_version(),

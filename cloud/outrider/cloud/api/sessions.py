@@ -87,7 +87,7 @@ def session_routes(core: Core) -> APIRouter:
             core.slots.release(owner)
             raise
         session_id = core.settings.session_prefix + secrets.token_urlsafe(_SESSION_ID_BYTES)
-        core.sessions.add(session_id, session)
+        core.sessions[session_id] = session
         if (current := current_request()) is not None:
             current.session = session_tag(session_id)
         if (trace := trace_of(request.scope)) is not None:
@@ -95,7 +95,7 @@ def session_routes(core: Core) -> APIRouter:
 
         def close() -> None:
             core.engine.cancel(session.sequence_id)
-            core.sessions.remove(session_id)
+            core.sessions.pop(session_id, None)
             core.slots.release(owner)
 
         try:

@@ -94,26 +94,12 @@ class Session:
     owner: bytes
 
 
-class SessionTable:
+class SessionTable(dict[str, Session]):
     """Open sessions by their id, which is a secret: 72 random bits."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def add(self, session_id: str, session: Session) -> None:
-        """Adds a session."""
-        self._sessions[session_id] = session
-
-    def remove(self, session_id: str) -> None:
-        """Removes a session."""
-        self._sessions.pop(session_id, None)
 
     def find(self, session_id: str, owner: bytes) -> Session:
         """The session, if it is the owner's. Raises RequestError 404 `unknown_session` otherwise."""
-        session = self._sessions.get(session_id)
+        session = self.get(session_id)
         if session is None or session.owner != owner:
             raise RequestError(
                 "unknown_session",
@@ -124,40 +110,42 @@ class SessionTable:
         return session
 
 
-@dataclass(slots=True)
 class Core:
     """What every group of routes shares.
 
-    drafts: what devices may download. recent: texts that requests may repeat; None keeps none. is_draining: the server
-    is shutting down and takes no new work. is_dead: the engine has failed for good, so the process ends.
+    is_draining: the server is shutting down and takes no new work. is_dead: the engine has failed for good, so the
+    process ends.
     """
 
-    engine: ServingEngine
-    model: ServedModel
-    settings: ServerSettings
-    slots: Slots
-    drafts: tuple[DraftFiles, ...] = ()
-    recent: RecentStore | None = None
-    metrics: Metrics = field(init=False)
-    admission: Admission = field(init=False)
-    bridge: Bridge = field(default_factory=Bridge)
-    bodies: Bodies = field(init=False)
-    held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
-    downloads: DownloadSlots = field(init=False)
-    sessions: SessionTable = field(default_factory=SessionTable)
-    workers: Workers = field(default_factory=Workers)
-    grammars: Grammars = field(init=False)
-    step_times: NewestTimes = field(init=False)
-    is_draining: bool = False
-    is_dead: bool = False
-    _recall: RecentTexts | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        facts = {"version": outrider_version(), "model_name": self.model.name, "target": self.model.target}
-        settings = self.settings
-        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts, settings.metrics_age_s)
-        self.step_times = NewestTimes(self.engine.stats)
-        self.admission = Admission(self.engine, settings.keys, settings.tokens_per_minute)
+    def __init__(
+        self,
+        engine: ServingEngine,
+        model: ServedModel,
+        settings: ServerSettings,
+        drafts: tuple[DraftFiles, ...] = (),
+        recent: RecentStore | None = None,
+    ) -> None:
+        """drafts: what devices may download. recent: texts that requests may repeat; None keeps none."""
+        self.engine = engine
+        self.model = model
+        self.settings = settings
+        self.drafts = drafts
+        self.recent = recent
+        self.slots = Slots(settings.max_sessions, settings.keys.sessions_of)
+        self.bridge = Bridge()
+        self.bodies = Bodies(settings.max_body_bytes)
+        self.workers = Workers()
+        self.held_logprobs = HeldLogprobs()
+        self.downloads = DownloadSlots(settings.download_limits)
+        self.sessions = SessionTable()
+        self.is_draining = self.is_dead = False
+        self.step_times = NewestTimes(engine.stats)
+        self.admission = Admission(engine, settings.keys, settings.tokens_per_minute)
+        vocab_size, elsewhere = engine.limits.vocab_size, engine.grammar_builder
+        self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))
+        self._recall = RecentTexts(recent, model.target) if recent is not None else None
+        facts = {"version": outrider_version(), "model_name": model.name, "target": model.target}
+        self.metrics = Metrics(engine.stats, lambda: len(self.sessions), facts, settings.metrics_age_s)
         self.metrics.add_counts(
             "reloads",
             "Files that were read again after a change.",
@@ -168,13 +156,8 @@ class Core:
             self.metrics.add_counts(
                 "audit_lines_lost", "Lines that the audit log could not write.", (), lambda: {(): audit.num_lost}
             )
-        if (recent := self.recent) is not None:
+        if recent is not None:
             self.metrics.add_families(lambda: recent_families(recent.stats()))
-        self._recall = RecentTexts(self.recent, self.model.target) if self.recent is not None else None
-        self.downloads = DownloadSlots(self.settings.download_limits)
-        self.bodies = Bodies(self.settings.max_body_bytes)
-        model, vocab_size, elsewhere = self.model, self.engine.limits.vocab_size, self.engine.grammar_builder
-        self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))
 
     @property
     def max_prompt(self) -> int:

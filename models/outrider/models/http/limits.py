@@ -226,6 +226,34 @@ class Slots:
                 del self._waiting[owner]
 
 
+class Held:
+    """Counts what is held for owners, such as bytes: at most `max_each` for one of them, `max_all` in all. Lives on one
+    event loop.
+    """
+
+    def __init__(self, max_each: int, max_all: int) -> None:
+        self._max_each = max_each
+        self._max_all = max_all
+        self._of_owner: Counter[Hashable] = Counter()
+        self.total = 0
+
+    def __len__(self) -> int:
+        return len(self._of_owner)
+
+    def add(self, owner: Hashable, count: int) -> bool:
+        """Counts what is held in addition, or less where `count` is negative. False, and nothing is counted, where that
+        is too much.
+        """
+        held = self._of_owner[owner] + count
+        if count > 0 and (held > self._max_each or self.total + count > self._max_all):
+            return False
+        self.total += count
+        self._of_owner[owner] = held
+        if not held:
+            del self._of_owner[owner]
+        return True
+
+
 class Turns:
     """At most `max_together` turns at once, one per owner; first come, first served. Lives on one event loop."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Final
 
 from outrider.models.hosts import client_network
+from outrider.models.http.limits import Held
 from outrider.models.ingress.connection_limits import ConnectionLimits
 
 _log = logging.getLogger("outrider.ingress")
@@ -42,8 +43,8 @@ def reserve_files(num_connections: int) -> int:
 
 
 Check = Callable[[float, float], None]
-"""Closes a connection if one of its deadlines has passed. Takes the time, and for how long the event loop stood still, so
-that no client could have been heard: that does not count.
+"""Closes a connection if one of its deadlines has passed. Takes the time, and for how long the event loop stood still,
+so that no client could have been heard: that does not count.
 """
 
 
@@ -61,8 +62,9 @@ class Ticket:
         """Notes that `num_bytes` of an unfinished body are held. False if that is more than the client may hold."""
         if self._client is None or num_bytes == self._held:
             return True
-        change, self._held = num_bytes - self._held, num_bytes
-        return self._table.hold(self._client, change)
+        if is_within := self._table.body_bytes.add(self._client, num_bytes - self._held):
+            self._held = num_bytes
+        return is_within
 
     def release(self) -> None:
         """The connection is closed."""
@@ -79,54 +81,36 @@ class ConnectionTable:
         """num_allowed: connections that the process may open, if that is fewer than `limits` says."""
         self.limits = limits
         self._max = limits.max_connections if num_allowed is None else num_allowed
-        self._by_client: Counter[str] = Counter()
-        self._body_bytes: Counter[str] = Counter()
-        self._num_body_bytes = 0
-        self._num_open = 0
+        self._open = Held(limits.max_per_client, self._max)
+        self.body_bytes = Held(
+            limits.max_client_bodies * limits.max_body_bytes, limits.max_bodies * limits.max_body_bytes
+        )
+        """Of bodies that are still arriving, by client."""
         self._checks: set[Check] = set()
         self._closed_early: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
 
     def __len__(self) -> int:
-        return self._num_open
+        return self._open.total
 
     @property
     def num_clients(self) -> int:
         """Clients with an open connection."""
-        return len(self._by_client)
-
-    @property
-    def num_body_bytes(self) -> int:
-        """Bytes of bodies that are still arriving, of all clients."""
-        return self._num_body_bytes
+        return len(self._open)
 
     def admit(self, host: str) -> Ticket | None:
         """A place for a connection from `host`; None if there is none."""
         client = client_network(host)
-        if self._num_open >= self._max:
-            self.note("too many connections")
-        elif self._by_client[client] >= self.limits.max_per_client:
-            self.note("too many connections of one client")
-        else:
-            self._num_open += 1
-            self._by_client[client] += 1
+        if self._open.add(client, 1):
             return Ticket(self, client)
+        is_full = len(self) >= self._max
+        self.note("too many connections" if is_full else "too many connections of one client")
         return None
 
     def leave(self, client: str) -> None:
         """A ticket was released."""
-        self._num_open -= 1
-        _add(self._by_client, client, -1)
-
-    def hold(self, client: str, change: int) -> bool:
-        """Adds to what is held of the client's unfinished bodies; whether that is within its limits."""
-        self._num_body_bytes += change
-        _add(self._body_bytes, client, change)
-        return change <= 0 or (
-            self._body_bytes[client] <= self.limits.max_client_bodies * self.limits.max_body_bytes
-            and self._num_body_bytes <= self.limits.max_bodies * self.limits.max_body_bytes
-        )
+        self._open.add(client, -1)
 
     def watch(self, check: Check) -> None:
         """Checks a connection's deadlines from now on."""
@@ -169,13 +153,6 @@ class ConnectionTable:
             self._closed_early.clear()
             _log.warning("connections closed or refused: %s", causes)
         self._arm(loop, now)
-
-
-def _add(counts: Counter[str], key: str, change: int) -> None:
-    """Changes a count; zero takes no room, so that a table does not grow with every client that ever came."""
-    counts[key] += change
-    if not counts[key]:
-        del counts[key]
 
 
 MakeProtocol = Callable[[Ticket], asyncio.Protocol]
