@@ -353,7 +353,7 @@ def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
                     text += event.tokens
                     if num_cut < 3 and len(text) > 40 * (num_cut + 1):
                         num_cut += 1
-                        for session in list(running.big.core.sessions._sessions.values()):
+                        for session in list(running.big.core.sessions.values()):
                             running.big.core.engine.cancel(session.sequence_id)
                         gate.allow(1)  # the engine sees the end between two steps
                         running.mid.wait_until(lambda least=num_cut: running.engine.counts.losses >= least)  # type: ignore[misc]

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from tests.serving import TIMEOUT_S, FakeServer, StepGate, run_session, serve_fake, target_tokens
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -30,12 +30,13 @@ from outrider.cloud.server.serve import page_policy_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter, Slots
-from outrider.models.http.security import OWNER, Gate, KeyRing, PagePolicy
+from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
+from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
-from outrider.models.ingress.bounded_server import freed
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.connections import ConnectionTable, reserve_files
 from outrider.models.ingress.sockets import TlsFiles
+from outrider.models.process.tally import RequestTally
 
 KEY = "a-key-of-this-test"
 PROMPT = [5, 17, 99, 3]
@@ -322,7 +323,7 @@ def test_a_stalled_event_loop_costs_nobody_a_connection() -> None:
             self.seen.append((now, late_s))
 
     table, loop, connection = ConnectionTable(ConnectionLimits()), Loop(), Connection()
-    table.watch(connection)
+    table.watch(connection.check)
     table.start(loop)  # type: ignore[arg-type]
     for now in (100.6, 112.0, 112.6):
         loop.now = now
@@ -384,16 +385,16 @@ def test_unfinished_bodies_are_bounded() -> None:
         table = server.server.table
         with Raw(server) as first, Raw(server) as second:
             first.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
-            server.wait_until(lambda: table.num_body_bytes == 30_001)
+            server.wait_until(lambda: table.body_bytes.total == 30_001)
             second.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
             assert second.refusal() == (503, "too_many_bytes")
-            assert table.num_body_bytes == 30_001
+            assert table.body_bytes.total == 30_001
             first.send(b" " * 9_999)
             assert first.answer()[0] == 400
-            assert table.num_body_bytes == 0
+            assert table.body_bytes.total == 0
             first.send(post("/v1/verify", b" " * 39_000))  # in several pieces of one read
             assert first.answer()[0] == 400
-            assert table.num_body_bytes == 0
+            assert table.body_bytes.total == 0
         assert is_well(server)
 
 
@@ -421,15 +422,19 @@ def test_a_long_pipeline_is_closed(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_s_scope_is_emptied_but_for_what_uvicorn_reads_after_it(fails: bool) -> None:
-    """Its own answer to an application that failed needs the method."""
+    """Its own answer, where not even the error could be sent, needs the method."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         if fails:
             raise ValueError
 
-    scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000}
-    with nullcontext() if not fails else pytest.raises(ValueError):
-        asyncio.run(freed(application)(scope, None, None))  # type: ignore[arg-type]  # it uses neither
+    async def send(_: Message) -> None:
+        raise ConnectionError
+
+    scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000, "headers": []}
+    served = ServedRequests(application, RequestTally(), lambda scope: "unmatched")
+    with nullcontext() if not fails else pytest.raises(ConnectionError):
+        asyncio.run(served(scope, None, send))  # type: ignore[arg-type]  # it reads nothing
     assert scope == {"method": "GET"}
 
 
@@ -763,8 +768,7 @@ def test_without_keys_the_owner_is_the_address() -> None:
 
         headers = [(b"host", b"localhost"), (b"x-forwarded-for", b"203.0.113.7"), (b"forwarded", b"for=203.0.113.7")]
         headers += [(b"authorization", f"Bearer {KEY}".encode()), (b"x-real-ip", b"203.0.113.7")]
-        pages = PagePolicy(is_keyless=not len(keys))
-        gate = Gate(app, keys, RateLimiter(0.0), pages=pages, open_paths=(), probe_paths=(), costly_paths=())
+        gate = Gate(app, GateSettings(keys), GatePaths())
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": client}
         await gate(scope, None, None)  # type: ignore[arg-type]
         return seen[0]

@@ -354,9 +354,9 @@ def test_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest
     keys = KeyRing.load(path)
     assert len(keys) == 3
     owners = {
-        keys.owner(b"Bearer first-key-of-the-file"),
-        keys.owner(b"bearer second-key-of-the-file"),
-        keys.owner(b"Bearer third-from-the-environment"),
+        keys.find(b"Bearer first-key-of-the-file"),
+        keys.find(b"bearer second-key-of-the-file"),
+        keys.find(b"Bearer third-from-the-environment"),
     }
     assert len(owners) == 3
     path.write_text("# none\n")

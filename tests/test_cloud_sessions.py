@@ -17,7 +17,8 @@ from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.http.sse import EventStream
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import MAX_STOP_IDS, TREES_SINCE, Commit, SessionEnd, SessionOpen
+from outrider.models.wire.fields import MAX_STOP_IDS
+from outrider.models.wire.protocol import TREES_SINCE, Commit, SessionEnd, SessionOpen
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]

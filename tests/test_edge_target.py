@@ -34,7 +34,8 @@ from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import CloudError
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.wire.protocol import ReadyAnswer, SessionOpen, VerifyAnswer
+from outrider.models.wire.protocol import ReadyAnswer, SessionOpen
+from outrider.models.wire.verify import VerifyAnswer
 
 VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)

@@ -102,7 +102,7 @@ def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, m
             ):
                 opened = await anext(stream)
                 assert isinstance(opened, SessionOpen)
-                (session,) = server.core.sessions._sessions.values()
+                (session,) = server.core.sessions.values()
                 assert session.owner.startswith(b"subject:")
                 await own.post_drafts(opened.session, drafts)
                 with pytest.raises(EndpointLost, match="unknown_session"):

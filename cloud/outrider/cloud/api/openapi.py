@@ -16,14 +16,14 @@ from starlette.routing import Route
 from outrider.cloud.api import error_codes
 from outrider.cloud.api.draft_posts import DRAFTS_PATH, MAX_TREE_BYTES
 from outrider.models.http import openai, openai_answers
-from outrider.models.wire import protocol
+from outrider.models.wire import protocol, verify
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 _REF: Final = "#/components/schemas/{model}"
 _BODIES: Final[dict[str, type[BaseModel]]] = {
     "/v1/sessions": protocol.SessionRequest,
     DRAFTS_PATH: protocol.DraftRequest,
-    "/v1/verify": protocol.VerifyRequest,
+    "/v1/verify": verify.VerifyRequest,
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatRequest,
     "/v1/render": openai.RenderRequest,

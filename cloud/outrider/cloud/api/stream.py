@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from starlette.responses import Response
@@ -18,17 +19,65 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.sequence_watch import SequenceWatch
-from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.step_times import StepTimes
 from outrider.cloud.seam import CommitEvent, EndEvent, ProvisionalEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.errors import error_body, internal_error
 from outrider.models.http.logprobs import finite
-from outrider.models.wire.protocol import SessionEnd, SessionOpen, Usage
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import SessionEnd, SessionOpen, TextCut, Usage
 
 SERVER_SEND: Final = "outrider.send"
 """Key of the ASGI scope that holds the server's own `send`, below all layers."""
+
+
+class SessionText:
+    """The text of one session, as its commits make it. Knows no engine: the caller ends the sequence.
+
+    generated: the last tokens of `prompt` that belong to the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        stop_ids: frozenset[int],
+        prompt: Sequence[int],
+        generated: int,
+    ) -> None:
+        begin = len(prompt) - generated
+        self._assembler = TextStyle(tuple(stop_strings), stop_ids).assembler(tokenizer, prompt[:begin])
+        self._assembler.follow(prompt[begin:])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._assembler.is_stopped
+
+    @property
+    def cut(self) -> TextCut | None:
+        """Where a stop string ends the text; None where none does."""
+        text = self._assembler
+        return None if text.stop is None else TextCut(stop=text.stop, tokens=text.num_tokens, chars=text.num_chars)
+
+    def take(self, event: CommitEvent) -> CommitEvent | None:
+        """The commit up to the token that completes a stop string; None after that token."""
+        text = self._assembler
+        if text.is_stopped:
+            return None
+        before = text.num_tokens
+        text.push(event.tokens)
+        if not text.is_stopped:
+            return event
+        left = text.num_tokens - before
+        accepted = min(event.accepted, left)
+        return replace(event, tokens=event.tokens[:left], logprobs=event.logprobs[:left], accepted=accepted)
+
+    def finish(self) -> None:
+        """Looks at what was held back: half a character may complete a stop string. Call it after the last commit."""
+        self._assembler.finish()
 
 
 class SessionStream(Response):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from outrider.cloud.api.metrics import LabelledCounts, Metrics, route_of
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
@@ -192,12 +192,12 @@ def trace_of(scope: Scope) -> RequestTrace | None:
 
 
 class TracedRequests:
-    """ASGI layer, inside the gate: only who may call makes spans. operations: GenAI's name of what each path does."""
+    """Begins the span of a request that the gate has let in, and ends it with the request.
 
-    def __init__(
-        self, app: ASGIApp, traces: Traces | None, metrics: Metrics, model: str, operations: Mapping[str, str]
-    ) -> None:
-        self._app = app
+    operations: GenAI's name of what each path does.
+    """
+
+    def __init__(self, traces: Traces | None, metrics: Metrics, model: str, operations: Mapping[str, str]) -> None:
         self._traces = traces
         self._model = model
         self._operations = operations
@@ -208,35 +208,23 @@ class TracedRequests:
             ("recorded", "over_rate"),
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+    def begin(self, scope: Scope) -> None:
+        """Puts the request's trace into its scope, where one is recorded."""
         parent = _parent(scope)
         request = current_request()
         if parent is not None and request is not None:
             request.trace_id = f"{parent.trace_id:032x}"
         trace = self._begin(scope, parent)
-        if trace is None:
-            return await self._app(scope, receive, send)
-        scope[TRACE] = trace
-        if request is not None:
-            request.trace_id = trace.trace_id
-            trace.set({"outrider.request_id": request.request_id})
-        status: int | None = None
+        if trace is not None:
+            scope[TRACE] = trace
+            if request is not None:
+                request.trace_id = trace.trace_id
+                trace.set({"outrider.request_id": request.request_id})
 
-        async def note_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_status)
-        except Exception:
-            status = status or 500
-            raise
-        finally:
+    def end(self, scope: Scope, status: int | None) -> None:
+        """Ends the span. status: the answer's; None where the client left before it."""
+        trace = trace_of(scope)
+        if trace is not None:
             trace.set({"http.request.method": scope["method"], "http.route": route_of(scope)})
             if (code := scope.get(ERROR_CODE)) is not None:
                 trace.fail(code)

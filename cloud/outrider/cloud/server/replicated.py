@@ -22,9 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.audit import AuditLog
+from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.replicas.cluster import Scale, local_ray, replicas_of
-from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
+from outrider.cloud.replicas.front import Front, FrontServer
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import follow, open_registry
 from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
@@ -311,7 +312,7 @@ class Access:
     ) -> FrontServer:
         """The front of the application `name`; Ray must be connected."""
         options = self.options
-        settings = FrontSettings(
+        settings = ServerSettings(
             self.keys, rate_per_s=options.rate, pages=self.pages, audit=audit, reloads=self.reloads
         )
 

@@ -40,10 +40,9 @@ from outrider.models.wire.protocol import (
     SessionEnd,
     SessionOpen,
     SessionRequest,
-    VerifyItem,
-    VerifyRequest,
 )
 from outrider.models.wire.tree_draft import TreeDraft
+from outrider.models.wire.verify import VerifyItem, VerifyRequest
 
 _log = logging.getLogger("outrider.cloud")
 

@@ -33,7 +33,7 @@ from outrider.models.picks.rejection import NUM_IDS, WHOLE, SparseDistribution, 
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.picks.tolerance import LEAST_LOG, DeltaCalibrator, log_probability
 from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
-from outrider.models.wire.protocol import VerifyItem, VerifyRequest, VerifyResult
+from outrider.models.wire.verify import VerifyItem, VerifyRequest, VerifyResult
 
 
 class RuleDrafter:

@@ -22,8 +22,7 @@ from outrider.edge.serve.unverified import KeptText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.http.call_texts import CallTexts, Choice
-from outrider.models.http.choices import choice_params
+from outrider.models.http.call_texts import CallTexts, Choice, choice_params
 from outrider.models.http.encoding import check_tokens
 from outrider.models.http.inbox import Inbox
 from outrider.models.http.shapes import Delta

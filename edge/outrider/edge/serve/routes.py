@@ -23,9 +23,9 @@ from outrider.edge.serve.drafted_texts import LocalTexts
 from outrider.edge.serve.facts import facts_or_draft, target_facts
 from outrider.edge.serve.faults import as_request_error
 from outrider.edge.serve.grounded_calls import (
-    GroundedShape,
     LocalChatRequest,
     LocalCompletionRequest,
+    add_passages,
     ground_messages,
     ground_prompts,
     sources_of,
@@ -40,8 +40,7 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
 from outrider.models.http.call_grammar import grammar_of_call
-from outrider.models.http.call_plan import chat_style, engine_logprobs, look_of, text_style
-from outrider.models.http.dialects import Dialect
+from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.encoding import (
     check_prediction,
     check_prompts,
@@ -282,7 +281,7 @@ async def _answer(
         shape: Shape = shape_type(facts.name, params.seed, facts.target, look_of(body, style, core.tokenizer, prompts))
         texts.answer_id = shape.id
         if groundings is not None:
-            shape = GroundedShape(shape, [each for each in groundings for _ in range(body.num_kept)])
+            add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]
         texts.begin(requests, cut, facts, quoted, is_up=is_up, num_each=body.num_each)
     except OutriderError as error:

@@ -18,10 +18,10 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.bodies import Bodies
-from outrider.models.http.dialects import dialect_of
+from outrider.models.http.call_grammar import Grammars
+from outrider.models.http.call_plan import dialect_of
 from outrider.models.http.encoding import Workers
-from outrider.models.http.grammars import Grammars
-from outrider.models.http.security import KeyRing, PagePolicy
+from outrider.models.http.security import GateSettings
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
@@ -29,24 +29,19 @@ _ANY_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSettings:
+class LocalSettings(GateSettings):
     """How the endpoint treats its clients, and how it drafts.
 
-    keys: accepted API keys. max_requests: texts at a time, of all clients. max_own: of one client. rate_per_s: requests
-    that start work, per second and client; 0 is no limit. keep_alive_s: silence on a stream after which a comment is
-    sent. pages: which names and pages may call. allowed_origins: whose pages also get CORS headers. any_user: without
-    keys, other users of this machine may call too. shows_details: whether errors may name the verifiers.
+    max_requests: texts at a time, of all clients. max_own: of one client. keep_alive_s: silence on a stream after which
+    a comment is sent. allowed_origins: whose pages also get CORS headers. any_user: without keys, other users of this
+    machine may call too. shows_details: whether errors may name the verifiers.
     docs_tokens: of passages in one prompt, at most. shows_metrics: whether there is /metrics. terms: how the target
     accepts what is drafted, of all texts.
     """
 
-    keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 1 << 20
     max_requests: int = 16
     max_own: int = 16
-    rate_per_s: float = 0.0
     keep_alive_s: float = 5.0
-    pages: PagePolicy | None = None
     allowed_origins: tuple[str, ...] = ()
     any_user: bool = False
     shows_details: bool = True

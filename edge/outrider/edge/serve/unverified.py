@@ -19,7 +19,7 @@ from outrider.edge.link.origin import Served
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.wire.strict_message import StrictMessage
+from outrider.models.wire.fields import StrictMessage
 
 MAX_KEPT: Final = 64
 """Answers; the oldest of the client that has most give way."""

@@ -54,10 +54,9 @@ from outrider.models.wire.protocol import (
     SessionEvent,
     SessionOpen,
     SessionRequest,
-    VerifyAnswer,
-    VerifyRequest,
 )
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.wire.verify import VerifyAnswer, VerifyRequest
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]

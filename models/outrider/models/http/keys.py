@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.wire.protocol import MAX_PRIORITY
+from outrider.models.wire.fields import MAX_PRIORITY
 
 KEYS_VARIABLE: Final = "OUTRIDER_API_KEYS"
 MIN_KEY_CHARS: Final = 16
@@ -247,11 +247,6 @@ class KeyRing:
         if found is None:
             raise RequestError("unauthorized", "this API key is not accepted", status=401)
         return found
-
-    def owner(self, authorization: bytes | None) -> bytes:
-        """The owner of the Authorization header's key; empty without keys. Raises as `find`."""
-        key = self.find(authorization)
-        return b"" if key is None else key.digest
 
 
 def key_is_removed() -> RequestError:

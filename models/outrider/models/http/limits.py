@@ -1,4 +1,4 @@
-"""Bounds what one client can take: body size, requests per second, tokens per minute, open sequences.
+"""Bounds what one client can take: requests per second, tokens per minute, open sequences.
 
 Knows clients only as opaque bytes. The engine bounds the rest: prompt length, queue, blocks.
 """
@@ -13,47 +13,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
 
 BURST_S: Final = 2.0
 """A burst may hold the requests of this many seconds."""
-
-
-class BodyLimit:
-    """ASGI layer that refuses bodies over `max_bytes` with 413: by their Content-Length, or as soon as the chunks
-    received exceed it.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "DELETE"):
-            return await self._app(scope, receive, send)
-        for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > self._max_bytes:
-                raise body_too_large(self._max_bytes)
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise body_too_large(self._max_bytes)
-            return message
-
-        await self._app(scope, counted, send)
-
-
-def body_too_large(max_bytes: int) -> RequestError:
-    """The error 413 of a body over `max_bytes`."""
-    return RequestError("body_too_large", f"the body is larger than {max_bytes} bytes; send less at a time", status=413)
 
 
 MAX_BUCKETS: Final = 65_536
@@ -260,3 +224,71 @@ class Slots:
             queue.remove(turn)
             if not queue:
                 del self._waiting[owner]
+
+
+class Held:
+    """Counts what is held for owners, such as bytes: at most `max_each` for one of them, `max_all` in all. Lives on one
+    event loop.
+    """
+
+    def __init__(self, max_each: int, max_all: int) -> None:
+        self._max_each = max_each
+        self._max_all = max_all
+        self._of_owner: Counter[Hashable] = Counter()
+        self.total = 0
+
+    def __len__(self) -> int:
+        return len(self._of_owner)
+
+    def add(self, owner: Hashable, count: int) -> bool:
+        """Counts what is held in addition, or less where `count` is negative. False, and nothing is counted, where that
+        is too much.
+        """
+        held = self._of_owner[owner] + count
+        if count > 0 and (held > self._max_each or self.total + count > self._max_all):
+            return False
+        self.total += count
+        self._of_owner[owner] = held
+        if not held:
+            del self._of_owner[owner]
+        return True
+
+
+class Turns:
+    """At most `max_together` turns at once, one per owner; first come, first served. Lives on one event loop."""
+
+    def __init__(self, max_together: int = 1) -> None:
+        self._free = asyncio.Semaphore(max_together)
+        self._own: dict[bytes, asyncio.Lock] = {}
+        self._num_users: Counter[bytes] = Counter()
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether nobody has a turn or waits for one."""
+        return not self._own and not self._num_users
+
+    async def take(self, owner: bytes) -> None:
+        """Waits for a turn; `release` ends it. Cancelled, it takes none."""
+        self._num_users[owner] += 1
+        own = self._own.setdefault(owner, asyncio.Lock())
+        has_own = False
+        try:
+            await own.acquire()
+            has_own = True
+            await self._free.acquire()
+        except BaseException:
+            if has_own:
+                own.release()
+            self._forget(owner)
+            raise
+
+    def release(self, owner: bytes) -> None:
+        """Ends the owner's turn."""
+        self._free.release()
+        self._own[owner].release()
+        self._forget(owner)
+
+    def _forget(self, owner: bytes) -> None:
+        self._num_users[owner] -= 1
+        if not self._num_users[owner]:
+            del self._num_users[owner], self._own[owner]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from outrider.models.ingress.bounded_http import BoundedProtocol
 from outrider.models.ingress.connection_limits import ConnectionLimits
@@ -71,25 +71,9 @@ class BoundedServer(uvicorn.Server):
         self.table.stop()
 
 
-def freed(app: ASGIApp) -> ASGIApp:
-    """The application, which lets go of each request at its end: routes leave circles through its scope, and a path of
-    64 KB would lie in them until the collector runs.
-    """
-
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        finally:
-            method = scope.get("method", "")
-            scope.clear()
-            scope["method"] = method  # uvicorn reads it where it answers itself, after an application that failed
-
-    return run
-
-
 def _config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
-        freed(app),
+        app,
         lifespan="off",
         http="httptools",  # BoundedProtocol extends its protocol
         ws="none",
