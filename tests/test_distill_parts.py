@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools import tiny_sources as tiny
 
 from outrider.export.check.acceptance import Rounds
 from outrider.export.distill.prompts import split_prompts
 from outrider.export.interruption import Interruption
-from outrider.export.source import tiny
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts

@@ -18,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.check.advice import Advice, advise
-from outrider.export.check.measured import load_measured
+from outrider.export.check.measured import TINY_HIDDEN, TINY_LAYERS, load_measured
 from outrider.export.check.parity import Steps, check_parity, log_softmax, rounded
 from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.family_facts import is_mixture
-from outrider.export.source.tiny import TINY_HIDDEN, TINY_LAYERS
 from outrider.models.bundle.manifest import Agreement, Parity, Precision, Timing
 from outrider.models.errors import (
     BundleError,
