@@ -129,7 +129,7 @@ def _computed(place: Place, ranks: Ranks | None, extra_ms: float, form: Form) ->
     if ranks is None:
         return None
     times = place.times(extra_ms)
-    plan = Plan(form=form, bytes_per_token=BYTES_PER_TOKEN, hints="levels")
+    plan = Plan(form=form, bytes_per_token=BYTES_PER_TOKEN)
     alone = replace(place.times(extra_ms, PATH), nodes_per_call=1)  # a path's nodes come one after the other
     return Computed(
         times,

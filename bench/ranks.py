@@ -22,6 +22,7 @@ from typing import Annotated, Final
 
 import numpy as np
 import typer
+from bench.rank_files import write_ranks
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -149,7 +150,7 @@ def main(
         for temperature in TEMPERATURES:
             chosen = [text for text in written if text.params.temperature == temperature]
             measured = measure(runtime, chosen, tokenizer.size)
-            measured.ranks.write(out / f"ranks_{temperature}.json")
+            write_ranks(measured.ranks, out / f"ranks_{temperature}.json")
             show(temperature, measured)
 
 

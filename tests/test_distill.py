@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.tiny_sources import make_tiny_model, make_tiny_source, make_tiny_tokenizer
 from typer.testing import CliRunner
 
 from outrider.export.cli import main as cli
@@ -26,7 +27,6 @@ from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import make_tiny_model, make_tiny_source, make_tiny_tokenizer
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ConfigError, DiskFull, ExportError, ModelFault, RuntimeUnavailable, TokenizerMismatch
 

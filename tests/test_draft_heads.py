@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.engine_harness import Clock, Collector
 from tests.requests import flat_request
+from tools.tiny_sources import make_tiny_source
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.server.embedded import _heads
@@ -19,7 +20,6 @@ from outrider.cloud.server.identity import target_identity
 from outrider.export.distill.heads import HeadOptions, add_heads
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.source.tiny import make_tiny_source
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.draft_heads import HEADS_FILE, DraftHeads
 from outrider.models.errors import ConfigError

@@ -17,11 +17,11 @@ import onnx
 import pytest
 from tests.onnx_graphs import VOCAB, build, load_fp32, truth_of, worst_delta
 from tests.quantized import read_blocks
+from tools.tiny_sources import make_tiny_source
 
 from outrider.export.convert.onnx_builder import build_with_genai, builder_obstacle, supports
 from outrider.export.convert.onnx_quantize import BLOCK_SIZE, quantize_blocks
 from outrider.export.source.family_facts import FAMILIES
-from outrider.export.source.tiny import make_tiny_source
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence

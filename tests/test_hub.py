@@ -15,11 +15,11 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from tools.tiny_sources import make_tiny_source
 
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.hub import resolve_model
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import make_tiny_source
 from outrider.models.errors import ExportError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

@@ -132,7 +132,13 @@ class _Job:
             **{name: chosen[name] for name in ("tokens", "row_length", "seed", "temperatures", "target_dtype")},
         }
         self.text_state = StateFolder(work, "pool", for_text)
-        for_training = {"pool": self.text_state.path.name, "draft": self.origins[0].weights_sha256, **chosen}
+        # The version is that of the state's format: one of another begins again.
+        for_training = {
+            "version": 2,
+            "pool": self.text_state.path.name,
+            "draft": self.origins[0].weights_sha256,
+            **chosen,
+        }
         self.training_state = StateFolder(work, "training", for_training)
 
     def run(self, stop: Interruption) -> DistillResult:
@@ -184,6 +190,7 @@ class _Job:
             seed=options.seed,
             minutes=options.training_minutes,
             steps=options.steps,
+            temperatures=options.temperatures,
             rates=Rates.like_adamw(options.rate),
             weights=Weights(options.kl, options.match, options.cross_entropy),
             rows_per_step=ROWS_PER_STEP,
@@ -193,7 +200,6 @@ class _Job:
         return distill(
             student,
             text.pool,
-            options.temperatures,
             plan,
             checkpoint,
             num_ids=self.target.tokenizer.size,

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from outrider.export.distill.target import MEASURED_AT, TargetText
 from outrider.export.distill.trainer.acceptance import Acceptance, Change, Score, compare, score, summarize
+from outrider.export.distill.trainer.losses import Agreement, measure_agreement
 from outrider.export.distill.trainer.memory import training_rows
-from outrider.export.distill.trainer.validation import Agreement, measure_agreement
 
 Verdict = Literal["better", "no clear difference", "worse"]
 
@@ -26,7 +26,7 @@ class Heldout:
 
     def describe(self) -> dict[str, Any]:
         """For the record: JSON-able, without the single scores."""
-        rows = [{name: value for name, value in asdict(row).items() if value is not None} for row in self.acceptance]
+        rows = [asdict(row) for row in self.acceptance]
         return {"acceptance": rows, **{name: list(values) for name, values in asdict(self.agreement).items()}}
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from outrider.export.check.advice import ADVICE, advise
-from outrider.export.check.parity import PARITY_TEXT, QUANTIZED
-from outrider.export.check.source_logits import LoadedSource, Truth, held_out_texts
+from outrider.export.check.parity import QUANTIZED
+from outrider.export.check.source_logits import PARITY_TEXT, LoadedSource, Truth, held_out_texts
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.convert.weight_check import require_close_weights
@@ -119,7 +119,7 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
     texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]
     # Sequences of the check are not longer than the longest window that it goes beyond, and some tokens.
     longest = min(longest_sequence(job.source, job.options), 2 * LONGEST_CHECKED)
-    place = job.store.get(job.key("truth", texts=texts, longest=longest), tell_truth)
+    place = job.store.get(job.key("truth", layout=2, texts=texts, longest=longest), tell_truth)
     match job.options.resolved_runtime:
         case "openvino":
             with _advising(job):

@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.export.check.advice import require_runtime
-from outrider.export.check.parity import LEAST_POSITIONS
-from outrider.export.check.runner import Checked, check_export, check_twin, model_file, where_to_check
-from outrider.export.check.source_logits import Truth
+from outrider.export.check.runner import check_export, check_twin, model_file, where_to_check
+from outrider.export.check.source_logits import LEAST_POSITIONS, Truth
 from outrider.export.convert.safetensors_cast import config_for
 from outrider.export.disk import require_room, telling_of_full_disks
 from outrider.export.make.build import Job, build, build_twin, longest_sequence, package_versions
@@ -152,23 +151,21 @@ def stage_export(
         twin = build_twin(job)
         _copy_texts(built, writer.directory, options)
         progress(StageEvent(options.role, "check"))
-        shape = source.architecture
-        model = Checked(source.name, source.tokenizer.size, source.facts, shape.layers, shape.hidden_size)
         try:
             if twin is not None:
                 _copy_texts(built, twin, options)
-                check_twin(twin, options, truth, model)
+                check_twin(twin, options, truth, source)
             shutil.rmtree(scratch)
-            examined = check_export(writer.directory, options, truth, model)
+            parity, agreement, timing = check_export(writer.directory, options, truth, source)
         except ExportError:
             store.release()  # a stored result may be the cause
             raise
         files = writer.list_files()
         report = ExportReport(
             size_bytes=sum(entry.size for entry in files),
-            parity=examined.parity,
-            agreement=examined.agreement,
-            timing=examined.timing,
+            parity=parity,
+            agreement=agreement,
+            timing=timing,
             notes=(*built.notes, *_notes_of(options)),
             versions=package_versions(),
         )

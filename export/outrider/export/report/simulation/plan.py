@@ -44,39 +44,25 @@ class Plan:
     """How the tree is drafted, sent and verified. Raises ConfigError for values out of range.
 
     width: guesses per position; budget: nodes of the device's tree at most.
-    floor: no node is expanded that is less likely to be reached. send_floor: no node is sent that is; only nodes that
-    may be sent are expanded, unless drafts_unsent. bytes_per_token: the device moves send_floor so that it sends so
-    many; None: as many as come.
+    floor: no node is expanded that is less likely to be reached. bytes_per_token: the device raises the floor so that
+    it sends so many; None: as many as come.
     patience_ms: how long the server waits where nothing is pending; None: the better of none and one that suits.
-    message_every_ms: the shortest time between two messages. message_bytes: of a message without its nodes;
-    id_bytes: of a token id.
-    hints: what the server knows of a node's chance: "exact"; "levels", as `tree_draft` sends it; "rank", the mean of
-    its rank; "none", the same for all.
-    by_path: a line follows the child with the largest sum of survivals below it, not the likeliest child.
-    holds_late: a node that arrives after the target has picked its position is sent only when a node below it is.
+    message_bytes: of a message without its nodes; id_bytes: of a token id.
     """
 
     form: Form = Form.TREE
     width: int = 4
     budget: int = 400
     floor: float = 0.004
-    send_floor: float = 0.0
-    drafts_unsent: bool = False
     bytes_per_token: float | None = None
     patience_ms: float | None = None
-    message_every_ms: float = 0.0
     message_bytes: int = 4
     id_bytes: int = 2
-    hints: str = "exact"
-    by_path: bool = False
-    holds_late: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MOST_GUESSES:
             raise ConfigError(f"the width is {self.width}; expected 1 to {MOST_GUESSES}")
-        if self.budget < 1 or not 0.0 <= self.floor < 1.0 or not 0.0 <= self.send_floor < 1.0:
-            raise ConfigError(f"the plan is {self}; expected a budget of 1 or more, floors from 0 to 1")
+        if self.budget < 1 or not 0.0 <= self.floor < 1.0:
+            raise ConfigError(f"the plan is {self}; expected a budget of 1 or more, a floor from 0 to 1")
         if self.bytes_per_token is not None and not self.bytes_per_token > 0.0:
             raise ConfigError(f"{self.bytes_per_token} bytes per token were given; expected more than 0")
-        if self.hints not in ("exact", "levels", "rank", "none"):
-            raise ConfigError(f"hints are {self.hints!r}; expected exact, levels, rank or none")
