@@ -278,8 +278,10 @@ def test_where_no_replica_has_the_target_the_device_says_so() -> None:
                 gate.allow(5)
                 await asyncio.wait_for(begun.wait(), TIMEOUT_S)
                 front.publish([group[1].report])
-                gate.open()
-                return await text
+                try:
+                    return await text
+                finally:
+                    gate.open()  # not before: the first replica could end the text
 
         with pytest.raises(TargetMismatch, match=r"began with fake \(target 0{16}\).*target 0{15}7"):
             run(scenario())
