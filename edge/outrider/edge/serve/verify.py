@@ -18,7 +18,7 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     facts = await core.upstream.facts()
     core.places.take(owner, 1)
     try:
-        choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.choices.items())]
+        choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
     finally:
         core.places.release(owner)
     return VerifiedAnswer(id=answer, model=facts.name, choices=choices)
