@@ -25,7 +25,7 @@ from outrider.export.check import timing
 from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
 from outrider.export.check.runner import SequenceSteps, measure_agreement, open_draft
 from outrider.export.cli.display import print_report
-from outrider.export.make.pair import PairPaths, encode_judging, export_pair
+from outrider.export.make.pair import Judging, PairOptions, PairPaths, encode_judging, export_pair
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.report import card
@@ -294,7 +294,7 @@ def test_the_targets_times_can_be_given(reference_pair: PairPaths) -> None:
     with pytest.raises(ExportError, match="--step-ms"):
         TargetTimes.resolve(None, None, 1.0)
     with pytest.raises(ConfigError, match=r"step takes -1\.0 ms"):
-        TargetTimes.require_sense(-1.0, None)
+        Judging(step_ms=-1.0)
 
 
 def test_a_forecast_is_the_prediction_from_the_measured_rounds() -> None:
@@ -664,13 +664,15 @@ def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_pat
         strangers.draft,
         strangers.target,
         out,
-        draft_options=ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
-        target_options=ExportOptions("target", "fp32", "torch", num_threads=1),
+        options=PairOptions(
+            ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
+            ExportOptions("target", "fp32", "torch", num_threads=1),
+        ),
     )
     with pytest.raises(ExportError, match=r"expected at least 0\.3"):
         export()
     assert not out.exists()
-    draft, _ = export(is_forced=True, step_ms=20.0)
+    draft, _ = export(judging=Judging(step_ms=20.0, is_forced=True))
     found = judged(draft.manifest.report.acceptance)
     assert found is not None and found.rate < 0.3
     assert "little" in warnings_of(Bundle.open(out / "draft").manifest)[0]

@@ -26,7 +26,7 @@ from outrider.export.cli.display import show_progress
 from outrider.export.convert import openvino_ir
 from outrider.export.make import build
 from outrider.export.make import reference_pair as cache
-from outrider.export.make.pair import PairPaths, export_pair
+from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.progress import StageEvent
@@ -58,10 +58,8 @@ def pair(sources: PairPaths, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         sources.draft,
         sources.target,
         out,
-        draft_options=ExportOptions("draft", num_threads=1),
-        target_options=ExportOptions("target", "fp32", num_threads=1),
-        prompts=["def f(x):\n", "The target's output"],
-        is_forced=True,  # two random models do not agree
+        options=PairOptions(ExportOptions("draft", num_threads=1), ExportOptions("target", "fp32", num_threads=1)),
+        judging=Judging(["def f(x):\n", "The target's output"], is_forced=True),  # two random models do not agree
     )
 
 
@@ -377,11 +375,12 @@ def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
 def test_drafts_for_one_target_share_it(sources: PairPaths, tmp_path: Path, counted_exports: list[Path]) -> None:
     """Another runtime, device or precision of the draft exports no target again; a default and its name are one."""
     first = export_reference_pair(tmp_path, source=sources)
-    onnx = export_reference_pair(tmp_path, source=sources, draft_runtime="onnxruntime")
-    npu = export_reference_pair(tmp_path, source=sources, draft_device="npu")
+    onnx = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", runtime="onnxruntime"))
+    npu = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", device="npu"))
     assert first.target == onnx.target == npu.target
     assert counted_exports == [first.target, first.draft, onnx.draft, npu.draft] and len(set(counted_exports)) == 4
-    assert export_reference_pair(tmp_path, source=sources, draft_runtime="openvino", draft_precision="int8") == first
+    named = ExportOptions("draft", "int8", "openvino")
+    assert export_reference_pair(tmp_path, source=sources, draft=named) == first
     assert len(counted_exports) == 4
 
 

@@ -15,10 +15,9 @@ from bench.tree_beside import beside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import MISSED, Picked, Ranks, bucket
 from outrider.export.report.simulation.trees import path, simulate
-from outrider.export.report.simulation.world import Device, Node, choose
+from outrider.export.report.simulation.world import Device, Form, Node, Plan, Times, choose
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import Candidates
 from outrider.models.wire.tree_draft import ROOT, TreeDraft

@@ -12,15 +12,13 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from click.core import ParameterSource
 
-from outrider.export.cli.display import show_progress
-from outrider.export.cli.distill import distill
+from outrider.export.cli.display import report, report_sweep, show_progress
 from outrider.export.cli.families import families
-from outrider.export.cli.heads import heads
-from outrider.export.cli.reporting import report, report_sweep
-from outrider.export.make.pair import export_pair, reference_directories
+from outrider.export.cli.training import distill, heads
+from outrider.export.make.pair import DEFAULT_RTT_MS, Judging, PairOptions, export_pair, reference_directories
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.export.make.sweep import DEFAULT_RTT_MS, sweep_pair
+from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card_html import REPORT_NAME, PageWriter, write_card_html
 from outrider.export.source.prompts import read_prompts
@@ -150,20 +148,6 @@ def pair(
             )
         if widen and target_precision is None:
             target_precision = "fp32"
-    if cached:
-        with show_progress(is_quiet=False) as progress:
-            kept = export_reference_pair(
-                widen_mb=widen or None,
-                target_precision=target_precision or "fp32",
-                draft_precision=draft_precision,
-                draft_device=draft_device,
-                draft_runtime=draft_runtime,
-                draft_shapes=_shapes(prompt_len, response_len, step_len),
-                progress=progress,
-            )
-        places = {"draft": str(kept.draft), "target": str(kept.target)}
-        typer.echo(json.dumps(places) if as_json else "\n".join(f"{role}: {at}" for role, at in places.items()))
-        return
     draft_options = ExportOptions(
         "draft",
         draft_precision,
@@ -176,6 +160,17 @@ def pair(
         npu_platform=npu_platform,
         max_positions=max_positions,
     )
+    if cached:
+        with show_progress(is_quiet=False) as progress:
+            kept = export_reference_pair(
+                widen_mb=widen or None,
+                target_precision=target_precision or "fp32",
+                draft=draft_options,
+                progress=progress,
+            )
+        places = {"draft": str(kept.draft), "target": str(kept.target)}
+        typer.echo(json.dumps(places) if as_json else "\n".join(f"{role}: {at}" for role, at in places.items()))
+        return
     target_options = ExportOptions(
         "target",
         target_precision,
@@ -186,46 +181,23 @@ def pair(
         device=target_device,
         max_positions=max_positions,
     )
+    options = PairOptions(draft_options, target_options)
     texts = read_prompts(prompts) if prompts is not None else None
+    judging = Judging(texts, chat, step_ms, extra_ms, tuple(rtt_ms or (DEFAULT_RTT_MS,)), is_forced=force)
     page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
-    if not sweep:
-        with show_progress(is_quiet=as_json) as progress:
-            bundles = export_pair(
-                draft_dir,
-                target_dir,
-                out,
-                draft_options=draft_options,
-                target_options=target_options,
-                prompts=texts,
-                is_chat=chat,
-                step_ms=step_ms,
-                extra_ms=extra_ms,
-                is_forced=force,
-                page=page,
-                progress=progress,
-            )
-        report(bundles, as_json=as_json, page=page.path)
-        _show_next(out, as_json=as_json)
-        return
+    given = (draft_dir, target_dir, out)
     with show_progress(is_quiet=as_json) as progress:
-        swept = sweep_pair(
-            draft_dir,
-            target_dir,
-            out,
-            draft_options=draft_options,
-            target_options=target_options,
-            prompts=texts,
-            is_chat=chat,
-            round_trips_ms=rtt_ms or (DEFAULT_RTT_MS,),
-            step_ms=step_ms,
-            extra_ms=extra_ms,
-            keeps_all=keep,
-            is_forced=force,
-            page=page,
-            progress=progress,
-        )
-    report_sweep(swept, as_json=as_json, page=page.path)
-    _show_next(out, as_json=as_json)
+        if sweep:
+            swept = sweep_pair(*given, options=options, judging=judging, keeps_all=keep, page=page, progress=progress)
+        else:
+            bundles = export_pair(*given, options=options, judging=judging, page=page, progress=progress)
+    if sweep:
+        report_sweep(swept, as_json=as_json, page=page.path)
+    else:
+        report(bundles, as_json=as_json, page=page.path)
+    if not as_json:
+        # The command that serves the pair; it prints the one that runs it.
+        typer.echo(f"Serve it: outrider-cloud serve {shlex.quote(str(out / 'target'))}")
 
 
 @app.command()
@@ -322,12 +294,6 @@ app.command()(distill)
 
 
 app.command()(heads)
-
-
-def _show_next(out: Path, *, as_json: bool) -> None:
-    """The command that serves a pair; it prints the one that runs it."""
-    if not as_json:
-        typer.echo(f"Serve it: outrider-cloud serve {shlex.quote(str(out / 'target'))}")
 
 
 def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:

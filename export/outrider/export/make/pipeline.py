@@ -15,18 +15,25 @@ from pathlib import Path
 
 from outrider.export.check.advice import require_runtime
 from outrider.export.check.runner import check_export, check_twin, model_file, where_to_check
-from outrider.export.check.source_logits import LEAST_POSITIONS, Truth
+from outrider.export.check.source_logits import LEAST_POSITIONS
 from outrider.export.convert.safetensors_cast import config_for
 from outrider.export.disk import require_room, telling_of_full_disks
-from outrider.export.make.build import Job, build, build_twin, longest_sequence, package_versions
-from outrider.export.make.sizes import finished_bytes, widened_bytes
+from outrider.export.make.build import (
+    Job,
+    build,
+    build_twin,
+    finished_bytes,
+    longest_sequence,
+    package_versions,
+    widened_bytes,
+)
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.source.model_source import SourceModel, read_source
-from outrider.export.source.weight_range import require_range
+from outrider.export.source.weight_files import require_range
 from outrider.export.source.widen import describe_widening, widen
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
@@ -38,13 +45,12 @@ from outrider.models.text.tokenizer import TOKENIZER_FILES
 
 
 class StagedExport:
-    """A bundle that is built and checked but not yet in place. truth: the unquantized source's logits."""
+    """A bundle that is built and checked but not yet in place."""
 
-    def __init__(self, writer: BundleWriter, manifest: Manifest, options: ExportOptions, truth: Truth) -> None:
+    def __init__(self, writer: BundleWriter, manifest: Manifest, options: ExportOptions) -> None:
         self._writer = writer
         self.manifest = manifest
         self.options = options
-        self.truth = truth
 
     @property
     def directory(self) -> Path:
@@ -170,7 +176,7 @@ def stage_export(
             versions=package_versions(),
         )
         manifest = _manifest(built, origin, options, files, quantization, report)
-        yield StagedExport(writer, manifest, options, truth)
+        yield StagedExport(writer, manifest, options)
 
 
 def _notes_of(options: ExportOptions) -> tuple[str, ...]:

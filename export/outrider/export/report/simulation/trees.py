@@ -17,9 +17,8 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Final
 
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import Ranks
-from outrider.export.report.simulation.world import Device, Node, choose
+from outrider.export.report.simulation.world import Device, Form, Node, Plan, Times, choose
 from outrider.models.errors import ConfigError
 
 NUM_TOKENS: Final = 400
