@@ -21,7 +21,7 @@ from filelock import FileLock
 from tests.export_cli import run_export
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
-from outrider.export.check.acceptance import continue_prompts, measure_acceptance
+from outrider.export.check.acceptance import continue_prompts, measure_ranks, summarize
 from outrider.export.cli.display import show_progress
 from outrider.export.convert import openvino_ir
 from outrider.export.make import build
@@ -111,7 +111,7 @@ def test_a_model_is_its_own_perfect_draft(pair: tuple[Bundle, Bundle]) -> None:
         closing(open_batch_runtime("openvino", path, options)) as target,
     ):
         texts = continue_prompts(target, prompts, num_ids=tokenizer.size, stop_ids=())
-        found = measure_acceptance(draft, texts, num_ids=tokenizer.size, target_name="itself")
+        found = summarize(measure_ranks(draft, texts, num_ids=tokenizer.size), "itself")
         assert [measured.temperature for measured in found] == [0.0, 0.5, 0.8]
         for measured in found:
             assert (measured.rate, measured.error, measured.tested_tokens) == (1.0, 0.0, 120)
@@ -434,6 +434,8 @@ def test_inspect_shows_the_report_card(
     [
         (["inspect", "nowhere"], "not a directory"),
         (["pair", "only-one"], "only one model was given"),
+        (["pair", "reference", "--rtt-ms", "20"], "--rtt-ms and --keep are for several drafts; add --sweep"),
+        (["pair", "reference", "--keep"], "--rtt-ms and --keep are for several drafts; add --sweep"),
         (["target", "nowhere", "--out", "x"], "is not a directory"),
         (["draft", "Qwen/Qwen3-0.6B", "--out", "x"], "offline mode is on"),
     ],

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from outrider.export.cli.display import report, report_sweep, show_progress
 from outrider.export.cli.families import families
 from outrider.export.cli.training import distill, heads
-from outrider.export.make.pair import DEFAULT_RTT_MS, Judging, PairOptions, export_pair, reference_directories
+from outrider.export.make.pair import DEFAULT_RTT_MS, Judging, PairOptions, export_pair, named_source
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.make.sweep import sweep_pair
@@ -90,8 +90,10 @@ CACHE_TAKES: Final = frozenset({
 @app.command()
 def pair(
     ctx: typer.Context,
-    draft: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}' for the bundled pair.")] = REFERENCE,
-    target: Annotated[str | None, typer.Argument(help="Model directory of the target.")] = None,
+    draft: Annotated[
+        str, typer.Argument(help=f"Draft: directory, hub id, or '{REFERENCE}', alone for both.")
+    ] = REFERENCE,
+    target: Annotated[str | None, typer.Argument(help=f"Its target: likewise, or '{REFERENCE}'.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Bundles go to OUT/draft and OUT/target.")] = Path("bundles"),
     draft_device: DraftOn = "cpu",
     draft_runtime: DraftWith = None,
@@ -137,7 +139,11 @@ def pair(
     """Export a draft and its target, checked against each other, with a report card in OUT/report.html."""
     if cached:
         _require_cacheable(ctx, draft, target)
-    draft_dir, target_dir = _pair_directories(draft, target)
+    if (rtt_ms or keep) and not sweep:
+        raise ConfigError("--rtt-ms and --keep are for several drafts; add --sweep, or leave them out")
+    if target is None and draft != REFERENCE:
+        raise ConfigError(f"only one model was given ({draft}); name draft and target, or '{REFERENCE}'")
+    draft_source, target_source = named_source(draft, "draft"), named_source(target or draft, "target")
     if draft == REFERENCE and target is None:
         if widen is None:
             widen = WIDENED_MB
@@ -185,7 +191,7 @@ def pair(
     texts = read_prompts(prompts) if prompts is not None else None
     judging = Judging(texts, chat, step_ms, extra_ms, tuple(rtt_ms or (DEFAULT_RTT_MS,)), is_forced=force)
     page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
-    given = (draft_dir, target_dir, out)
+    given = (draft_source, target_source, out)
     with show_progress(is_quiet=as_json) as progress:
         if sweep:
             swept = sweep_pair(*given, options=options, judging=judging, keeps_all=keep, page=page, progress=progress)
@@ -219,7 +225,6 @@ def draft(
     as_json: Json = False,
 ) -> None:
     """Export one model as a draft."""
-    directory = reference_directories().draft if model == REFERENCE else model
     options = ExportOptions(
         "draft",
         precision,
@@ -234,7 +239,7 @@ def draft(
         max_positions=max_positions,
     )
     with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(directory, out, options, progress)
+        bundle = export_model(named_source(model, "draft"), out, options, progress)
     report((bundle,), as_json=as_json)
 
 
@@ -255,7 +260,6 @@ def target(
     as_json: Json = False,
 ) -> None:
     """Export one model as a target."""
-    directory = reference_directories().target if model == REFERENCE else model
     options = ExportOptions(
         "target",
         precision,
@@ -268,7 +272,7 @@ def target(
         max_positions=max_positions,
     )
     with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(directory, out, options, progress)
+        bundle = export_model(named_source(model, "target"), out, options, progress)
     report((bundle,), as_json=as_json)
 
 
@@ -317,15 +321,6 @@ def _require_cacheable(ctx: typer.Context, draft: str, target: str | None) -> No
     ]
     if refused:
         raise ConfigError(f"--cached does not take {', '.join(refused)}; leave out these or --cached")
-
-
-def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str | Path]:
-    if target is not None:
-        return draft, target
-    if draft == REFERENCE:
-        found = reference_directories()
-        return found.draft, found.target
-    raise ConfigError(f"only one model was given ({draft}); name draft and target, or '{REFERENCE}'")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from outrider.export.cli.display import figure_table, say_stopped
 from outrider.export.distill.options import DistillOptions, TargetDtype, TrainingDevice
-from outrider.export.make.pair import reference_directories
+from outrider.export.make.pair import named_source
 from outrider.export.source.prompts import read_prompts
 from outrider.models.bundle.manifest import Heads
 from outrider.models.bundle.reference_export import REFERENCE
@@ -97,13 +97,12 @@ def distill(
         overwrite=overwrite,
         force=force,
     )
-    draft_model = reference_directories().draft if draft == REFERENCE else draft
-    target_model = reference_directories().target if target == REFERENCE else target
     with shown(is_quiet=as_json) as report:
         # Here, because this loads torch: seconds, in which Ctrl-C may come.
         from outrider.export.distill.distill import distill_draft
 
-        result = distill_draft(draft_model, target_model, prompts, out, options, report)
+        models = (named_source(draft, "draft"), named_source(target, "target"))
+        result = distill_draft(*models, prompts, out, options, report)
     _print(result, as_json=as_json)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
@@ -242,9 +241,10 @@ def heads(
             device=device,
             num_threads=threads,
         )
-        source = reference_directories().target if model == REFERENCE else model
         with Interruption(lambda _: report(Event("stop", 1.0, "stopping at the next step", is_news=True))) as stop:
-            made = add_heads(bundle, source, read_prompts(prompts), options, out=out, report=report, stop=stop)
+            made = add_heads(
+                bundle, named_source(model, "target"), read_prompts(prompts), options, out=out, report=report, stop=stop
+            )
     if made is None:
         if not as_json:
             say_stopped(Console(stderr=True), keeps_stages=False)

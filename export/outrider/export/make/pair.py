@@ -19,6 +19,8 @@ from outrider.export.report.card_html import PageWriter
 from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel, read_source
 from outrider.export.source.prompts import Ids, encode_prompts
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Role
+from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.bundle.speed_up import Setting
 from outrider.models.errors import ConfigError, ExportError
 from outrider.models.text.tokenizer import require_same_tokenizer
@@ -80,6 +82,13 @@ class Judging:
 
 DEFAULT_OPTIONS: Final = PairOptions(ExportOptions("draft"), ExportOptions("target"))
 DEFAULT_JUDGING: Final = Judging()
+
+
+def named_source(model: str, role: Role) -> str | Path:
+    """What to read for a model that a user names: the bundled pair's directory for REFERENCE, else the name itself."""
+    if model != REFERENCE:
+        return model
+    return reference_directories().draft if role == "draft" else reference_directories().target
 
 
 def export_pair(
