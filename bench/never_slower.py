@@ -61,9 +61,9 @@ from rich.table import Table
 
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import Outcome, path, simulate
+from outrider.export.report.simulation.world import Form, Plan, Times
 from outrider.models.bundle.speed_up import Reach
 
 FLOOR, OF_COMPUTED = 0.97, 0.9

@@ -108,7 +108,7 @@ def show(temperature: float, measured: Measured) -> None:
         shares = [f"{(inside == guess).mean():.3f}" if inside.size else "-" for guess in range(4)]
         table.add_row(name, f"{inside.size / found.size:.3f}", *shares)
     console.print(table)
-    by_rank = ", ".join(f"{share:.3f}" for share in ranks.shares)
+    by_rank = ", ".join(f"{(found == guess).mean():.3f}" for guess in range(MOST_GUESSES))
     console.print(f"  share of picks at rank 0 to {MOST_GUESSES - 1}: {by_rank}")
     halves = np.array([index % 2 for index, text in enumerate(ranks.texts) for _ in text])
     hits = found == 0
@@ -135,7 +135,7 @@ def main(
     own = reference_directories()
     source = PairPaths(draft or own.draft, target or own.target)
     pair = export_reference_pair(
-        source=source, draft_precision="fp32", progress=lambda event: console.print(str(event))
+        source=source, draft=ExportOptions("draft", "fp32"), progress=lambda event: console.print(str(event))
     )
     tokenizer = Bundle.open(pair.target).tokenizer()
     prompts = [tokenizer.encode(prompt.text)[-LONGEST_PROMPT:] for prompt in load_prompts(first + texts)[first:]]

@@ -21,8 +21,8 @@ from typing import Final
 from bench.rank_files import read_ranks
 from bench.tree_beside import beside
 
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, Outcome, path, simulate
+from outrider.export.report.simulation.world import Form, Plan, Times
 
 DATA: Final = Path(__file__).parent / "data"
 ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 100.0, 200.0)

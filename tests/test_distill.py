@@ -255,7 +255,9 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
     (folder,) = work.glob("pool-*")
     (folder / "texts.json").unlink()
     (folder / ".texts.json.partial").symlink_to("/dev/full")
-    with pytest.raises(DiskFull, match=r"the disk is full.*run the same command again"):
+    with pytest.raises(
+        DiskFull, match=r"the disk is full; the same command goes on from .* the destination is unchanged"
+    ):
         distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
     assert hashes(out) == before
     again = distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))

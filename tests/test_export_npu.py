@@ -27,11 +27,12 @@ from outrider.export.convert.ahead_of_time import compile_ahead
 from outrider.export.convert.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
 from outrider.export.convert.openvino_ir import save_ir
 from outrider.export.convert.symmetric import (
+    GROUP,
     SymmetricWeights,
+    compress_int4_symmetric,
     compress_int8_symmetric,
     quantize_symmetric,
 )
-from outrider.export.convert.symmetric_int4 import GROUP, compress_int4_symmetric
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.models.bundle.manifest import Quantization, StaticShapes

@@ -44,7 +44,7 @@ from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
 from outrider.export.cli import main as export_cli
-from outrider.export.make.pair import PairPaths
+from outrider.export.make.pair import PairOptions, PairPaths, reference_directories
 from outrider.export.recipes import ExportOptions
 from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.client.client import VerifierClient, verifier_url
@@ -314,8 +314,8 @@ def test_the_reference_target_is_widened_unless_asked_otherwise(
     """Said on the screen where it was not asked for; the next command is printed; others' pairs stay as they are."""
     seen: list[ExportOptions] = []
 
-    def export(*_: object, target_options: ExportOptions, **__: object) -> tuple[()]:
-        seen.append(target_options)
+    def export(*_: object, options: PairOptions, **__: object) -> tuple[()]:
+        seen.append(options.target)
         return ()
 
     monkeypatch.setattr(export_cli, "export_pair", export)
@@ -324,6 +324,21 @@ def test_the_reference_target_is_widened_unless_asked_otherwise(
     assert [(options.widen_mb, options.precision) for options in seen] == [(widen_mb, precision)]
     assert ("is widened to 700 MB" in shown.err) == (widen_mb == 700.0)
     assert shown.out.endswith("Serve it: outrider-cloud serve bundles/target\n")
+
+
+def test_a_draft_of_ones_own_is_exported_with_the_reference_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name stands for the one model in its place, as it does for `distill`; nothing is widened unasked."""
+    seen: list[tuple[object, ...]] = []
+
+    def export(*given: object, options: PairOptions, **_: object) -> tuple[()]:
+        seen.append((*given[:2], options.target.widen_mb))
+        return ()
+
+    monkeypatch.setattr(export_cli, "export_pair", export)
+    assert run_export(monkeypatch, "pair", "mine", "reference") == 0
+    assert run_export(monkeypatch, "pair", "reference", "theirs") == 0
+    pair = reference_directories()
+    assert seen == [("mine", pair.target, None), (pair.draft, "theirs", None)]
 
 
 def test_the_cached_pair_is_printed_as_json(
@@ -340,10 +355,10 @@ def test_the_cached_pair_is_printed_as_json(
     choice = DraftChoice(emulate_npu=True)
     assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(choice))) == 0
     assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
-    assert (seen["widen_mb"], seen["target_precision"], seen["draft_device"]) == (700.0, "fp32", "npu")
-    assert seen["draft_shapes"] == NPU_SHAPES
+    assert (seen["widen_mb"], seen["target_precision"]) == (700.0, "fp32")
+    assert seen["draft"] == ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
     assert run_export(monkeypatch, *export_arguments(0.0, *draft_kind(DraftChoice("onnxruntime")))) == 0
-    assert seen["widen_mb"] is None and seen["draft_shapes"] is None and seen["draft_runtime"] == "onnxruntime"
+    assert seen["widen_mb"] is None and seen["draft"] == ExportOptions("draft", runtime="onnxruntime")
     assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
     assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
 

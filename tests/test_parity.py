@@ -126,7 +126,7 @@ def test_beyond_a_window_all_is_run_again(far_reference: ParityReference) -> Non
     assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
     assert parity.stages[-1].name == f"step after rollback, beyond the window of {WINDOW}"
     assert all(stage.max_delta == 0 for stage in parity.stages)
-    far = kept.far[WINDOW]
+    far = kept.beyond[f", beyond the window of {WINDOW}"]
     assert len(set(far.main[:48])) > 20 and far.main[:48] == kept.near.main[:48]
     assert len(far.main) - len(far.main_logits) >= WINDOW
 

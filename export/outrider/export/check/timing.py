@@ -34,7 +34,7 @@ _MAX_S: Final = 4.0  # of one median: a slow model gets fewer samples
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Medians in ms, of steps of one and of `extend_tokens` tokens. extra_ms: what a drafted token adds to a target's."""
+    """Medians in ms: steps of one and of `extend_tokens` tokens. extra_ms: what a drafted token adds to a target's."""
 
     token_ms: float
     extend_tokens: int

@@ -1,7 +1,7 @@
 """Plays the two sides of a tree simulation: a device that drafts a tree, a server that chooses nodes to verify.
 
-Times in ms. A node is a guess; `is_true` says whether it is the target's pick after the target's own text, which
-neither side looks at before the pick is made.
+`Times` and `Plan` are its settings. Times in ms. A node is a guess; `is_true` says whether it is the target's pick
+after the target's own text, which neither side looks at before the pick is made.
 """
 
 from __future__ import annotations
@@ -10,10 +10,54 @@ import heapq
 import math
 import random
 from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import MISSED, Ranks
+
+
+class Form(StrEnum):
+    """What a step verifies: the likeliest path of the tree, or any part of it (tree attention)."""
+
+    LINE = "line"
+    TREE = "tree"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """step_ms: of the target; extra_ms: what a verified node adds. draft_ms: of a draft call that expands one node.
+
+    A draft call expands up to nodes_per_call nodes; each further one adds the share `call_extra` of draft_ms.
+    """
+
+    step_ms: float
+    extra_ms: float
+    draft_ms: float
+    nodes_per_call: int = 1
+    call_extra: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the tree is drafted, sent and verified.
+
+    width: guesses per position, 1 to MOST_GUESSES; budget: nodes of the device's tree at most.
+    floor: no node is expanded that is less likely to be reached. bytes_per_token: the device raises the floor so that
+    it sends so many; None: as many as come.
+    patience_ms: how long the server waits where nothing is pending; None: the better of none and one that suits.
+    message_bytes: of a message without its nodes; id_bytes: of a token id.
+    """
+
+    form: Form = Form.TREE
+    width: int = 4
+    budget: int = 400
+    floor: float = 0.004
+    bytes_per_token: float | None = None
+    patience_ms: float | None = None
+    message_bytes: int = 4
+    id_bytes: int = 2
+
 
 HANDLING_MS: Final = 0.5
 """What a message takes beside half a round trip."""
