@@ -36,45 +36,36 @@ class Drafter(Protocol):
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text; forgets the one before. plan: what changes the target's rows."""
-        ...
 
     @property
     def length(self) -> int:
         """Tokens of the text, the prompt included."""
-        ...
 
     @property
     def max_branches(self) -> int:
         """Branches that one call of `guess` runs at the same time; further ones run one after the other."""
-        ...
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the target committed. They cost nothing until the next guess."""
-        ...
 
     @property
     def is_behind(self) -> bool:
         """Whether so much of the text was not read that `guess` would take long: call `read_on` before it."""
-        ...
 
     def read_on(self) -> None:
         """Reads the next piece of the text; `is_behind` must be true. Blocking, about a tenth of a second."""
-        ...
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """Guesses of the token after each branch, at most about `width`, the draft's own pick first; [] for none.
 
         A branch is the tokens that follow the text; it may be empty. Blocking.
         """
-        ...
 
     def continuation(self, max_tokens: int) -> list[Guess]:
         """A path that follows the text and costs next to nothing; [] for none."""
-        ...
 
     def close(self) -> None:
         """Releases the model; safe to call twice."""
-        ...
 
 
 @runtime_checkable
@@ -83,7 +74,6 @@ class ProposingDrafter(Drafter, Protocol):
 
     def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
         """As `guess`, with guesses that `propose` makes of each row."""
-        ...
 
 
 @runtime_checkable
@@ -93,11 +83,9 @@ class JoiningDrafter(Protocol):
     @property
     def model_drafter(self) -> ModelDrafter | None:
         """What runs the model; None where its runtime takes one sequence per call."""
-        ...
 
     def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The guesses, given those of the model."""
-        ...
 
 
 class ModelDrafter:
