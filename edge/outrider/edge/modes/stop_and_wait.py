@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.cached_text import Logits
 from outrider.edge.drafting.calibration import Guess, sampled_guess
 from outrider.edge.drafting.depth import DepthController
-from outrider.edge.drafting.drafter import Drafter, Logits, Propose, ProposingDrafter
+from outrider.edge.drafting.drafter import Drafter, Propose, ProposingDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import Served, TextOrigin
