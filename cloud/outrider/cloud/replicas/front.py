@@ -12,7 +12,6 @@ import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import partial
 from itertools import chain
@@ -25,9 +24,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PROBE_PATHS
-from outrider.cloud.api.audit import AuditedRequests, AuditLog
-from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget, DraftLimits
+from outrider.cloud.api.audit import AuditedRequests
+from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget
 from outrider.cloud.api.draft_posts import DRAFTS_PATH, MAX_DRAFT_BYTES, MAX_TREE_BYTES, MEDIA_TYPES, is_draft_path
+from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.replicas.forward import FORWARDED, LOST, Forwarder, no_replica, unknown_session
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.models.errors import RequestError
@@ -37,7 +37,7 @@ from outrider.models.http.errors import ERROR_CODE, ErrorBoundary, Throttled, me
 from outrider.models.http.limits import BodyLimit, RateLimiter
 from outrider.models.http.request_context import HEADER as REQUEST_ID
 from outrider.models.http.request_context import RequestIds, enter_request
-from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, Paced, PacedRefusals, PagePolicy, media_type_of
+from outrider.models.http.security import ANYBODY, OWNER, Gate, Paced, PacedRefusals, PagePolicy, media_type_of
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
@@ -64,23 +64,10 @@ _SAMPLE: Final = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{|(?= ))", re.MULTILINE)
 """A sample's name, and the brace that its labels begin with, if it has any."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """How the front treats clients; each field as in `ServerSettings`."""
-
-    keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 1 << 20
-    rate_per_s: float = 0.0
-    pages: PagePolicy | None = None
-    draft_limits: DraftLimits = field(default_factory=DraftLimits)
-    audit: AuditLog | None = None
-    reloads: Mapping[tuple[str, str], int] = field(default_factory=dict)
-
-
 class Front:
     """ASGI application: the layers, and the routes that the front answers itself. is_draining: takes no new work."""
 
-    def __init__(self, members: Members, settings: FrontSettings) -> None:
+    def __init__(self, members: Members, settings: ServerSettings) -> None:
         self.members = members
         self.tally = RequestTally()
         self.forwarder = Forwarder(members, settings.max_body_bytes, settings.keys)

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.metrics import Metrics
@@ -37,27 +36,9 @@ class CascadeTarget(Target):
         self._url = upstream_url(url)
         self._key = key
         self._facts = fetch_facts(self._url, key)
-        self._model = cascade_model(mid.model, self._facts, name)
-
-    @property
-    def path(self) -> Path:
-        """The mid's directory."""
-        return self._mid.path
-
-    @property
-    def source_name(self) -> str:
-        """The mid's: what drafts for it agree with is what it passes on."""
-        return self._mid.source_name
-
-    @property
-    def model(self) -> ServedModel:
-        """The target, with the mid's name beside it."""
-        return self._model
-
-    @property
-    def num_gpus(self) -> int:
-        """The mid's."""
-        return self._mid.num_gpus
+        self.model = cascade_model(mid.model, self._facts, name)
+        # What drafts for the mid-size model agree with is what it passes on.
+        self.path, self.source_name, self.num_gpus = mid.path, mid.source_name, mid.num_gpus
 
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
