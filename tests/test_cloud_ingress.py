@@ -25,8 +25,8 @@ from tests.serving import TIMEOUT_S, FakeServer, StepGate, run_session, serve_fa
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.server.access import page_policy_of
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.serve import page_policy_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter, Slots

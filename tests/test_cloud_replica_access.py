@@ -34,8 +34,9 @@ from outrider.cloud.replicas.members import Report
 from outrider.cloud.replicas.registry import Registry
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.server import replicated
+from outrider.cloud.server.access import Access
 from outrider.cloud.server.options import EngineName, OwnSource, ServeOptions
-from outrider.cloud.server.replicated import FRONT_OPTIONS, Access, OpenReplica
+from outrider.cloud.server.replicated import FRONT_OPTIONS, OpenReplica, front_server
 from outrider.cloud.server.serve import audit_log_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import KEYS_VARIABLE, ApiKey, KeyRing
@@ -469,9 +470,9 @@ def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         access = Access.of(options)
         audit = stack.enter_context(audit_log_of(options.audit_log))
         is_ready = threading.Event()
-        front = access.server("a", drain=lambda: None, on_ready=is_ready.set, audit=audit)
+        front = front_server(access, "a", drain=lambda: None, on_ready=is_ready.set, audit=audit)
         public = stack.enter_context(open_socket("127.0.0.1", 0))
-        stack.enter_context(access.watching(front))
+        stack.enter_context(access.watching(front.tls, front.revoke))
         for server, each in ((opened.server, sock), (front, public)):
             thread = threading.Thread(target=server.run, args=([each],))
             thread.start()

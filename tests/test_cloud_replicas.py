@@ -36,8 +36,9 @@ from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main, replicated
+from outrider.cloud.server.access import Access
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.replicated import Access, OpenReplica, require_gpus, scale_of
+from outrider.cloud.server.replicated import OpenReplica, front_server, require_gpus, scale_of
 from outrider.cloud.server.target import LoadedTarget
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
@@ -588,8 +589,8 @@ def test_the_front_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.Monk
     access = Access.of(ServeOptions("x", ray=True, host="0.0.0.0", api_key_file=path))
     first, second = (f"Bearer {key}".encode() for key in KEYS)
     path.write_text(KEYS[1])  # while the replicas load
-    server = access.server("x", drain=lambda: None, on_ready=lambda: None, audit=None)
-    with access.watching(server) as watch:
+    server = front_server(access, "x", drain=lambda: None, on_ready=lambda: None, audit=None)
+    with access.watching(server.tls, server.revoke) as watch:
         until_s = time.monotonic() + TIMEOUT_S
         while not watch.counts["keys", "ok"]:
             assert time.monotonic() < until_s

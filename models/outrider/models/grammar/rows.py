@@ -12,7 +12,7 @@ from outrider.models.grammar.state import GrammarState
 
 
 class GrammarRows:
-    """Masks rows with a `GrammarState`. Comes before a request's logit processors, which forbid ids among those that are left."""
+    """Masks rows with a `GrammarState`. Comes before logit processors, which forbid ids among those that are left."""
 
     __slots__ = ("state",)
 
