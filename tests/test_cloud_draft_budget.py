@@ -262,7 +262,7 @@ class Streaming:
         self.num_closed = 0
         mailbox = Bridge().mailbox()
         self.sink = mailbox.sink()
-        timer = SequenceWatch(RequestTally(), 0.0)
+        timer = SequenceWatch(RequestTally(), {}, 0.0)
         stream = SessionStream(
             SessionOpen(session="s", model="m", step_ms=40.0, draft_token_ms=1.0),
             mailbox,

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -96,21 +96,12 @@ class Admission:
         """The request with what is stored of the prefix that it continues. Waits for a slow disk, for a short time."""
         if request.prefix_hash is None:
             return request
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[Any] = loop.create_future()
-
-        def tell(stored: object) -> None:
-            if not found.done():
-                found.set_result(stored)
-
-        def done(stored: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, stored)
-
-        if not self._engine.seek(request.owner, request.kept_as(request.prefix_hash), done):
+        found: Future[Any] = Future()
+        found.set_running_or_notify_cancel()  # so that one who no longer waits does not cancel it
+        if not self._engine.seek(request.owner, request.kept_as(request.prefix_hash), found.set_result):
             return request
         try:
-            return replace(request, stored=await asyncio.wait_for(found, SEEK_S))
+            return replace(request, stored=await asyncio.wait_for(asyncio.wrap_future(found), SEEK_S))
         except TimeoutError:
             return request  # the engine answers `prefix_not_held`, and the client sends the tokens
 

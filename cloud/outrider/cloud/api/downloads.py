@@ -94,7 +94,7 @@ def _choose_answer(request: Request, file: OfferedFile) -> Response | range:
         refusal = RequestError(
             "range_not_satisfiable", f"the file has {file.size} bytes; ask for a range within them", status=416
         )
-        return error_response(refusal, {"content-range": f"bytes */{file.size}"})
+        return error_response(request.scope, refusal, {"content-range": f"bytes */{file.size}"})
     if request.method == "HEAD":
         return Response(headers=_headers(file, whole))
     return chosen

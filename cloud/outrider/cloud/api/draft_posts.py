@@ -153,9 +153,8 @@ class DraftsEndpoint:
         if _STATUS not in scope:
             scope[_STATUS] = answer.status
             headers = {HEADER.decode(): enter_request(scope).request_id}
-            await error_response(answer, headers | ({"allow": "POST"} if answer.status == 405 else {}))(
-                scope, receive, send
-            )
+            allowed = {"allow": "POST"} if answer.status == 405 else {}
+            await error_response(scope, answer, headers | allowed)(scope, receive, send)
             if self._audit is not None and answer.status in (401, 403, 429):
                 refused = {"endpoint": DRAFTS_PATH, "status": answer.status, "end": answer.code}
                 self._audit.refused(refused, is_counted_only=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Any, Final
 
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from outrider.models.http.inbox import Inbox
 
 KEEP_ALIVE: Final = b":\n\n"
 """A comment: readers skip it, proxies keep the connection, and a vanished client is noticed."""
@@ -22,16 +24,8 @@ HEADERS: Final = [
 """Of every event stream's response."""
 
 
-class Reader(Protocol):
-    """What the chunks of a stream wait on."""
-
-    def poke(self) -> None:
-        """Makes a waiting reader return with nothing."""
-        ...
-
-    def close(self) -> None:
-        """The client has left: the reader returns at once from now on."""
-        ...
+Reader = Inbox[Any]
+"""What the chunks of a stream wait on."""
 
 
 def encode(message: BaseModel) -> bytes:
