@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from starlette.types import Scope
 
-from outrider.cloud.api.metrics import LabelledCounts, Metrics, route_of
+from outrider.cloud.api.metrics import Metrics, route_of
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.errors import ERROR_CODE
 from outrider.models.http.limits import Buckets
@@ -201,7 +201,7 @@ class TracedRequests:
         self._traces = traces
         self._model = model
         self._operations = operations
-        self._counts: LabelledCounts = metrics.add_counter(
+        self._counts = metrics.add_counter(
             "trace_spans",
             "Requests whose spans were recorded, and those left out because of the rate.",
             "outcome",
@@ -221,8 +221,9 @@ class TracedRequests:
         if trace is None:
             return
         if trace == "over_rate":
-            return self._counts.add("over_rate")
-        self._counts.add("recorded")
+            self._counts["over_rate"] += 1
+            return
+        self._counts["recorded"] += 1
         scope[TRACE] = trace
         trace.set(
             {

@@ -198,10 +198,12 @@ class Slots:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._forget(owner, turn)
-            else:
+            if not turn.cancelled():
                 self.release(owner)  # cancelled after its turn had come
+            elif turn in queue:  # `release` drops a cancelled turn too
+                queue.remove(turn)
+                if not queue:
+                    del self._waiting[owner]
             raise
 
     def release(self, owner: bytes, count: int = 1) -> None:
@@ -217,13 +219,6 @@ class Slots:
             del self._waiting[owner]
         if not self._taken[owner]:
             del self._taken[owner]
-
-    def _forget(self, owner: bytes, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(owner, deque())
-        if turn in queue:  # `release` drops a cancelled turn too
-            queue.remove(turn)
-            if not queue:
-                del self._waiting[owner]
 
 
 class Held:
