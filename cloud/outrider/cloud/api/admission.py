@@ -87,7 +87,10 @@ class Admission:
             if per_minute is not None:
                 self.budget.take(owner, -len(request.prompt), per_minute)
             raise
-        followed.begin(number)
+        followed.number = number
+        with self._lock:
+            if not followed.is_over:
+                self._open[number] = followed
         if not self._keys.may_generate(owner):  # removed a moment ago
             self.revoke([owner])
         return number
@@ -126,15 +129,10 @@ class Admission:
             followed.is_revoked = True
             self._engine.cancel(number)
 
-    def _opened(self, number: int, followed: _Followed) -> None:
+    def ended(self, number: int) -> None:
+        """A sequence is over."""
         with self._lock:
-            if not followed.is_over:
-                self._open[number] = followed
-
-    def _ended(self, number: int | None) -> None:
-        with self._lock:
-            if number is not None:
-                self._open.pop(number, None)
+            self._open.pop(number, None)
 
 
 class _Followed:
@@ -144,11 +142,11 @@ class _Followed:
         "_admission",
         "_entry",
         "_num_charged",
-        "_number",
         "_per_minute",
         "_sink",
         "is_over",
         "is_revoked",
+        "number",
         "owner",
     )
 
@@ -165,17 +163,12 @@ class _Followed:
         self._per_minute = per_minute
         self._entry = entry
         self._num_charged = len(request.prompt)
-        self._number: int | None = None
+        self.number: int | None = None  # until the engine has taken the sequence
         self.owner = request.owner
         self.is_over = False
         self.is_revoked = False
         if entry is not None:
             entry.submitted(len(request.prompt))
-
-    def begin(self, number: int) -> None:
-        """The engine has taken the sequence."""
-        self._number = number
-        self._admission._opened(number, self)
 
     def __call__(self, event: Event) -> None:
         """On the engine's thread."""
@@ -190,7 +183,8 @@ class _Followed:
 
     def _end(self, event: EndEvent) -> EndEvent:
         self.is_over = True
-        self._admission._ended(self._number)
+        if self.number is not None:
+            self._admission.ended(self.number)
         if self.is_revoked and event.reason == "cancelled":
             event = replace(event, reason="error", error=key_is_removed())
         if self._per_minute is not None:

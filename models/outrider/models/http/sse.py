@@ -87,13 +87,18 @@ class EventStream(Response):
         self._arm(left_s)
 
 
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has left, or the response is complete. The request's body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @asynccontextmanager
 async def closed_on_disconnect(reader: Reader, receive: Receive) -> AsyncIterator[None]:
     """Closes `reader` if the client leaves while inside. The request's body must have been read before."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_gone(receive)
         reader.close()
 
     watcher = asyncio.get_running_loop().create_task(watch())
