@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_refused_drafts_wait_and_accepted_ones_do_not(monkeypatch: pytest.Monkey
 
     statuses: list[Any] = []
     paced = DraftsEndpoint(
-        ServerSettings(), GatePaths(), RequestTally(), find=lambda *_: None, deliver=deliver, drop=lambda _: None
+        ServerSettings(), GatePaths(), RequestTally(), find=lambda *_: None, deliver=deliver, num_dropped=Counter()
     )
     paced._refused = Pacer(10.0, 3, clock=lambda: 0.0)
     monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from tests.local_endpoint import serve_local
 from tests.serving import FakeServer, serve_fake
 from tools.api_page import KEYLESS, application
 
-from outrider.cloud.api.error_codes import own_codes, shared_codes
+from outrider.cloud.api.openapi import own_codes, shared_codes
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.client.exchange import Exchange

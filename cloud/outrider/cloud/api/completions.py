@@ -14,7 +14,7 @@ from starlette.types import Scope
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.recent_texts import Recalled
-from outrider.cloud.api.sequence_watch import SequenceWatch, watch
+from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.api.verify import shutting_down
@@ -180,7 +180,7 @@ class Generation(CallTexts[_Sequence, Event]):
         assert asked is not None
         sink = choice.recalled.sink(self.mailbox.sink(index))
         choice.sequence_id = self.core.admission.submit(choice.recalled.request, sink, asked)
-        choice.watch = watch(self.core.metrics, self._scope, asked.arrived_s, index)
+        choice.watch = SequenceWatch(self.core.metrics, self._scope, asked.arrived_s, index)
         choice.has_begun = True
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -82,8 +82,8 @@ def is_draft_path(scope: Scope) -> bool:
 class DraftsEndpoint:
     """ASGI application that takes drafts, within the budgets of their session and owner.
 
-    find: gives what has the session with this id of this owner; raises RequestError 404 `unknown_session`. drop: called
-    with the name of a budget that was used up.
+    find: gives what has the session with this id of this owner; raises RequestError 404 `unknown_session`. num_dropped:
+    counts messages that were not taken, by the name of the budget that was used up.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DraftsEndpoint:
         *,
         find: Callable[[str, bytes], Any],
         deliver: Deliver,
-        drop: Callable[[str], None],
+        num_dropped: MutableMapping[str, int],
     ) -> None:
         self._max_bytes = min(MAX_DRAFT_BYTES, settings.max_body_bytes)
         bounded = replace(settings, max_body_bytes=self._max_bytes)
@@ -106,7 +106,7 @@ class DraftsEndpoint:
         self._tally = tally
         self._find = find
         self._deliver = deliver
-        self._drop = drop
+        self._num_dropped = num_dropped
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Answers every error, as `ServedRequests` does for the other routes."""
@@ -133,7 +133,7 @@ class DraftsEndpoint:
         num_bytes = next((int(value) for name, value in scope["headers"] if name == b"content-length"), max_bytes)
         spent = self._budget.spend(session_id, owner, num_bytes, unit_bytes)
         if spent is not None:
-            self._drop(spent)
+            self._num_dropped[spent] += 1
             await asyncio.sleep(self._delay_s)
             raise Throttled(
                 "rate_limited", f"more drafts than the {spent}'s budget; this one was dropped", retry_after_s=1
@@ -153,9 +153,8 @@ class DraftsEndpoint:
         if _STATUS not in scope:
             scope[_STATUS] = answer.status
             headers = {HEADER.decode(): enter_request(scope).request_id}
-            await error_response(answer, headers | ({"allow": "POST"} if answer.status == 405 else {}))(
-                scope, receive, send
-            )
+            allowed = {"allow": "POST"} if answer.status == 405 else {}
+            await error_response(scope, answer, headers | allowed)(scope, receive, send)
             if self._audit is not None and answer.status in (401, 403, 429):
                 refused = {"endpoint": DRAFTS_PATH, "status": answer.status, "end": answer.code}
                 self._audit.refused(refused, is_counted_only=True)
@@ -178,7 +177,12 @@ def drafts_endpoint(core: Core, paths: GatePaths) -> DraftsEndpoint:
         return _TAKEN, b""
 
     return DraftsEndpoint(
-        core.settings, paths, core.metrics, find=core.sessions.find, deliver=deliver, drop=core.metrics.num_dropped.add
+        core.settings,
+        paths,
+        core.metrics,
+        find=core.sessions.find,
+        deliver=deliver,
+        num_dropped=core.metrics.num_dropped,
     )
 
 

@@ -32,17 +32,6 @@ _LEAST_POSITIONS: Final = 16
 """Drafted positions that are always shown; more once they were seen."""
 
 
-class LabelledCounts:
-    """A counter of `add_counter`: numbers by the values of its label. Values that were not announced are a bug."""
-
-    def __init__(self, values: Sequence[str]) -> None:
-        self.counts = dict.fromkeys(values or ("",), 0)
-
-    def add(self, value: str = "", count: int = 1) -> None:
-        """Counts. On the event loop, or with a caller's own lock."""
-        self.counts[value] += count
-
-
 class Metrics(RequestTally):
     """The server's metrics, in a registry of their own, so that one process can hold two servers.
 
@@ -78,13 +67,12 @@ class Metrics(RequestTally):
             ("session", "owner"),
         )
 
-    def add_counter(self, name: str, help_text: str, label: str = "", values: Sequence[str] = ()) -> LabelledCounts:
-        """A new counter `outrider_NAME_total`, with one label or none. values: all that the label may be."""
-        counts = LabelledCounts(values)
-        labels = (label,) if label else ()
-        self.add_counts(
-            name, help_text, labels, lambda: {(value,) if label else (): n for value, n in counts.counts.items()}
-        )
+    def add_counter(self, name: str, help_text: str, label: str, values: Sequence[str]) -> dict[str, int]:
+        """A new counter `outrider_NAME_total`: its numbers by the values of its label, to be counted up on the event
+        loop. values: all that the label may be.
+        """
+        counts = dict.fromkeys(values, 0)
+        self.add_counts(name, help_text, (label,), lambda: {(value,): n for value, n in counts.items()})
         return counts
 
     def add_counts(

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
-from outrider.cloud.api.sequence_watch import watch
+from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream, SessionText
 from outrider.cloud.api.traces import trace_of
@@ -113,7 +113,7 @@ def session_routes(core: Core) -> APIRouter:
                 mid=core.model.mid,
                 recent_tokens=num_recent or None,
             )
-            watched = watch(core.metrics, request.scope, arrived_s)
+            watched = SequenceWatch(core.metrics, request.scope, arrived_s)
             text: SessionText | None = None
             if body.stop:
                 # In a thread: it goes through all of `generated`, half a second for 32,000 tokens.

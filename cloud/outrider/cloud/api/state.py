@@ -14,7 +14,7 @@ from outrider.cloud.api.download_slots import DownloadLimits, DownloadSlots, Dra
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics, recent_families
 from outrider.cloud.api.recent_texts import Recalled, RecentTexts
-from outrider.cloud.api.step_times import NewestTimes
+from outrider.cloud.api.stream import NewestTimes
 from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine

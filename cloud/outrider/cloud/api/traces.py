@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from starlette.types import Scope
 
-from outrider.cloud.api.metrics import LabelledCounts, Metrics, route_of
+from outrider.cloud.api.metrics import Metrics, route_of
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.errors import ERROR_CODE
 from outrider.models.http.limits import Buckets
@@ -201,7 +201,7 @@ class TracedRequests:
         self._traces = traces
         self._model = model
         self._operations = operations
-        self._counts: LabelledCounts = metrics.add_counter(
+        self._counts = metrics.add_counter(
             "trace_spans",
             "Requests whose spans were recorded, and those left out because of the rate.",
             "outcome",
@@ -214,12 +214,28 @@ class TracedRequests:
         request = current_request()
         if parent is not None and request is not None:
             request.trace_id = f"{parent.trace_id:032x}"
-        trace = self._begin(scope, parent)
-        if trace is not None:
-            scope[TRACE] = trace
-            if request is not None:
-                request.trace_id = trace.trace_id
-                trace.set({"outrider.request_id": request.request_id})
+        operation = self._operations.get(scope["path"])
+        if self._traces is None or operation is None or scope["method"] != "POST":
+            return
+        trace = self._traces.begin(f"{operation} {self._model}", scope.get(OWNER, ANYBODY), parent)
+        if trace is None:
+            return
+        if trace == "over_rate":
+            self._counts["over_rate"] += 1
+            return
+        self._counts["recorded"] += 1
+        scope[TRACE] = trace
+        trace.set(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "outrider",
+                "gen_ai.request.model": self._model,
+                "gen_ai.response.model": self._model,
+            }
+        )
+        if request is not None:
+            request.trace_id = trace.trace_id
+            trace.set({"outrider.request_id": request.request_id})
 
     def end(self, scope: Scope, status: int | None) -> None:
         """Ends the span. status: the answer's; None where the client left before it."""
@@ -229,26 +245,6 @@ class TracedRequests:
             if (code := scope.get(ERROR_CODE)) is not None:
                 trace.fail(code)
             trace.end(status)
-
-    def _begin(self, scope: Scope, parent: RemoteContext | None) -> RequestTrace | None:
-        operation = self._operations.get(scope["path"])
-        if self._traces is None or operation is None or scope["method"] != "POST":
-            return None
-        trace = self._traces.begin(f"{operation} {self._model}", scope.get(OWNER, ANYBODY), parent)
-        if trace == "over_rate":
-            self._counts.add("over_rate")
-            return None
-        if trace is not None:
-            self._counts.add("recorded")
-            trace.set(
-                {
-                    "gen_ai.operation.name": operation,
-                    "gen_ai.provider.name": "outrider",
-                    "gen_ai.request.model": self._model,
-                    "gen_ai.response.model": self._model,
-                }
-            )
-        return trace
 
 
 def _parent(scope: Scope) -> RemoteContext | None:

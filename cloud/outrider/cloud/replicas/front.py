@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from email.utils import formatdate
@@ -65,12 +65,12 @@ class Front:
         self.forwarder = Forwarder(members, settings.max_body_bytes, settings.keys)
         self.is_draining = False
         self._settings = settings
-        self.num_dropped = 0
+        self.num_dropped = Counter[str]()
         self._scrape: asyncio.Task[bytes] | None = None
         self._scraped_s = 0.0
         self._whole = ServedRequests(Gate(self._answer, settings, PATHS), self.tally, route_of, self._over)
         self._drafts = DraftsEndpoint(
-            settings, PATHS, self.tally, find=self._member, deliver=self._deliver, drop=self._dropped
+            settings, PATHS, self.tally, find=self._member, deliver=self._deliver, num_dropped=self.num_dropped
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,9 +96,6 @@ class Front:
         if start["status"] >= 400:
             start["headers"].append((HEADER, request.request_id.encode()))
         return start, content
-
-    def _dropped(self, budget: str) -> None:
-        self.num_dropped += 1
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -214,7 +211,10 @@ class _Own(Collector):
         yield GaugeMetricFamily("outrider_front_replicas_ready", "Replicas that take new work.", value=able)
         yield GaugeMetricFamily("outrider_front_replicas_scraped", "Replicas in this scrape.", value=self._num_scraped)
         yield front.tally.counter(
-            "front_drafts_dropped", "Draft messages dropped because a budget was used up.", (), {(): front.num_dropped}
+            "front_drafts_dropped",
+            "Draft messages dropped because a budget was used up.",
+            (),
+            {(): front.num_dropped.total()},
         )
         yield front.tally.counter(
             "front_requests",

@@ -51,9 +51,7 @@ class TracedRequests:
 def note_request(scope: Scope, status: int | None, took_s: float) -> None:
     """Completes the span of a request that is over."""
     if (span := scope.get(_SPAN)) is not None:
-        span.set(http__request__method=scope["method"], http__route=route_of(scope))
-        if status is not None:
-            span.set(http__response__status_code=status)
+        span.set(http__request__method=scope["method"], http__route=route_of(scope), http__response__status_code=status)
 
 
 HEADERS: Final = {

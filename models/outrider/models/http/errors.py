@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope
 
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
@@ -99,9 +99,12 @@ def error_answer(error: RequestError) -> ErrorAnswer:
     return ErrorAnswer(error=error_body(error), request_id=request.request_id if request else None)
 
 
-def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """The response for an error; 429 and 503 carry Retry-After."""
-    body = error_bytes(error)
+def error_response(scope: Scope, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """The response for an error of the request with this scope; 429 and 503 carry Retry-After.
+
+    Notes the error's code in the scope, for those who count and write it.
+    """
+    scope[ERROR_CODE] = error.code
     sent = dict(headers or {})
     if error.status in (429, 503):
         sent.setdefault("retry-after", str(error.retry_after_s or 1))
@@ -109,20 +112,7 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
         sent.setdefault("connection", "close")  # otherwise the rest of the body would have to be read
     if error.status == 401:
         sent.setdefault("www-authenticate", "Bearer")
-    return ErrorResponse(body, error.status, sent, "application/json", code=error.code)
-
-
-class ErrorResponse(Response):
-    """The response for an error; notes the error's code in the ASGI scope, for those who count and write it."""
-
-    def __init__(self, body: bytes, status: int, headers: Mapping[str, str], media_type: str, *, code: str) -> None:
-        super().__init__(body, status, headers, media_type)
-        self._code = code
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        scope[ERROR_CODE] = self._code
-        await super().__call__(scope, receive, send)
+    return Response(error_bytes(error), error.status, sent, "application/json")
 
 
 def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
@@ -131,10 +121,10 @@ def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
     where_paths_are: what an answer 404 says, such as "/openapi.json lists all paths".
     """
 
-    async def on_request_error(_: Request, error: Exception) -> Response:
+    async def on_request_error(request: Request, error: Exception) -> Response:
         # Here: on its way through the framework's layers an error would become a part of circles.
         assert isinstance(error, RequestError)
-        return error_response(error)
+        return error_response(request.scope, error)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -146,7 +136,7 @@ def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
         else:
             message = f"there is no {path[:MAX_PARAM_CHARS]}; {where_paths_are}" if status == 404 else error.detail
             refusal = RequestError(_CODES.get(status, "invalid_request"), message, status=status)
-        return error_response(refusal, error.headers)
+        return error_response(request.scope, refusal, error.headers)
 
     app.add_exception_handler(RequestError, on_request_error)
     app.add_exception_handler(HTTPException, on_http)

@@ -59,7 +59,7 @@ class ServedRequests:
             pass  # the server is closing (uvicorn would log a traceback), or the client left while its body was read
         except Exception as error:
             # Not the error itself: kept in a variable here it would be part of a circle with its own traceback.
-            response = error_response(as_answer(error))
+            response = error_response(scope, as_answer(error))
             # After a response has begun, returning is enough: the server closes the connection and the client sees a
             # cut.
             if status is None:

@@ -168,11 +168,6 @@ class ToolCallParser:
         self._content = ""
         self._deltas: list[CallDelta] = []
 
-    @property
-    def num_calls(self) -> int:
-        """Calls found so far."""
-        return self._num_calls
-
     def push(self, text: str) -> Parsed:
         """What `text` adds."""
         self._held += text

@@ -81,7 +81,7 @@ class ConnectionTable:
         """num_allowed: connections that the process may open, if that is fewer than `limits` says."""
         self.limits = limits
         self._max = limits.max_connections if num_allowed is None else num_allowed
-        self._open = Held(limits.max_per_client, self._max)
+        self.by_client = Held(limits.max_per_client, self._max)
         self.body_bytes = Held(
             limits.max_client_bodies * limits.max_body_bytes, limits.max_bodies * limits.max_body_bytes
         )
@@ -92,17 +92,12 @@ class ConnectionTable:
         self._logged_s = float("-inf")
 
     def __len__(self) -> int:
-        return self._open.total
-
-    @property
-    def num_clients(self) -> int:
-        """Clients with an open connection."""
-        return len(self._open)
+        return self.by_client.total
 
     def admit(self, host: str) -> Ticket | None:
         """A place for a connection from `host`; None if there is none."""
         client = client_network(host)
-        if self._open.add(client, 1):
+        if self.by_client.add(client, 1):
             return Ticket(self, client)
         is_full = len(self) >= self._max
         self.note("too many connections" if is_full else "too many connections of one client")
@@ -110,7 +105,7 @@ class ConnectionTable:
 
     def leave(self, client: str) -> None:
         """A ticket was released."""
-        self._open.add(client, -1)
+        self.by_client.add(client, -1)
 
     def watch(self, check: Check) -> None:
         """Checks a connection's deadlines from now on."""
