@@ -30,7 +30,7 @@ from outrider.edge.chat.conversation import Conversation, continued, read_facts
 from outrider.edge.chat.messages import Message, load_chat, save_chat
 from outrider.edge.cli import chat as chat_module
 from outrider.edge.cli.chat import ChatScreen, chat_here
-from outrider.edge.cli.chat_options import ChatOptions
+from outrider.edge.cli.command_options import ChatOptions
 from outrider.edge.cli.line_editor import PipeReader, TerminalReader
 from outrider.edge.cli.terminal import ALTERNATIVE_STYLE, TokenPrinter
 from outrider.edge.drafting.drafter import ModelDrafter

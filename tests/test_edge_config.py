@@ -21,8 +21,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli import main as cli
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
-from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
-from outrider.edge.setup.key_file import read_key_file
+from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints, read_key_file
 from outrider.edge.setup.settings import Settings, expectation
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.client.address import without_password

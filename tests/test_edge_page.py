@@ -26,7 +26,7 @@ from outrider.edge.serve.app import COSTLY_PATHS
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
 from outrider.edge.serve.page_routes import GENERATE
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
-from outrider.edge.serve.text_watch import MAX_GUESSES
+from outrider.edge.serve.watched_text import MAX_GUESSES
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.http.security import KeyRing

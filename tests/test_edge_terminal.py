@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tests.serving import fake_tokenizer
 
-from outrider.edge.cli.chat_options import ChatOptions
+from outrider.edge.cli.command_options import ChatOptions
 from outrider.edge.cli.main import main
 from outrider.edge.cli.run import _printer
 from outrider.edge.cli.run_options import RunOptions

@@ -16,9 +16,9 @@ import httpx
 import pytest
 from tests.serving import StepGate, serve_fake
 
-from outrider.edge.cli.cloud_flags import certificate_in_use
+from outrider.edge.cli.command_options import PullOptions
 from outrider.edge.cli.draft_source import clouds_of
-from outrider.edge.cli.pull_options import PullOptions
+from outrider.edge.cli.option_groups import certificate_in_use
 from outrider.models.client.certificate import ClientCertificate
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, lost

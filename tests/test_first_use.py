@@ -27,12 +27,11 @@ from outrider.edge.cli.compare import (
     typical,
 )
 from outrider.edge.cli.devices_screen import show_devices
-from outrider.edge.cli.exporter import NPU_SHAPES, default_draft, draft_kind
+from outrider.edge.cli.draft_source import NPU_SHAPES, default_draft, draft_kind
 from outrider.edge.cli.run import _printer, run_once
 from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.cli.summary import summary_lines
+from outrider.edge.cli.summary import summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter
-from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.belief import CommitOutcome
@@ -378,7 +377,7 @@ def test_the_cached_pair_names_every_option_that_it_refuses(
 
 def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of advice: to name one."""
-    monkeypatch.setattr("outrider.edge.cli.exporter.is_installed", lambda name: name != "torch")
+    monkeypatch.setattr("outrider.edge.cli.draft_source.is_installed", lambda name: name != "torch")
     with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Get a draft from your server with"):
         default_draft(AS_BUNDLED)
 

@@ -21,12 +21,10 @@ from rich.console import Console
 
 from outrider.edge.chat.conversation import Conversation, read_facts
 from outrider.edge.chat.messages import SYSTEM, Message, load_chat, save_chat, turns_of
-from outrider.edge.cli.chat_options import ChatOptions
-from outrider.edge.cli.chat_stats import stats_lines
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
+from outrider.edge.cli.command_options import ChatOptions
+from outrider.edge.cli.draft_source import Clouds, SaidOnce, clouds_of, find_drafts, place_drafts, show_notes
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
-from outrider.edge.cli.said import SaidOnce
-from outrider.edge.cli.summary import ended_by
+from outrider.edge.cli.summary import ended_by, stats_lines
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates

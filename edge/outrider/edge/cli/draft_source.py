@@ -1,6 +1,6 @@
-"""Finds the drafts to use, and where they run.
+"""Finds what a text is drafted from: the drafts to use and where they run, the reference pair, documents.
 
-The named ones, else those pulled for the verifier's target, else the reference draft.
+Drafts are the named ones, else those pulled for the verifier's target, else the reference draft.
 """
 
 from __future__ import annotations
@@ -15,25 +15,77 @@ from typing import Final
 import click
 from rich.console import Console
 
-from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.placing import measured_link, placed_words, rank
-from outrider.edge.cli.said import SaidOnce
 from outrider.edge.devices.placement import DraftChoice, Placement
 from outrider.edge.devices.profiles import Link
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.draft_ladder import Candidate, candidates_of
+from outrider.edge.retrieval.documents import read_documents
+from outrider.edge.retrieval.grounding import Library
+from outrider.edge.retrieval.index import PassageIndex, default_index_cache
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.shelf import Pulled, find_pulled_from
 from outrider.edge.store.use import in_use
+from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.reference_export import REFERENCE
+from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.client.client import ClientOptions
-from outrider.models.errors import BundleError, CloudError
+from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable
 from outrider.models.process.command_line import print_line
+from outrider.models.process.extras import is_installed
+from outrider.models.text.tokenizer import Tokenizer
+
+
+class SaidOnce:
+    """Sentences that were printed so far. about: where to."""
+
+    def __init__(self, about: Console) -> None:
+        self._about = about
+        self._said: set[str] = set()
+
+    def note(self, words: str) -> None:
+        """Prints a sentence, unless it has been printed."""
+        if words not in self._said:
+            self._said.add(words)
+            print_line(self._about, words, "yellow")
+
+    def was_said(self, words: str) -> bool:
+        """Whether a sentence has been printed; true once: it may come back with another outage."""
+        if words not in self._said:
+            return False
+        self._said.remove(words)
+        return True
+
+
+NPU_SHAPES: Final = StaticShapes(prompt_len=128, response_len=576)
+"""Lengths of a reference draft for an NPU: prompts of up to 128 tokens and texts of up to 576."""
+
+
+def export_reference_pair(choice: DraftChoice, widen_mb: float = WIDENED_MB) -> ReferencePair:
+    """The pair that `choice` drafts with; as `reference_export.export_reference_pair`."""
+    return reference_export.export_reference_pair(widen_mb, *draft_kind(choice))
+
+
+def draft_kind(choice: DraftChoice) -> tuple[str, str | None, StaticShapes | None]:
+    """Device, runtime and shapes to export the draft for; None takes the device's default."""
+    device, runtime = choice.wanted_device or "cpu", choice.wanted_runtime
+    return device, None if runtime == "ngram" else runtime, NPU_SHAPES if device == "npu" else None
+
+
+def default_draft(choice: DraftChoice) -> Path:
+    """The reference draft's bundle. Raises RuntimeUnavailable where it cannot be exported."""
+    if missing := next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None):
+        raise RuntimeUnavailable(
+            f"the reference draft cannot be exported here: the package {missing!r} is not installed. Get a draft "
+            "from your server with `outrider pull`"
+        )
+    return export_reference_pair(choice).draft
+
 
 MAX_LOADING_S: Final = 2.0
 """How long to wait for a verifier on this machine where none is needed yet."""
@@ -171,3 +223,16 @@ def _checked(pulled: Path) -> Path:
         damage = str(error).rpartition("; ")[0]  # without the advice for bundles that were copied
         raise BundleError(f"the pulled draft is damaged: {damage}; run `outrider pull` again") from None
     return pulled
+
+
+def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:
+    """Reads and indexes the documents; says what is left out. Raises ConfigError, and RuntimeUnavailable."""
+    found = read_documents(docs)
+    index = PassageIndex(found.documents, default_index_cache())
+    for sentence in found.left_out:
+        print_line(about, f"documents {sentence}", "yellow")
+    how = "read from the cache" if index.was_cached else "made"
+    print_line(
+        about, f"documents: {len(found.documents)}, in {len(index.passages)} passages; the index was {how}", "dim"
+    )
+    return Library(index, tokenizer)

@@ -3,44 +3,242 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
+import click
 import typer
+from click.core import ParameterSource
 
-from outrider.edge.cli.cloud_flags import (
-    AllowHttp,
-    ApiKey,
-    Clouds,
-    KeyFile,
-    TlsClientCert,
-    certificate_in_use,
-    keys_in_use,
-)
-from outrider.edge.cli.draft_flags import (
-    BatteryWork,
-    Depth,
-    DraftDevice,
-    Drafts,
-    EmulateNpu,
-    HowMuch,
-    Lookup,
-    Runtime,
-    Width,
-    draft_choice,
-    refuse_idle_effort,
-    refuse_idle_tree,
-)
-from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntime
 from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
-from outrider.edge.setup.endpoints import Keys
+from outrider.edge.setup.endpoints import Keys, read_key_file, require_private
+from outrider.edge.setup.settings import Settings
 from outrider.edge.store.auto import AUTO
-from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
+from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Clouds = Annotated[
+    list[str], typer.Option("--cloud", "--server", help="Verifier's address; repeat for others to fall back on.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier; better in OUTRIDER_API_KEY or --key-file."),
+]
+KeyFile = Annotated[Path | None, typer.Option(help="File that holds the verifier's key; only you may read it.")]
+AllowHttp = Annotated[
+    bool, typer.Option("--allow-http", help="Send the key over http:// beyond this machine, readable on the way.")
+]
+
+
+TlsClientCert = Annotated[
+    Path | None,
+    typer.Option(
+        help="Certificate chain and its private key to show to servers that ask for one, PEM; only you may read it.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+
+
+def certificate_in_use(certificate: Path | None) -> ClientCertificate | None:
+    """What the device shows to servers. Raises ConfigError for a file that cannot be used."""
+    if certificate is None:
+        return None
+    certificate = certificate.expanduser()
+    require_private(certificate)
+    shown = ClientCertificate(certificate)
+    shown.check()
+    return shown
+
+
+def keys_in_use(api_key: str | None, key_file: Path | None, *, allow_http: bool = False) -> Keys:
+    """The keys for the command that runs now: its options' values, and the endpoints of the configuration file.
+
+    Raises ConfigError where a key and a key file come from the same place, or the file cannot be used.
+    """
+    context = click.get_current_context(silent=True)
+    settings = context.find_object(Settings) if context is not None else None
+    endpoints = settings.endpoints if settings is not None else ()
+    given = {"api_key": api_key, "key_file": key_file}
+    sources = {
+        name: (context.get_parameter_source(name) if context is not None else None) or ParameterSource.COMMANDLINE
+        for name, value in given.items()
+        if value is not None
+    }
+    if len(set(sources.values())) < len(sources):
+        raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
+    if not sources:
+        return Keys(endpoints=endpoints, is_http_allowed=allow_http)
+    chosen = min(sources, key=lambda name: sources[name].value)
+    key = read_key_file(key_file.expanduser()) if chosen == "key_file" and key_file is not None else api_key
+    is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+    return Keys(key, is_asked, endpoints, allow_http)
+
+
+LOOKUP: Final = "--lookup or --no-lookup"
+
+TREE: Final = ("width", "lookup")
+"""Options of drafted trees."""
+DRAFTS: Final = (
+    *("runtime", "draft_device", "emulate_npu"),
+    *TREE,
+    *("on_battery", "depth", "effort", "threads"),
+)
+"""Options that have no effect where nothing drafts."""
+
+_DRAFT_HELP: Final = (
+    f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's target, or "
+    f"else '{REFERENCE}'."
+)
+
+
+class DraftPath(click.types.StringParamType):
+    """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
+
+    name = "text"
+    envvar_list_splitter = os.pathsep
+
+
+Drafts = Annotated[
+    list[str],
+    typer.Option(
+        "--draft",
+        envvar="OUTRIDER_DRAFT",
+        click_type=DraftPath(),
+        help=f"{_DRAFT_HELP} Repeat it for drafts to choose from: the fastest here is taken.",
+    ),
+]
+BatteryWork = Annotated[
+    OnBattery,
+    typer.Option("--on-battery", help="What is drafted on battery, or when the processor is hot: half or all of it."),
+]
+DraftDevice = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[cpu|gpu|npu|gpu.N]",
+        help="What the draft runs on, gpu.1 for the second GPU; or ONNX Runtime's execution provider by full name, or "
+        "prefer-npu. Default: the device that its bundle was made for.",
+    ),
+]
+Runtime = Annotated[
+    DraftRuntime | None,
+    typer.Option(help="What drafts; default: the bundle's runtime. ngram copies earlier passages of the text."),
+]
+EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]
+Depth = Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")]
+Width = Annotated[str, typer.Option(help="Guesses per token: auto, or 1 to 8; 1 drafts a single path.")]
+HowMuch = Annotated[Effort, typer.Option(help="How much the device drafts; low saves energy.")]
+Lookup = Annotated[
+    bool | None,
+    typer.Option("--lookup/--no-lookup", help="Also copy earlier passages of the text.", show_default="lookup"),
+]
+Threads = Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")]
+OfflineOk = Annotated[
+    bool,
+    typer.Option("--offline-ok", help="Where no cloud answers, let the draft write alone, marked as unverified."),
+]
+
+
+REMOVED_DRAFTING: Final = {
+    "--draft-bytes": "A device sends 150 bytes of drafts per token of the text at most; with --width 1 about 10.",
+    "--provider": "Give the execution provider's name to --draft-device.",
+    "--patience-ms": "The target chooses how long it waits for a draft, by its step times.",
+    "--tls-client-key": "Put the key into the file of --tls-client-cert, after the certificates.",
+}
+"""What to do in place of options that there were once."""
+
+
+def is_typed(parameter: str) -> bool:
+    """Whether the option stands on the command line: a value from the environment or the file is for every run.
+
+    True outside of a command, where options are values.
+    """
+    context = click.get_current_context(silent=True)
+    source = context.get_parameter_source(parameter) if context is not None else None
+    return source in (None, ParameterSource.COMMANDLINE)
+
+
+def draft_choice(runtime: DraftRuntime | None, draft_device: str | None, emulate_npu: bool) -> DraftChoice:
+    """The choice that these options make. Raises ConfigError where typed ones contradict each other.
+
+    A configured one that contradicts a typed one gives way.
+    """
+    try:
+        return _choice(runtime, draft_device, emulate_npu)
+    except ConfigError:
+        typed = _choice(
+            runtime if is_typed("runtime") else None,
+            draft_device if is_typed("draft_device") else None,
+            emulate_npu and is_typed("emulate_npu"),
+        )
+        if typed == AS_BUNDLED:
+            raise
+        return typed
+
+
+def _choice(runtime: DraftRuntime | None, device: str | None, emulate_npu: bool) -> DraftChoice:
+    if device is not None and (device == "prefer-npu" or device.endswith("ExecutionProvider")):
+        return DraftChoice(runtime, None, emulate_npu, device)
+    return DraftChoice(runtime, device, emulate_npu)
+
+
+def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
+    """Whether each of these fields differs from its default, by the option's name."""
+    defaults = {each.name: each.default for each in fields(options)}
+    return {
+        LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}": getattr(options, name) != defaults[name]
+        for name in parameters
+    }
+
+
+def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
+    """Raises ConfigError for options that were typed and have no effect, by name. reason: why they have none."""
+    if names := [name for name, is_given in given.items() if is_given and is_typed(_parameter(name))]:
+        raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {_it(names)} out")
+
+
+def refuse_idle_effort(depth: str, effort: Effort) -> None:
+    """Raises ConfigError for an effort that has no effect beside the depth."""
+    if depth != "auto":
+        refuse_idle(f"--depth {depth} does not depend on times", {"--effort": effort is not Effort.NORMAL})
+
+
+def refuse_idle_tree(width: str, lookup: bool | None, runtime: str | None) -> None:
+    """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
+    if width == "1":
+        refuse_idle("--width 1 drafts a single path", {LOOKUP: lookup is not None})
+    if runtime == "ngram":
+        refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: lookup is not None})
+
+
+def _parameter(name: str) -> str:
+    return name.split()[0].removeprefix("--").replace("-", "_")
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"
+
+
+Docs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Find passages for the prompt in the text, Markdown and program files below DIR, and draft from them.",
+    ),
+]
+
 
 AS_PARAM: Final = "Give it as --param NAME=NUMBER, such as --param top_p=0.9."
 _SAMPLING: Final = ("top_k", "top_p", "min_p")

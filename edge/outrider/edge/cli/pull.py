@@ -17,8 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from outrider.edge.cli.command_options import PullOptions
 from outrider.edge.cli.draft_source import Clouds, clouds_of
-from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.devices.discovery import RUNTIME_NAMES
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import RetryPolicy

@@ -15,14 +15,18 @@ from typing import Final
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
-from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
-from outrider.edge.cli.grammar_options import compiled_for_draft
-from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.cli.said import SaidOnce
-from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
+from outrider.edge.cli.draft_source import (
+    Clouds,
+    SaidOnce,
+    clouds_of,
+    find_drafts,
+    open_library,
+    place_drafts,
+    show_notes,
+)
+from outrider.edge.cli.run_options import RunOptions, compiled_for_draft
+from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter, print_document
-from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy

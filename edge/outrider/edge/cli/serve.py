@@ -14,10 +14,9 @@ from typing import Final
 
 from rich.console import Console
 
-from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
+from outrider.edge.cli.command_options import ServeOptions, refuse_one_file
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, open_library, place_drafts, show_notes
 from outrider.edge.cli.placing import measured_link
-from outrider.edge.cli.serve_options import ServeOptions, refuse_one_file
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.modes.assemble import make_depth, make_options, open_draft_bundle, open_draft_model
@@ -26,8 +25,7 @@ from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
-from outrider.edge.setup.endpoints import Keys
-from outrider.edge.setup.key_file import require_private
+from outrider.edge.setup.endpoints import Keys, require_private
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.tracing import start_tracing
 from outrider.models.hosts import is_loopback
