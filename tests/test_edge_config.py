@@ -112,9 +112,9 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
     (config.parent / "my.key").write_text(KEY, encoding="ascii")
     (config.parent / "my.key").chmod(0o600)
     called = []
-    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: called.append(given))
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: called.append((options, options.keys())))
     assert run_main(monkeypatch, "run", "text", "--temperature", "0") == 0, capsys.readouterr().err
-    ((options, _, _, keys),) = called
+    ((options, keys),) = called
     assert (options.effort, options.lookup, options.depth, options.params.top_p) == ("low", False, "3", 0.9)
     assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
     assert options.cloud == ["http://a", "http://b"] and options.draft == [str(Path.home() / "drafts" / "x")]
@@ -321,7 +321,7 @@ def test_a_key_and_a_key_file_from_one_place_are_refused(
     assert "leave one of them out" in capsys.readouterr().err
     monkeypatch.setenv("OUTRIDER_API_KEY", OTHER_KEY)
     asked = []
-    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: asked.append(given[3]))
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: asked.append(options.keys()))
     assert run_main(monkeypatch, "run", "text", "--key-file", str(path)) == 0
     assert run_main(monkeypatch, "run", "text") == 0
     assert asked == [Keys(KEY, is_asked=True), Keys(OTHER_KEY, is_asked=True)]

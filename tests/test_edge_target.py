@@ -18,8 +18,10 @@ from tests.test_bundle import make_manifest
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.server import identity
 from outrider.cloud.server.identity import target_identity
+from outrider.edge.cli.draft_source import Notes
 from outrider.edge.cli.run import _generate
 from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
@@ -224,7 +226,9 @@ def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_nam
         a, b = stack.enter_context(serve_fake()), other(stack, "\x1b]0;[bold]other\x07")
         options = RunOptions("x", cloud=[a.url, b.url], mode=Mode.CLOUD_ONLY)
         clouds = [(url, ClientOptions()) for url in options.cloud]
-        ran = asyncio.run(_generate(options, clouds, REQUEST, None, None, console))
+        notes = Notes(console)
+        notes.printer = TokenPrinter(Console(file=io.StringIO()), fake_tokenizer().detokenizer())
+        ran = asyncio.run(_generate(options, clouds, REQUEST, fake_tokenizer(), None, None, None, notes))
     assert ran.result.tokens == tuple(target_tokens(PROMPT, 60))
     (line,) = about.getvalue().splitlines()
     assert r"and \x1b]0;[bold]other\x07 (target" in line and "are different targets" in line

@@ -102,7 +102,7 @@ def test_what_happens_beside_a_text_does_not_reach_a_file(
     tokenizer = fake_tokenizer()
     text = tuple(tokenizer.encode("\tdef naïve(東京):\r\n  pass"))
 
-    def print_text(options: RunOptions | ChatOptions, out: Console, about: Console, keys: object) -> None:
+    def print_text(options: RunOptions | ChatOptions, out: Console, about: Console) -> None:
         assert about.stderr
         if isinstance(options, RunOptions):
             printer = _printer(out, options, tokenizer.detokenizer())

@@ -15,26 +15,22 @@ from outrider.edge.cli.option_groups import (
     REMOVED_DRAFTING,
     Clouds,
     Docs,
-    DraftDevice,
     DraftingOptions,
-    EmulateNpu,
     HowMuch,
     KeyOptions,
     Lookup,
     OfflineOk,
-    Runtime,
+    PlaceOptions,
     SamplingOptions,
     SourceOptions,
-    Threads,
     Width,
-    draft_choice,
     given,
     is_typed,
     refuse_idle,
     refuse_idle_tree,
 )
 from outrider.edge.devices.discovery import ModelRuntime
-from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntime
+from outrider.edge.devices.placement import AS_BUNDLED, DraftRuntime
 from outrider.edge.drafting.depth import Effort
 from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, WIDENED_MB
@@ -58,7 +54,6 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     _sampling: ClassVar = SamplingOptions
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers; default: drawn, /seed shows it.")] = None
     _drafting: ClassVar = DraftingOptions
-    threads: Threads = 0
 
     HELP: ClassVar = {
         "The chat": ("system", "load", "history", "max_tokens", "temperature", "seed", "param"),
@@ -126,7 +121,7 @@ class PullOptions(KeyOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class DemoOptions:
+class DemoOptions(PlaceOptions):
     """The command line. The text of prompt i is drawn with seed + i.
 
     Raises ConfigError before measuring if the file cannot be written.
@@ -149,17 +144,14 @@ class DemoOptions:
     ] = 120.0
     temperature: Annotated[float, typer.Option(help="0 is greedy; a model this small then repeats itself.")] = 0.8
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same texts.")] = 0
-    draft_device: DraftDevice = None
-    runtime: Runtime = None
-    emulate_npu: EmulateNpu = False
+    _place: ClassVar = PlaceOptions
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
     lookup: Lookup = None
-    choice: DraftChoice = field(init=False)
     params: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", draft_choice(self.runtime, self.draft_device, self.emulate_npu))
+        self._choose()
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
         refuse_idle_tree(self.width, self.lookup, self.runtime)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
@@ -219,7 +211,6 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     _drafting: ClassVar = DraftingOptions
     docs: Docs = None
     offline_ok: OfflineOk = False
-    threads: Threads = 0
     metrics: Annotated[bool, typer.Option("--metrics", help="Offer Prometheus metrics at /metrics.")] = False
 
     def __post_init__(self) -> None:

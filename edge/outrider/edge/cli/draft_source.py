@@ -15,12 +15,17 @@ from typing import Final
 import click
 from rich.console import Console
 
+from outrider.edge.cli.option_groups import DraftingOptions
 from outrider.edge.cli.placing import measured_link, placed_words, rank
+from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.placement import DraftChoice, Placement
 from outrider.edge.devices.profiles import Link
+from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.draft_ladder import Candidate, candidates_of
+from outrider.edge.modes.assemble import OpenDraft, eased, make_depth, make_options
+from outrider.edge.modes.draft_ladder import Candidate, candidates_of, open_ladder
+from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.retrieval.documents import read_documents
 from outrider.edge.retrieval.grounding import Library
 from outrider.edge.retrieval.index import PassageIndex, default_index_cache
@@ -41,25 +46,35 @@ from outrider.models.process.extras import is_installed
 from outrider.models.text.tokenizer import Tokenizer
 
 
-class SaidOnce:
-    """Sentences that were printed so far. about: where to."""
+class Notes:
+    """Prints what the user should know, on lines of its own. about: where to. printer: of the text that is being shown.
+
+    A command asks its clouds several times before the first token: which draft fits, what is served, then for the text.
+    So what is wrong with them is said once.
+    """
 
     def __init__(self, about: Console) -> None:
-        self._about = about
+        self.about = about
+        self.printer: TokenPrinter | None = None
         self._said: set[str] = set()
 
-    def note(self, words: str) -> None:
-        """Prints a sentence, unless it has been printed."""
+    def line(self, words: str) -> None:
+        """Prints a sentence."""
+        if self.printer is not None:
+            self.printer.break_line()
+        print_line(self.about, words, "yellow")
+
+    def before_text(self, words: str) -> None:
+        """Prints a sentence about clouds while the text is prepared, unless it has been printed."""
         if words not in self._said:
             self._said.add(words)
-            print_line(self._about, words, "yellow")
+            self.line(words)
 
-    def was_said(self, words: str) -> bool:
-        """Whether a sentence has been printed; true once: it may come back with another outage."""
+    def in_text(self, words: str) -> None:
+        """Prints one that comes with the text, unless it was printed before: it may come back with another outage."""
         if words not in self._said:
-            return False
-        self._said.remove(words)
-        return True
+            self.line(words)
+        self._said.discard(words)
 
 
 NPU_SHAPES: Final = StaticShapes(prompt_len=128, response_len=576)
@@ -113,21 +128,18 @@ def find_drafts(
     drafts: Sequence[str],
     choice: DraftChoice,
     clouds: Clouds,
-    about: Console,
-    said: SaidOnce | None = None,
+    notes: Notes,
     *,
     needs_server: bool = True,
 ) -> list[str | Path]:
     """Where the drafts' bundles are, at least one. Raises as `find_for_server` and `default_draft` do.
 
-    drafts: the option's values. said: prints what is wrong with clouds; by default to `about`. needs_server: where no
-    server answers, False takes what was last pulled from one.
+    drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
     """
-    said = said or SaidOnce(about)
     found: list[str | Path] = []
     for draft in dict.fromkeys(drafts):
         if draft in (AUTO, REFERENCE):
-            pulled = _pulled(choice, clouds, about, said, needs_server=needs_server) if draft == AUTO else []
+            pulled = _pulled(choice, clouds, notes, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [default_draft(choice)]
         else:
             _use_until_the_end(Path(draft))
@@ -135,24 +147,22 @@ def find_drafts(
     return found
 
 
-def _pulled(
-    choice: DraftChoice, clouds: Clouds, about: Console, said: SaidOnce, *, needs_server: bool
-) -> list[str | Path]:
+def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[str | Path]:
     retry = None
     if not needs_server:
         retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
     try:
         # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
-        note = said.note if needs_server else lambda words: None
+        note = notes.before_text if needs_server else lambda words: None
         found = asyncio.run(_find_pulled(choice, clouds, note, retry))
     except CloudError as error:
         if needs_server:
             raise
-        said.note(f"{error}.")
+        notes.before_text(f"{error}.")
         last = find_pulled_from([url for url, _ in clouds], choice)
         found = [last] if last is not None else []
     for each in found:
-        print_line(about, f"draft: {each.words}", "dim")
+        print_line(notes.about, f"draft: {each.words}", "dim")
     return [_checked(each.bundle.path) for each in found]
 
 
@@ -192,10 +202,38 @@ def place_drafts(
     return _ranked(candidates, num_threads, link, about)
 
 
-def show_notes(placement: Placement, about: Console) -> None:
+def open_draft(
+    candidates: Sequence[Candidate],
+    options: DraftingOptions,
+    notes: Notes,
+    on_step: Callable[[str], None],
+    max_positions: int = 0,
+) -> OpenDraft:
+    """What drafts one text at a time; the caller closes it. on_step, max_positions, and raises: as `open_ladder`."""
+    is_asked, is_looked_up = options.choice.wanted_device is not None, options.is_looked_up
+    draft = open_ladder(
+        candidates,
+        options.threads,
+        on_step,
+        is_asked=is_asked,
+        is_looked_up=is_looked_up,
+        max_positions=max_positions,
+    )
+    show_notes(draft.placement, notes)
+    return draft
+
+
+def agent_options(options: DraftingOptions, eased_by: str | None = None) -> AgentOptions:
+    """What these options say of a drafted tree. eased_by: why it is half of that. Raises ConfigError."""
+    make_depth(options.depth, Estimates())  # a wrong one is found before a model is loaded
+    tree = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
+    return tree if eased_by is None else eased(tree)
+
+
+def show_notes(placement: Placement, notes: Notes) -> None:
     """What the user should know of the place that was taken."""
     for note in placement.notes:
-        print_line(about, f"note: {note}", "yellow")
+        notes.line(f"note: {note}")
 
 
 def _ranked(candidates: list[Candidate], num_threads: int, link: Callable[[], Link], about: Console) -> list[Candidate]:

@@ -90,7 +90,7 @@ def run(options: RunOptions) -> None:
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
-    run_once(options, standard_output(), Console(stderr=True), options.keys())
+    run_once(options, standard_output(), Console(stderr=True))
 
 
 @app.command()
@@ -103,7 +103,7 @@ def chat(options: ChatOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.chat import chat_here
-    chat_here(options, standard_output(), Console(stderr=True), options.keys())
+    chat_here(options, standard_output(), Console(stderr=True))
 
 
 @app.command()
@@ -116,7 +116,7 @@ def pull(options: PullOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
-    pull_once(options, standard_output(), Console(stderr=True), options.keys())
+    pull_once(options, standard_output(), Console(stderr=True))
 
 
 def _prompt(given: str | None) -> str:
@@ -139,7 +139,7 @@ def serve(options: ServeOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.serve import serve_local
     try:
-        serve_local(options, options.keys())
+        serve_local(options)
     except SeveralLines as error:
         raise ConfigError(
             f"{error} for the verifier; keys that clients of this endpoint send belong into --api-key-file"

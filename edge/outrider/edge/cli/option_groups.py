@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -50,41 +50,6 @@ TlsClientCert = Annotated[
         show_default=False,
     ),
 ]
-
-
-def certificate_in_use(certificate: Path | None) -> ClientCertificate | None:
-    """What the device shows to servers. Raises ConfigError for a file that cannot be used."""
-    if certificate is None:
-        return None
-    certificate = certificate.expanduser()
-    require_private(certificate)
-    shown = ClientCertificate(certificate)
-    shown.check()
-    return shown
-
-
-def keys_in_use(api_key: str | None, key_file: Path | None, *, allow_http: bool = False) -> Keys:
-    """The keys for the command that runs now: its options' values, and the endpoints of the configuration file.
-
-    Raises ConfigError where a key and a key file come from the same place, or the file cannot be used.
-    """
-    context = click.get_current_context(silent=True)
-    settings = context.find_object(Settings) if context is not None else None
-    endpoints = settings.endpoints if settings is not None else ()
-    given = {"api_key": api_key, "key_file": key_file}
-    sources = {
-        name: (context.get_parameter_source(name) if context is not None else None) or ParameterSource.COMMANDLINE
-        for name, value in given.items()
-        if value is not None
-    }
-    if len(set(sources.values())) < len(sources):
-        raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
-    if not sources:
-        return Keys(endpoints=endpoints, is_http_allowed=allow_http)
-    chosen = min(sources, key=lambda name: sources[name].value)
-    key = read_key_file(key_file.expanduser()) if chosen == "key_file" and key_file is not None else api_key
-    is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    return Keys(key, is_asked, endpoints, allow_http)
 
 
 LOOKUP: Final = "--lookup or --no-lookup"
@@ -170,30 +135,6 @@ def is_typed(parameter: str) -> bool:
     return source in (None, ParameterSource.COMMANDLINE)
 
 
-def draft_choice(runtime: DraftRuntime | None, draft_device: str | None, emulate_npu: bool) -> DraftChoice:
-    """The choice that these options make. Raises ConfigError where typed ones contradict each other.
-
-    A configured one that contradicts a typed one gives way.
-    """
-    try:
-        return _choice(runtime, draft_device, emulate_npu)
-    except ConfigError:
-        typed = _choice(
-            runtime if is_typed("runtime") else None,
-            draft_device if is_typed("draft_device") else None,
-            emulate_npu and is_typed("emulate_npu"),
-        )
-        if typed == AS_BUNDLED:
-            raise
-        return typed
-
-
-def _choice(runtime: DraftRuntime | None, device: str | None, emulate_npu: bool) -> DraftChoice:
-    if device is not None and (device == "prefer-npu" or device.endswith("ExecutionProvider")):
-        return DraftChoice(runtime, None, emulate_npu, device)
-    return DraftChoice(runtime, device, emulate_npu)
-
-
 def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
     """Whether each of these fields differs from its default, by the option's name."""
     defaults = {each.name: each.default for each in fields(options)}
@@ -205,14 +146,10 @@ def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
 
 def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
     """Raises ConfigError for options that were typed and have no effect, by name. reason: why they have none."""
-    if names := [name for name, is_given in given.items() if is_given and is_typed(_parameter(name))]:
-        raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {_it(names)} out")
-
-
-def refuse_idle_effort(depth: str, effort: Effort) -> None:
-    """Raises ConfigError for an effort that has no effect beside the depth."""
-    if depth != "auto":
-        refuse_idle(f"--depth {depth} does not depend on times", {"--effort": effort is not Effort.NORMAL})
+    parameters = {name: name.split()[0].removeprefix("--").replace("-", "_") for name in given}
+    if names := [name for name, is_given in given.items() if is_given and is_typed(parameters[name])]:
+        it = "it" if len(names) == 1 else "them"
+        raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {it} out")
 
 
 def refuse_idle_tree(width: str, lookup: bool | None, runtime: str | None) -> None:
@@ -221,14 +158,6 @@ def refuse_idle_tree(width: str, lookup: bool | None, runtime: str | None) -> No
         refuse_idle("--width 1 drafts a single path", {LOOKUP: lookup is not None})
     if runtime == "ngram":
         refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: lookup is not None})
-
-
-def _parameter(name: str) -> str:
-    return name.split()[0].removeprefix("--").replace("-", "_")
-
-
-def _it(names: list[str]) -> str:
-    return "it" if len(names) == 1 else "them"
 
 
 Docs = Annotated[
@@ -267,12 +196,38 @@ class KeyOptions:
     tls_client_cert: TlsClientCert = None
 
     def keys(self) -> Keys:
-        """The keys, and the device's certificate, for the command that runs now.
+        """The keys, and the device's certificate, for the command that runs now: its options', and the endpoints' own.
 
-        Raises as `keys_in_use` and `certificate_in_use`.
+        Raises ConfigError where a key and a key file come from the same place, or a file cannot be used.
         """
-        keys = keys_in_use(self.api_key, self.key_file, allow_http=self.allow_http)
-        return replace(keys, certificate=certificate_in_use(self.tls_client_cert))
+        context = click.get_current_context(silent=True)
+        settings = context.find_object(Settings) if context is not None else None
+        keys = Keys(
+            endpoints=settings.endpoints if settings is not None else (),
+            is_http_allowed=self.allow_http,
+            certificate=self._certificate(),
+        )
+        sources = {
+            name: (context.get_parameter_source(name) if context is not None else None) or ParameterSource.COMMANDLINE
+            for name in ("api_key", "key_file")
+            if getattr(self, name) is not None
+        }
+        if len(set(sources.values())) < len(sources):
+            raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
+        if not sources:
+            return keys
+        chosen = min(sources, key=lambda name: sources[name].value)
+        key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
+        is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+        return replace(keys, general=key, is_asked=is_asked)
+
+    def _certificate(self) -> ClientCertificate | None:
+        if self.tls_client_cert is None:
+            return None
+        shown = ClientCertificate(self.tls_client_cert.expanduser())
+        require_private(shown.certificate)
+        shown.check()
+        return shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +242,22 @@ class PlaceOptions:
     choice: DraftChoice = field(init=False)
 
     def _choose(self) -> None:
-        """Sets `choice`. Raises as `draft_choice`."""
-        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu)
+        """Sets `choice`. Raises ConfigError where typed options contradict each other; a configured one gives way."""
+        try:
+            choice = self._choice(lambda name: True)
+        except ConfigError:
+            choice = self._choice(is_typed)
+            if choice == AS_BUNDLED:
+                raise
         object.__setattr__(self, "choice", choice)
+
+    def _choice(self, counts: Callable[[str], bool]) -> DraftChoice:
+        runtime = self.runtime if counts("runtime") else None
+        device = self.draft_device if counts("draft_device") else None
+        emulate_npu = self.emulate_npu and counts("emulate_npu")
+        if device is not None and (device == "prefer-npu" or device.endswith("ExecutionProvider")):
+            return DraftChoice(runtime, None, emulate_npu, device)
+        return DraftChoice(runtime, device, emulate_npu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +271,7 @@ class DraftingOptions(PlaceOptions):
     effort: HowMuch = Effort.NORMAL
     on_battery: BatteryWork = OnBattery.HALF
     lookup: Lookup = None
+    threads: Threads = 0
 
     @property
     def is_looked_up(self) -> bool:
@@ -311,7 +280,8 @@ class DraftingOptions(PlaceOptions):
 
     def _refuse_idle_drafting(self) -> None:
         """Raises ConfigError for typed options that have no effect beside one another."""
-        refuse_idle_effort(self.depth, self.effort)
+        if self.depth != "auto":
+            refuse_idle(f"--depth {self.depth} does not depend on times", given(self, "effort"))
         refuse_idle_tree(self.width, self.lookup, self.runtime)
 
 

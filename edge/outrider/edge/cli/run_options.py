@@ -20,7 +20,6 @@ from outrider.edge.cli.option_groups import (
     OfflineOk,
     SamplingOptions,
     SourceOptions,
-    Threads,
     given,
     is_typed,
     refuse_idle,
@@ -201,7 +200,6 @@ class RunOptions(
     _rules: ClassVar = RuleOptions
     _grammar: ClassVar = GrammarOptions
     docs: Docs = None
-    threads: Threads = 0
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
     offline_ok: OfflineOk = False
     no_recent: Annotated[
