@@ -12,6 +12,7 @@ import httpx
 import pytest
 from rich.console import Console
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.faulty_proxy import FaultyProxy
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 
@@ -25,7 +26,6 @@ from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
@@ -52,7 +52,7 @@ def begun(stack: ExitStack, cut: ExitStack) -> tuple[FakeServer, str]:
     server = stack.enter_context(serve_fake(gate=gate))
     address = httpx.URL(server.url)
     assert address.port is not None
-    return server, cut.enter_context(DelayProxy(address.host, address.port)).url
+    return server, cut.enter_context(FaultyProxy(address.host, address.port)).url
 
 
 def other(stack: ExitStack, name: str = "other") -> FakeServer:
