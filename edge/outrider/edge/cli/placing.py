@@ -90,7 +90,7 @@ def rank(
     link: to the cloud, as far as it is known. measure: profiles one; by default in a process of its own, since drivers
     crash.
     """
-    profiles, measure, link = profiles or Profiles(), measure or _measure, link or Link()
+    profiles, measure, link = profiles or Profiles(), measure or profile_draft, link or Link()
     load = load_now()
     runtimes: dict[str, FoundRuntime] = {}
     rates = [acceptance_of(each.bundle) for each in candidates]
@@ -158,11 +158,6 @@ def placed_words(ranked: Sequence[Ranked]) -> str:
     parts = [f"{each.candidate.words} {each.node_ms:.2f} ms" for each in others if each.node_ms is not None]
     beside = f", against {'; '.join(parts)}" if parts else ""
     return f"{first.candidate.words}: {first.node_ms:.2f} ms per drafted token{beside}"
-
-
-def _measure(bundle: str, choice: DraftChoice, num_threads: int) -> Profile:
-    found = profile_draft(bundle, choice, num_threads)
-    return Profile(token_ms=found.token_ms, eight_ms=found.eight_ms, open_s=found.open_s)
 
 
 def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *, as_json: bool) -> None:

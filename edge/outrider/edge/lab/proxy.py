@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 
@@ -47,7 +48,7 @@ class DelayProxy:
         """Where clients connect."""
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> DelayProxy:
+    def __enter__(self) -> Self:
         self._thread.start()
         self._started.wait()
         if self._error is not None:
