@@ -38,7 +38,7 @@ from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import VerifierServer
-from outrider.edge.cli.exporter import draft_kind
+from outrider.edge.cli.draft_source import draft_kind
 from outrider.edge.devices.placement import DraftChoice
 from outrider.models.bundle.manifest import FileEntry
 from outrider.models.bundle.reference_export import export_arguments

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.modes.stream import AgentOptions
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import eased, make_agent
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
+from outrider.edge.results import Mode
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.retrieval.grounding import Library
-from outrider.edge.serve.lent_drafts import DraftSequences
+from outrider.edge.serve.faults import NO_VERIFIER, as_request_error
+from outrider.edge.serve.lent_drafts import DraftSequences, Loan
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.counted import counted
-from outrider.models.errors import RequestError
+from outrider.models.errors import OutriderError, RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
-from outrider.models.http.answers import HeldLogprobs
+from outrider.models.http.answers import HeldLogprobs, require_model
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_grammar import Grammars
 from outrider.models.http.call_plan import dialect_of
 from outrider.models.http.encoding import Workers
 from outrider.models.http.security import GateSettings
+from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
@@ -127,6 +133,39 @@ class LocalCore:
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
     held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
+
+    def request_error(self, error: Exception) -> RequestError:
+        """The error that a client gets for this one."""
+        return as_request_error(error, shows_details=self.settings.shows_details)
+
+    async def target_facts(self, model: str | None = None) -> ModelFacts:
+        """The target's facts. model: the one that a request names. Raises RequestError, also where it is another."""
+        try:
+            facts = await self.upstream.facts()
+            if model and model != facts.name:
+                facts = await self.upstream.facts(is_fresh=True)
+        except OutriderError as error:
+            raise self.request_error(error) from None
+        if model:
+            require_model(facts.name, model)
+        return facts
+
+    async def facts_or_draft(self, model: str | None = None) -> tuple[ModelFacts, bool]:
+        """The target's facts, and whether a cloud answers. Without one, with --offline-ok, the draft's."""
+        try:
+            return await self.target_facts(model), True
+        except RequestError as error:
+            if error.code != NO_VERIFIER or self.offline is None:
+                raise
+            return self.offline_facts, False
+
+    def stream_agent(self, endpoints: Endpoints, loan: Loan, quoted: Sequence[QuotedText] = ()) -> StreamAgent:
+        """What generates one text with a lent draft. quoted: documents that the text may quote."""
+        options = self.settings.options if self.power.reason is None else eased(self.settings.options)
+        depth, scheduler = self.settings.depth, self.drafts.scheduler
+        agent = make_agent(Mode.STREAM, endpoints, loan.drafter, depth, options, scheduler, loan.estimates, quoted)
+        assert isinstance(agent, StreamAgent)
+        return agent
 
     @property
     def offline_facts(self) -> ModelFacts:
