@@ -23,7 +23,8 @@ class Engine(Intake, Commits):
         started = self._clock()
         self._read_inbox()
         self._cache.parked.evict_old()
-        self._probe_if_due()
+        if self._health.seconds_to_probe() == 0.0:
+            self._probe()
         self._end_loading(started)
         for sequence in self._scheduler.overdue(started):
             self._expire(sequence)
@@ -63,10 +64,6 @@ class Engine(Intake, Commits):
         elif self._totals.faults > faults and self._health.fault is None:
             self._probe()
         return 0.0
-
-    def _probe_if_due(self) -> None:
-        if self._health.seconds_to_probe() == 0.0:
-            self._probe()
 
     def _probe(self) -> None:
         """Runs one token of its own: whether this succeeds tells a runtime that cannot work from a bad request."""

@@ -160,6 +160,7 @@ class EngineState:
         is_sound: the error says nothing against the blocks, so they may be shared again.
         """
         self._scheduler.remove(sequence)
+        sequence.usage.waited_s = sequence.drafts.waited_s
         if self._swap is not None:
             self._swap.forget(sequence)
         name = None

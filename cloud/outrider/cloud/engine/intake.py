@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from outrider.cloud.engine.engine_state import EngineState, failed_text
 from outrider.cloud.engine.own_sources import own_sources
@@ -132,13 +133,8 @@ class Intake(EngineState):
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
         """
         sequence, arrived = self._session(sequence_id), self._clock()
-        try:
+        with self._merging(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived)):
             check_draft(base, paths, sequence.generated, self._limits)
-        except RequestError as error:
-            if error.code == "stale_draft":  # even a stale draft shows how long the device takes to answer
-                self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
-            raise
-        self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
@@ -147,13 +143,19 @@ class Intake(EngineState):
         """
         sequence, arrived = self._session(sequence_id), self._clock()
         drafts = sequence.drafts
-        try:
+        with self._merging(lambda: self._drafting.merge_tree(drafts, message, arrived)):
             check_tree(message, drafts.trie.position_of, sequence.generated, self._limits)
+
+    @contextmanager
+    def _merging(self, merge: Callable[[], None]) -> Iterator[None]:
+        """Around the check of a draft: has it merged, unless it is refused for more than being stale."""
+        try:
+            yield
         except RequestError as error:
-            if error.code == "stale_draft":  # as above
-                self._inbox.append(lambda: self._drafting.merge_tree(drafts, message, arrived))
+            if error.code == "stale_draft":  # even this shows how long the device takes to answer
+                self._inbox.append(merge)
             raise
-        self._inbox.append(lambda: self._drafting.merge_tree(drafts, message, arrived))
+        self._inbox.append(merge)
 
     def _session(self, sequence_id: int) -> SequenceState:
         sequence = self._sequences.get(sequence_id)

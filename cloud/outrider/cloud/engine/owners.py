@@ -36,17 +36,14 @@ class Member(Protocol):
     @property
     def owner(self) -> bytes:
         """Who asks."""
-        ...
 
     @property
     def priority(self) -> int:
         """The higher, the sooner it is served."""
-        ...
 
     @property
     def num_wanted(self) -> int:
         """Tokens that it could run in a step."""
-        ...
 
 
 M = TypeVar("M", bound=Member)

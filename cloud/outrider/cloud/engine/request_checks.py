@@ -53,7 +53,8 @@ def require_room(
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
-    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter` or `context_length_exceeded`.
+    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter`, `context_length_exceeded`,
+    `wrong_evidence`, and `unsupported_parameter` for what does not go with a rule that judges by probabilities.
 
     num_held: tokens of a parked prefix that come before the prompt.
     """
@@ -72,17 +73,12 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             "invalid_parameter",
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
-    check_processors(request.pick.processors, limits)
-    _check_evidence(request.pick.terms.rule, request.hints.draft, request.hints.evidence, limits)
-    _check_terms(request)
-
-
-def _check_terms(request: GenerateRequest) -> None:
-    """Raises RequestError `unsupported_parameter` for what does not go with a rule that judges by probabilities."""
-    terms, processors = request.pick.terms, request.pick.processors
-    if terms.rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
+    rule, processors = request.pick.terms.rule, request.pick.processors
+    check_processors(processors, limits)
+    _check_evidence(rule, request.hints.draft, request.hints.evidence, limits)
+    if rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
         raise RequestError(
-            "unsupported_parameter", f"typical_p and XTC do not go with the rule {terms.rule}; leave one of them out"
+            "unsupported_parameter", f"typical_p and XTC do not go with the rule {rule}; leave one of them out"
         )
 
 

@@ -227,7 +227,7 @@ class Scheduler:
         """Who takes part, with which tokens: decoding sequences, their drafts, then prompt chunks in the rest."""
         for sequence in self.running:
             sequence.drafts.has_company = len(self.running) > 1
-        ready = [s for s in self.running if not self._is_waiting(s, now)]
+        ready = [s for s in self.running if not self._drafting.is_waiting(s.drafts, now)]
         items = [s for s in ready if s.drafts.num_own and s.num_missing == 1]
         texts = [s for s in self.running if s.num_missing == 1]  # also those that wait for a draft, or for a place
         added_to = [*(s for s in ready if s.num_missing > 1), *items]
@@ -343,14 +343,6 @@ class Scheduler:
             room = min(room, missing - 1)
         new = sequence.tokens[sequence.computed : sequence.computed + room]
         return new, sequence.drafts.own_draft(room - missing) if len(new) == missing else NOTHING
-
-    def _is_waiting(self, sequence: SequenceState, now: float) -> bool:
-        if sequence.drafts.wait is NO_WAIT:
-            return False
-        is_waiting = self._drafting.is_waiting(sequence.drafts, now)
-        self._totals.waited_s += sequence.drafts.waited_s - sequence.usage.waited_s
-        sequence.usage.waited_s = sequence.drafts.waited_s
-        return is_waiting
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until the first wait ends; None when there is nothing to do."""

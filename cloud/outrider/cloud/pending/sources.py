@@ -22,29 +22,22 @@ _COST_KEPT: Final = 0.99  # of a source's time, for each question that it was no
 
 
 class DraftSource(Protocol):
-    """Guesses of what follows one sequence's committed tokens. The engine's thread owns it."""
+    """Guesses of what follows one sequence's committed tokens. The engine's thread owns it.
 
-    @property
-    def kinds(self) -> range:
-        """The kinds of its nodes (`trie`): how sure it is, by which their chances are measured."""
-        ...
+    kinds: of its nodes (`trie`): how sure it is, by which their chances are measured. goes_first: its guess goes before
+    all others, since it repeats what the same request got. rivals_device: it is asked where the device has sent drafts,
+    too.
+    """
 
-    @property
-    def goes_first(self) -> bool:
-        """Whether its guess goes before all others: it repeats what the same request got."""
-        ...
-
-    @property
-    def rivals_device(self) -> bool:
-        """Whether it is asked where the device has sent drafts, too."""
-        ...
+    kinds: range
+    goes_first: bool
+    rivals_device: bool
 
     def propose(self, most: int) -> tuple[list[int], list[int]]:
         """A path of at most `most` tokens that follow the committed ones, and their kinds; nothing where it has none.
 
         Changes no text; how long it takes is measured.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,6 @@ class LearningSource(Protocol):
 
     def learn(self, verified: Verified) -> None:
         """Called once for each pass, before its tokens are part of the text. Must not keep the arrays."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
