@@ -17,12 +17,11 @@ from typing import Final
 
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
-from outrider.cloud.engine.owners import Owners
-from outrider.cloud.engine.prompt_time import PLAIN_STEPS, steps_added, tokens_within_a_step
+from outrider.cloud.engine.owners import PLAIN_STEPS, Owners
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.estimators import StepSize, tokens_within_a_step
 from outrider.cloud.pending.policy import NO_WAIT
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import Totals
@@ -251,7 +250,7 @@ class Scheduler:
         if has_delaying:
             beside = fixed if decoding else StepSize.of(1, texts[0].computed)
             past = sum(s.computed for s in prompts) / max(1, len(prompts))
-            added = steps_added(self._drafting.curve, for_prompts, beside, past)
+            added = self._drafting.curve.steps_added(for_prompts, beside, past)
             num_free = sum(s.num_wanted for s in prompts if s not in delaying)
             for_prompts = max(tokens_within_a_step(added), min(for_prompts, num_free))
         if prompts:
@@ -264,7 +263,7 @@ class Scheduler:
             self._owners.charge({s: count for s, count in chunks.items() if s in delaying}, added)
         given = {s: s.num_wanted - 1 for s in decoding if s in delaying}  # items
         if 0 < len(given) < len(decoding):
-            self._owners.charge(given, steps_added(self._drafting.curve, sum(given.values()), fixed, context))
+            self._owners.charge(given, self._drafting.curve.steps_added(sum(given.values()), fixed, context))
         shares: list[Share] = []
         taking_part: set[SequenceState] = set()
         for sequence in [*decoding, *prompts]:
@@ -308,7 +307,7 @@ class Scheduler:
         others = [s for s in ready if s.num_missing == 1 and s not in delaying]
         past = sum(s.computed for s in items) / len(items)
         beside = StepSize(len(others), sum(1 + s.computed for s in others)) if others else StepSize.of(1, int(past))
-        shared_room = tokens_within_a_step(steps_added(self._drafting.curve, room, beside, past)) if delaying else room
+        shared_room = tokens_within_a_step(self._drafting.curve.steps_added(room, beside, past)) if delaying else room
         ranks: Counter[bytes] = Counter()  # of each owner's next item
         order: list[tuple[int, SequenceState]] = []
         for item in items:

@@ -92,6 +92,7 @@ class _Asked:
 
 class Sources:
     """The verifier's own sources of one sequence. The engine's thread owns it. clock: for the time that a source takes.
+    learning: those that learn from each pass.
 
     The chances of a guess are those of its kinds (`node_chances`), which every commit tests. So the guess with the most
     expected tokens is the one to verify. All that is kept of a source is what a question gains, and takes: it is left
@@ -101,23 +102,13 @@ class Sources:
     def __init__(self, sources: Iterable[DraftSource] = (), clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._asked = {source: _Asked() for source in sources}
+        self.learning = [source for source in self._asked if isinstance(source, LearningSource)]
 
     def __bool__(self) -> bool:
         return bool(self._asked)
 
     def __iter__(self) -> Iterator[DraftSource]:
         return iter(self._asked)
-
-    @property
-    def learns(self) -> bool:
-        """Whether `learn` is of use."""
-        return any(isinstance(source, LearningSource) for source in self._asked)
-
-    def learn(self, verified: Verified) -> None:
-        """Passes a pass on to the sources that learn."""
-        for source in self._asked:
-            if isinstance(source, LearningSource):
-                source.learn(verified)
 
     def guesses(
         self, most: int, rates: Sequence[float], step_s: float | None, *, of_rivals: bool = False
