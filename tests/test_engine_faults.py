@@ -63,7 +63,7 @@ def test_a_sequence_that_makes_forward_raise_is_left_out_of_its_batch() -> None:
     harness.run()
     for collector, prompt in zip(goods, PROMPTS[:7], strict=True):
         assert collector.tokens == plain(prompt, SAMPLED, 12, stop_ids=frozenset({BAD}))
-    assert harness.engine.fault() is None
+    assert harness.engine.health.fault is None
     harness.assert_all_returned()
 
 
@@ -254,7 +254,7 @@ def test_a_bad_request_does_not_make_the_engine_unfit() -> None:
         _, bad = harness.submit([5, 6, BAD], 12)
         harness.run()
         assert code_of(bad) == "model_fault"
-        assert harness.engine.fault() is None and harness.engine.stats().failed == 0
+        assert harness.engine.health.fault is None and harness.engine.stats().failed == 0
     harness.assert_all_returned()
 
 
@@ -277,15 +277,15 @@ def test_a_runtime_that_fails_every_step_is_seen_and_so_is_its_recovery(fault: s
         collector = ask(engine, PROMPTS[1])
         finish(engine)
         assert code_of(collector) == "model_fault"
-        assert engine.fault() is not None and engine.stats().failed == 1
+        assert engine.health.fault is not None and engine.stats().failed == 1
     num_steps = runtime.num_steps
     for _ in range(4):
         delay = engine.step()
-        assert delay is not None and delay > 0 and engine.fault() is not None
+        assert delay is not None and delay > 0 and engine.health.fault is not None
         clock.now += delay
     assert runtime.num_steps == num_steps + 3  # one probe a second
     is_broken = False
-    assert engine.step() is None and engine.fault() is None
+    assert engine.step() is None and engine.health.fault is None
     collector = ask(engine, PROMPTS[1])
     finish(engine)
     assert collector.tokens == plain(PROMPTS[1], SAMPLED, 6)
@@ -298,9 +298,9 @@ def test_a_cache_full_of_parked_prefixes_does_not_keep_the_engine_unfit() -> Non
     harness.submit([1] * 12, 1, once=True)
     harness.run()
     assert (harness.engine.stats().free_blocks, harness.engine.stats().parked) == (0, 1)
-    harness.engine._health.failed(RuntimeError("the device is gone"))
+    harness.engine.health.failed(RuntimeError("the device is gone"))
     harness.run()
-    assert harness.engine.fault() is None
+    assert harness.engine.health.fault is None
     harness.assert_all_returned()
 
 
@@ -308,12 +308,12 @@ def test_steps_that_raise_outside_the_runtime_make_the_engine_unfit() -> None:
     """Three in a row; one alone may be a request's doing."""
     harness = Harness()
     for i in range(3):
-        assert harness.engine.fault() is None, i
+        assert harness.engine.health.fault is None, i
         harness.engine.reset(ValueError("a bug"))
-    assert harness.engine.fault() is not None
+    assert harness.engine.health.fault is not None
     harness.clock.now += 2.0
     harness.run()
-    assert harness.engine.fault() is None
+    assert harness.engine.health.fault is None
 
 
 class Waiting(Collector):
@@ -431,10 +431,10 @@ def test_a_runtime_whose_faults_last_is_given_up(faults_last: bool) -> None:
     collector = ask(engine, PROMPTS[1])
     for _ in range(9):
         clock.now += engine.step() or 0.0
-    assert code_of(collector) == "model_fault" and not engine.is_lost
+    assert code_of(collector) == "model_fault" and not engine.health.is_lost
     for _ in range(9):
         clock.now += engine.step() or 0.0
-    assert engine.is_lost == faults_last
+    assert engine.health.is_lost == faults_last
     thread = EngineThread(engine)
     thread.on_death(told.append)
     thread.start()

@@ -6,7 +6,7 @@ import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 
 from outrider.cloud.engine import EngineConfig
-from outrider.cloud.engine.turnover import Turnover
+from outrider.cloud.engine.request_checks import Turnover
 from outrider.models.errors import RequestError
 
 ALICE, BOB, CAROL = b"alice", b"bob", b"carol"

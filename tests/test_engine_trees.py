@@ -297,7 +297,7 @@ def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFix
     harness.run()
     assert second.tokens == expected
     assert second.end is not None and second.end.usage.cached_prompt_tokens > len(PROMPTS[2])
-    assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.fault() is None
+    assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.health.fault is None
     assert "no copy today" in caplog.text
     harness.assert_all_returned()
 

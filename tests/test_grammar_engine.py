@@ -215,7 +215,7 @@ def test_a_text_whose_grammar_fails_ends_alone(world: World) -> None:
     assert fine.tokens == expected
     codes = [sink.end.error.code for sink in (bad, left) if sink.end is not None and sink.end.error is not None]
     assert codes == ["grammar_too_complex", "grammar_excluded"]
-    assert engine.fault() is None
+    assert engine.health.fault is None
 
 
 def test_a_grammar_is_part_of_what_decides_a_text(world: World) -> None:

@@ -54,7 +54,7 @@ def test_an_earlier_text_is_followed_position_by_position() -> None:
     committed += [5, 6]
     assert repeated.propose(9) == ([7, 8], [REPEATED] * 2)
     committed += [9]
-    assert repeated.propose(9) == ([], []) and not repeated.is_repeat
+    assert repeated.propose(9) == ([], []) and not repeated.goes_first
 
 
 def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:

@@ -423,7 +423,9 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     commit(on, served, 7)
     clock.now += 1.0
     assert on.waiting([served], clock.now, 1) == set()
-    assert on.totals.waited_s == pytest.approx(served.usage.waited_s) and served.usage.waited_s > 0.9
+    assert (
+        on.drafting.distributions.wait_s.total == pytest.approx(served.usage.waited_s) and served.usage.waited_s > 0.9
+    )
 
 
 @pytest.mark.parametrize(

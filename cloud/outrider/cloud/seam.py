@@ -265,7 +265,6 @@ class Totals:
     model_s: float = _shown("engine_model_seconds", "Seconds in the model.", default=0.0)
     overhead_s: float = _shown("engine_overhead_seconds", "Seconds of engine steps outside the model.", default=0.0)
     finished: int = 0
-    waited_s: float = 0.0
 
     def count_step(self, num_tokens: int, *, model_s: float, overhead_s: float) -> None:
         """Counts one step of the engine: time inside the model, and around it."""
@@ -339,7 +338,6 @@ class ServingEngine(Protocol):
     @property
     def limits(self) -> ModelLimits:
         """Vocabulary, and the longest sequence that model and cache can hold."""
-        ...
 
     @property
     def grammar_builder(self) -> BuildElsewhere | None:
@@ -348,11 +346,9 @@ class ServingEngine(Protocol):
 
     def calibrate(self) -> None:
         """Measures what a step costs. Blocking; call it once, before `start`. Raises ConfigError."""
-        ...
 
     def start(self) -> None:
         """Lets requests in. Call it once."""
-        ...
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent.
@@ -360,7 +356,6 @@ class ServingEngine(Protocol):
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
         `prefix_not_held`, `shutting_down`, `engine_failed`.
         """
-        ...
 
     def seek(self, owner: bytes, name: str, done: Callable[[Any], None]) -> bool:
         """Looks outside of memory for a parked prefix; `done` gets what `GenerateRequest.stored` takes, on any thread.
@@ -375,18 +370,15 @@ class ServingEngine(Protocol):
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`, and
         `draft_not_taken` where the engine is too far behind with reading drafts: nothing of it is known then.
         """
-        ...
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
 
         Raises RequestError as `draft` does.
         """
-        ...
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""
-        ...
 
     def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
         """Replaces what a sequence generated after its first `base` tokens by `tokens`, at least one.
@@ -398,7 +390,6 @@ class ServingEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
-        ...
 
     def on_death(self, act: Callable[[str], None]) -> None:
         """Has `act` called with the reason, on any thread, once the engine has failed for good; at once if it has.
@@ -409,4 +400,3 @@ class ServingEngine(Protocol):
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking."""
-        ...

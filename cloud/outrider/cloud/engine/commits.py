@@ -59,17 +59,15 @@ class Commits(EngineState):
                 share.sequence.computed += len(share.new)
                 continue
             sequence, params = share.sequence, share.sequence.request.pick.params
-            stops, left = sequence.request.stop_ids, sequence.num_left
             try:
-                position = len(sequence.tokens)
                 branch = picked(
                     own,
                     share.drafted,
                     params,
-                    position,
+                    len(sequence.tokens),
                     chooser=sequence.chooser,
-                    stop_ids=stops,
-                    max_tokens=left,
+                    stop_ids=sequence.request.stop_ids,
+                    max_tokens=sequence.num_left,
                 )
             except ModelFault as fault:
                 spoiled.append((share, fault))
@@ -135,19 +133,16 @@ class Commits(EngineState):
         looked_up = sequence.drafts.advance(tokens)
         self._cache.register_full_blocks(sequence)
         sequence.usage.count_pass(len(tokens), proposed, accepted, looked_up)
-        tested = 0
+        judged, tested = None, 0
+        if by_rule is not None:
+            judged = tested = by_rule.num_tested
+            self._totals.tolerated += by_rule.num_tolerated
+        elif proposed:
+            tested = num_tested(accepted, tokens, share.drafted.after(accepted_nodes))
         if proposed:
-            if by_rule is not None:
-                tested = by_rule.num_tested
-            else:
-                tested = num_tested(accepted, tokens, share.drafted.after(accepted_nodes))
             self._distributions.verified(accepted, tested)
         self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up, tested=tested)
         logprobs = tuple(chooser.logprobs) if chooser is not None else ()
-        judged = None
-        if by_rule is not None:
-            judged = by_rule.num_tested
-            self._totals.tolerated += by_rule.num_tolerated
         sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs, judged))
         reason = self._end_reason(sequence)
         if reason:

@@ -23,7 +23,8 @@ class Engine(Intake, Commits):
         started = self._clock()
         self._read_inbox()
         self._cache.parked.evict_old()
-        self._probe_if_due()
+        if self.health.seconds_to_probe() == 0.0:
+            self._probe()
         self._end_loading(started)
         for sequence in self._scheduler.overdue(started):
             self._expire(sequence)
@@ -34,7 +35,7 @@ class Engine(Intake, Commits):
                 self._scheduler.next_deadline(started),
                 self._scheduler.seconds_to_due(started),
                 self._swap.seconds_to_late(started) if self._swap is not None else None,
-                self._health.seconds_to_probe(),
+                self.health.seconds_to_probe(),
             )
             return min((seconds for seconds in deadlines if seconds is not None), default=None)
         ready = self._clock()
@@ -59,14 +60,10 @@ class Engine(Intake, Commits):
         self._totals.count_step(size.tokens, model_s=model_s, overhead_s=took_s - model_s)
         self._distributions.stepped(len(shares), size.tokens, took_s)
         if self._totals.passes > passes:
-            self._health.worked()
-        elif self._totals.faults > faults and self._health.fault is None:
+            self.health.worked()
+        elif self._totals.faults > faults and self.health.fault is None:
             self._probe()
         return 0.0
-
-    def _probe_if_due(self) -> None:
-        if self._health.seconds_to_probe() == 0.0:
-            self._probe()
 
     def _probe(self) -> None:
         """Runs one token of its own: whether this succeeds tells a runtime that cannot work from a bad request."""
@@ -75,15 +72,15 @@ class Engine(Intake, Commits):
             self._cache.release_parked()
             blocks = self._cache.pool.allocate(1)
         if blocks is None:
-            return self._health.put_off()  # sequences hold them all: their next step tells
+            return self.health.put_off()  # sequences hold them all: their next step tells
         try:
             self._runner.probe(blocks)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            self._health.failed(error)
+            self.health.failed(error)
         else:
-            self._health.worked()
+            self.health.worked()
         finally:
             self._cache.pool.release(blocks)
 
@@ -117,7 +114,7 @@ class Engine(Intake, Commits):
 
     def calibrate(self, *, max_tokens: int = 32, context: int = 64, repeats: int = 3) -> None:
         """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
-        context = max(1, min(context, self._limits.max_positions - max_tokens - 1))
+        context = max(1, min(context, self.limits.max_positions - max_tokens - 1))
         blocks = self._cache.pool.allocate(-(-(context + max_tokens) // self._cache.pool.block_size))
         if blocks is None:
             raise ConfigError(

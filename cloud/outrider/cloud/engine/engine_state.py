@@ -15,15 +15,12 @@ from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.own_sources import require_hidden
 from outrider.cloud.engine.parked import ParkedPrefixes
 from outrider.cloud.engine.pool import BlockPool
-from outrider.cloud.engine.request_checks import (
-    deadline_exceeded,
-)
+from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded
 from outrider.cloud.engine.runner import ModelRunner
 from outrider.cloud.engine.scheduler import Scheduler
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.share import Share
 from outrider.cloud.engine.swap import open_swap
-from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.seam import EndEvent, EngineStats, SequenceEndReason, Totals
 from outrider.models.errors import ConfigError, RequestError
@@ -32,7 +29,10 @@ from outrider.models.runtimes.base import BatchRuntime, LastingFaultRuntime, Mod
 
 
 class EngineState:
-    """The parts of an engine, shared by what takes requests and what runs steps."""
+    """The parts of an engine, shared by what takes requests and what runs steps.
+
+    limits: vocabulary, and the longest sequence that model and cache together can hold.
+    """
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class EngineState:
         self._distributions = self._drafting.distributions
         self._moved_s = 0.0  # seconds of the step in which accepted branches were moved
         self._turnover = Turnover()
-        self._health = Health(clock, faults_last=isinstance(runtime, LastingFaultRuntime) and runtime.faults_last)
-        self._runner = ModelRunner(runtime, self._health, clock)
+        self.health = Health(clock, faults_last=isinstance(runtime, LastingFaultRuntime) and runtime.faults_last)
+        self._runner = ModelRunner(runtime, self.health, clock)
         self._gate = threading.Lock()  # between `submit` and `reset`
         self._swap = open_swap(runtime, self._config.spill, self._totals, clock)
         self.wake: Callable[[], None] = lambda: None
@@ -61,7 +61,7 @@ class EngineState:
         self._sequences: dict[int, SequenceState] = {}
         self._ids = itertools.count(1)
         longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
-        self._limits = ModelLimits(runtime.limits.vocab_size, longest)
+        self.limits = ModelLimits(runtime.limits.vocab_size, longest)
 
     def _start_afresh(self) -> None:
         config, nothing = self._config, lambda prefix: None
@@ -82,28 +82,9 @@ class EngineState:
         )
 
     @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary, and the longest sequence that model and cache together can hold."""
-        return self._limits
-
-    @property
     def has_work(self) -> bool:
         """Whether any sequence is queued or running."""
         return bool(self._sequences)
-
-    @property
-    def is_hung(self) -> bool:
-        """Whether a call of the runtime does not return; any thread."""
-        return self._health.is_hung
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the runtime has failed for good; any thread."""
-        return self._health.is_lost
-
-    def fault(self) -> str | None:
-        """Why the engine cannot work now; None when it can."""
-        return self._health.fault
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
@@ -121,7 +102,7 @@ class EngineState:
             step_ms=None if step_s is None else step_s * 1e3,
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
-            failed=int(self.fault() is not None),
+            failed=int(self.health.fault is not None),
             trees=int(self._with_trees),
             spill_lossy=int(self._swap is not None and self._swap.store.is_lossy),
             distributions=self._distributions,
@@ -160,6 +141,7 @@ class EngineState:
         is_sound: the error says nothing against the blocks, so they may be shared again.
         """
         self._scheduler.remove(sequence)
+        sequence.usage.waited_s = sequence.drafts.waited_s
         if self._swap is not None:
             self._swap.forget(sequence)
         name = None
@@ -191,7 +173,7 @@ class EngineState:
         """
         log_fault(error)
         self._totals.faults += 1
-        self._health.suspect(error)
+        self.health.suspect(error)
         ended: list[SequenceState] = []
         try:
             with self._gate:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from outrider.cloud.engine.engine_state import EngineState, failed_text
 from outrider.cloud.engine.own_sources import own_sources
@@ -80,25 +81,25 @@ class Intake(EngineState):
         Raises RequestError as `check_request` does.
         """
         before = held.tokens if held else spilled
-        check_request(request, len(before), self._limits)
+        check_request(request, len(before), self.limits)
         tokens = [*before, *request.prompt]
         drafts = self._drafting.pending(
             request.asker.client,
             [],
-            min(request.max_tokens, self._limits.max_positions - len(tokens)),
+            min(request.max_tokens, self.limits.max_positions - len(tokens)),
             lag_ms=request.hints.lag_ms,
             patience_ms=request.hints.patience_ms,
             num_own=len(request.hints.draft) if request.once else None,
         )
         drafts.evidence = request.hints.evidence
         own = [] if request.once else list(own_sources(self._config, tokens, request.pick.params))
-        if earlier := usable_recent(request, self._limits):
+        if earlier := usable_recent(request, self.limits):
             kinds = PREDICTED_KINDS if request.hints.is_predicted else EARLIER_KINDS
             own.append(RecentTextSource(earlier, drafts.committed, is_repeat=request.hints.is_repeat, kinds=kinds))
         drafts.sources = Sources(own)
         drafts.trie.merge(request.hints.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
-        sequence.chooser = chooser_of(request, tokens, self._limits.vocab_size)
+        sequence.chooser = chooser_of(request, tokens, self.limits.vocab_size)
         if request.asker.deadline_ms is not None:
             sequence.due_at = self._clock() + request.asker.deadline_ms / 1e3
         sequence.usage.prompt_tokens = len(sequence.tokens)
@@ -132,13 +133,8 @@ class Intake(EngineState):
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
         """
         sequence, arrived = self._session(sequence_id), self._clock()
-        try:
-            check_draft(base, paths, sequence.generated, self._limits)
-        except RequestError as error:
-            if error.code == "stale_draft":  # even a stale draft shows how long the device takes to answer
-                self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
-            raise
-        self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
+        with self._merging(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived)):
+            check_draft(base, paths, sequence.generated, self.limits)
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
@@ -147,13 +143,19 @@ class Intake(EngineState):
         """
         sequence, arrived = self._session(sequence_id), self._clock()
         drafts = sequence.drafts
+        with self._merging(lambda: self._drafting.merge_tree(drafts, message, arrived)):
+            check_tree(message, drafts.trie.position_of, sequence.generated, self.limits)
+
+    @contextmanager
+    def _merging(self, merge: Callable[[], None]) -> Iterator[None]:
+        """Around the check of a draft: has it merged, unless it is refused for more than being stale."""
         try:
-            check_tree(message, drafts.trie.position_of, sequence.generated, self._limits)
+            yield
         except RequestError as error:
-            if error.code == "stale_draft":  # as above
-                self._inbox.append(lambda: self._drafting.merge_tree(drafts, message, arrived))
+            if error.code == "stale_draft":  # even this shows how long the device takes to answer
+                self._inbox.append(merge)
             raise
-        self._inbox.append(lambda: self._drafting.merge_tree(drafts, message, arrived))
+        self._inbox.append(merge)
 
     def _session(self, sequence_id: int) -> SequenceState:
         sequence = self._sequences.get(sequence_id)

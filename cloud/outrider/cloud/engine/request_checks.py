@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
@@ -17,6 +19,29 @@ _DEAD = -1
 _CACHES_QUEUED = 8
 """Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
 _MIN_QUEUED_TOKENS = 1 << 20
+_NUM_ENDS: Final = 64
+_MOST_WAIT_S: Final = 60
+"""Nobody is sent away for longer: the measure is of what ran, and what comes may be shorter."""
+
+
+class Turnover:
+    """Measures how fast sequences end, for the advice when to come back to a full queue.
+
+    The engine's thread notes; any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=_NUM_ENDS)
+
+    def note(self, now: float) -> None:
+        """A sequence has ended."""
+        self._ends.append(now)
+
+    def retry_after_s(self, num_sequences: int, now: float) -> int:
+        """Seconds until `num_sequences` more will have ended, 1 to 60, if they go on as the newest did."""
+        ends = tuple(self._ends)
+        gap_s = (now - ends[0]) / len(ends) if ends else 0.0
+        return max(1, min(_MOST_WAIT_S, math.ceil(gap_s * num_sequences)))
 
 
 def require_room(
@@ -53,7 +78,8 @@ def require_room(
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
-    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter` or `context_length_exceeded`.
+    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter`, `context_length_exceeded`,
+    `wrong_evidence`, and `unsupported_parameter` for what does not go with a rule that judges by probabilities.
 
     num_held: tokens of a parked prefix that come before the prompt.
     """
@@ -72,17 +98,12 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             "invalid_parameter",
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
-    check_processors(request.pick.processors, limits)
-    _check_evidence(request.pick.terms.rule, request.hints.draft, request.hints.evidence, limits)
-    _check_terms(request)
-
-
-def _check_terms(request: GenerateRequest) -> None:
-    """Raises RequestError `unsupported_parameter` for what does not go with a rule that judges by probabilities."""
-    terms, processors = request.pick.terms, request.pick.processors
-    if terms.rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
+    rule, processors = request.pick.terms.rule, request.pick.processors
+    check_processors(processors, limits)
+    _check_evidence(rule, request.hints.draft, request.hints.evidence, limits)
+    if rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
         raise RequestError(
-            "unsupported_parameter", f"typical_p and XTC do not go with the rule {terms.rule}; leave one of them out"
+            "unsupported_parameter", f"typical_p and XTC do not go with the rule {rule}; leave one of them out"
         )
 
 

@@ -189,7 +189,7 @@ class Drafting:
             if drafts.num_declined % _TESTED_EVERY:
                 guesses = []
         for guess in guesses if self._with_trees else guesses[:1]:
-            trie.merge_lookup(guess.tokens, guess.kinds)
+            trie.merge(guess.tokens, guess.kinds)
         if is_better and (is_rival or len(guesses) > 1):
             trie.prefer(guesses[0].tokens)
         elif is_rival:

@@ -236,7 +236,6 @@ class Book:
             except Exception as error:
                 self._mute(served, error)
                 continue
-            self.totals.waited_s += served.drafts.waited_s - served.usage.waited_s
             served.usage.waited_s = served.drafts.waited_s
         return sitting
 

@@ -32,6 +32,7 @@ import zmq.asyncio
 
 from outrider.cloud.distributions import Distributions
 from outrider.cloud.engine.request_checks import (
+    Turnover,
     check_draft,
     check_request,
     check_tree,
@@ -39,7 +40,6 @@ from outrider.cloud.engine.request_checks import (
     require_room,
     usable_recent,
 )
-from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import (
     CommitEvent,
