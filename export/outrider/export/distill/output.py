@@ -14,6 +14,7 @@ from typing import Any, Final
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.model_source import SourceModel
 from outrider.export.source.weight_files import read_safetensors_header
+from outrider.models.bundle.build_site import BuildSite
 from outrider.models.bundle.bundle_writer import flush_tree
 from outrider.models.errors import ExportError
 from outrider.models.text.tokenizer import TOKENIZER_FILES
@@ -66,24 +67,10 @@ def stored_dtype(source: SourceModel) -> str:
     return _TORCH_DTYPES.get(count.most_common(1)[0][0], "float32")
 
 
-def recover_output(out: Path) -> None:
-    """Clears what a killed process left beside `out`. Only the process that holds the lock of `out` may call it."""
-    aside = _aside(out)
-    if aside.exists() and not out.exists():
-        aside.rename(out)  # the process died between the two renames of `put_in_place`
-    for leftover in (partial_directory(out), aside):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def partial_directory(out: Path) -> Path:
-    """The directory in which the output is built, beside its destination."""
-    return out.with_name(f".{out.name}.distilled")
-
-
-def put_in_place(partial: Path, out: Path) -> None:
+def put_in_place(site: BuildSite, out: Path) -> None:
     """Flushes the new directory to the disk and renames it; an old one is set aside first, and restored on failure."""
+    partial, aside = site.path("partial"), site.path("old")
     flush_tree(partial)
-    aside = _aside(out)
     if out.exists():
         out.rename(aside)
     try:
@@ -93,7 +80,3 @@ def put_in_place(partial: Path, out: Path) -> None:
             aside.rename(out)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _aside(out: Path) -> Path:
-    return out.with_name(f".{out.name}.replaced")
