@@ -19,22 +19,24 @@ import torch
 from outrider.export.disk import free_bytes, telling_of_full_disks
 from outrider.export.distill.measure import HeldoutChange, make_record, measure_heldout
 from outrider.export.distill.options import DistillOptions
-from outrider.export.distill.output import (
-    RECORD_NAME,
-    check_output,
-    put_in_place,
-    write_model,
-)
 from outrider.export.distill.prompts import Split, split_prompts
 from outrider.export.distill.target import TargetText, load_for_torch, write_target_text
 from outrider.export.distill.trainer.distill import TrainingResult, distill
 from outrider.export.distill.trainer.files import save_json
 from outrider.export.distill.trainer.memory import training_rows
-from outrider.export.distill.trainer.optim import Rates
-from outrider.export.distill.trainer.plan import DistillPlan, Weights
+from outrider.export.distill.trainer.optim import DistillPlan, Rates, Weights
 from outrider.export.distill.trainer.pool import PoolPlan
 from outrider.export.distill.trainer.progress import Event, Report, Stop, silent
-from outrider.export.distill.work import StateFolder, default_work, folder_bytes, locked
+from outrider.export.distill.work import (
+    RECORD_NAME,
+    StateFolder,
+    check_output,
+    default_work,
+    folder_bytes,
+    locked,
+    put_in_place,
+    write_model,
+)
 from outrider.export.interruption import Interruption
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts

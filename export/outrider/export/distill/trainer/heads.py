@@ -7,7 +7,6 @@ Knows neither bundles nor prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -151,7 +150,8 @@ def measure_heads(states: HiddenStates, heads: Heads, pool: Pool) -> tuple[int, 
     """Over a held-out pool: the places tested, and each head's shares: likeliest right, in chain, among five."""
     top1, chain, top5 = np.zeros((3, heads.count))
     tested = 0
-    for rows in _batches(pool):
+    for first in range(0, len(pool), ROWS_PER_STEP):
+        rows = pool.take(np.arange(first, min(first + ROWS_PER_STEP, len(pool))))
         hidden = states.of(rows.ids)
         # Places from which every head guesses a token that the target wrote.
         _, is_own = _labels(rows, heads.count - 1)
@@ -169,8 +169,3 @@ def measure_heads(states: HiddenStates, heads: Heads, pool: Pool) -> tuple[int, 
             top5[head] += int(hits.any(dim=1).sum())
     shares = np.stack([top1, chain, top5], axis=1) / max(1, tested)
     return tested, [(float(a), float(b), float(c)) for a, b, c in shares]
-
-
-def _batches(pool: Pool) -> Iterator[Rollout]:
-    for first in range(0, len(pool), ROWS_PER_STEP):
-        yield pool.take(np.arange(first, min(first + ROWS_PER_STEP, len(pool))))
