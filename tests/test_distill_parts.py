@@ -42,8 +42,12 @@ from outrider.export.distill.trainer import (  # noqa: E402
 )
 from outrider.export.distill.trainer.distill import distill  # noqa: E402
 from outrider.export.distill.trainer.files import load_tensors, save_json, save_tensors  # noqa: E402
-from outrider.export.distill.trainer.optim import MatrixOptimizer, Rates, moving_average  # noqa: E402
-from outrider.export.distill.trainer.plan import DistillPlan  # noqa: E402
+from outrider.export.distill.trainer.optim import (  # noqa: E402
+    DistillPlan,
+    MatrixOptimizer,
+    Rates,
+    moving_average,
+)
 from outrider.export.distill.trainer.pool import Pool  # noqa: E402
 from outrider.export.distill.trainer.training import Trainer  # noqa: E402
 

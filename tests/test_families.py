@@ -11,7 +11,7 @@ from tools.families import as_markdown, measure, updated, ways_of
 from tools.tiny_sources import list_tiny_families
 from typer.testing import CliRunner
 
-from outrider.export.check.measured import Cell, SupportTable, load_measured, works_somewhere
+from outrider.export.check.advice import Cell, SupportTable, load_measured, works_somewhere
 from outrider.export.cli.main import app
 from outrider.export.source.family_facts import FAMILIES
 

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.tiny_models import make_tiny_tokenizer
 
-from outrider.export.check.measured import load_measured
+from outrider.export.check.advice import load_measured
 from outrider.export.check.parity import THRESHOLDS, check_parity
 from outrider.export.check.runner import usual_delta
 from outrider.export.check.source_logits import LEAST_POSITIONS, ParityReference, make_reference

@@ -116,7 +116,8 @@ def test_a_draft_that_would_be_refused_is_not_recommended(like: Manifest) -> Non
     """None of them: no recommendation; unless it is forced."""
     bad = candidate(like, "int4", rate=0.2, draft_ms=0.1, size=10)
     good = candidate(like, "int8", rate=0.5, draft_ms=19.0, size=100)
-    assert compare([bad], [50.0]) is None
+    with pytest.raises(ExportError, match=r"the best of 1\).*expected at least 0\.3"):
+        compare([bad], [50.0])
     found = compare([bad, good], [50.0])
     assert found is not None and found.recommended == "openvino int8"
     forced = compare([bad], [50.0], is_forced=True)
@@ -160,7 +161,7 @@ def test_drafts_timed_on_a_busy_machine_are_named(like: Manifest) -> None:
     words = "The machine was busy while these were timed too: openvino fp32, openvino int4."
     assert found.load_warning() == words
     assert f"<strong>Warning:</strong> {words}" in card_html(drafts, None, found)
-    assert compare(drafts[1:2], [25.0]).load_warning() is None  # type: ignore[union-attr]
+    assert compare(drafts[1:2], [25.0]).load_warning() is None
 
 
 @pytest.mark.parametrize("columns", [60, 140])

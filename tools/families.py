@@ -3,7 +3,7 @@
     python -m tools.families [--resume] [FAMILY ...]      # about an hour for all families
 
 A tiny random model of each family is exported, and the pipeline's numerical check gives the result: every family that
-transformers can build in the ways of `wide_ways`, the well-known ones (FAMILIES) in all ways. `check.measured` reads
+transformers can build in the ways of `wide_ways`, the well-known ones (FAMILIES) in all ways. `check.advice` reads
 the last measurement.
 """
 
@@ -23,8 +23,16 @@ from typing import Final
 
 from tools.tiny_sources import list_tiny_families, make_tiny_source
 
-from outrider.export.check.advice import ADVICE
-from outrider.export.check.measured import MEASURED, WIDE, Cell, Outcome, SupportTable, load_measured, works_somewhere
+from outrider.export.check.advice import (
+    ADVICE,
+    MEASURED,
+    WIDE,
+    Cell,
+    Outcome,
+    SupportTable,
+    load_measured,
+    works_somewhere,
+)
 from outrider.export.cli.families import in_one_line
 from outrider.export.make.pipeline import stage_export
 from outrider.export.make.stage_store import StageStore

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.export.check.measured import TINY_HIDDEN, TINY_LAYERS
+from outrider.export.check.advice import TINY_HIDDEN, TINY_LAYERS
 from outrider.export.quiet import quiet_upstream
 from outrider.models.errors import ExportError
 

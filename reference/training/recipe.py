@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.export.distill.trainer.optim import Rates
-from outrider.export.distill.trainer.plan import DistillPlan
+from outrider.export.distill.trainer.optim import DistillPlan, Rates
 from outrider.export.distill.trainer.pool import PoolPlan
 from training.pretrain import Plan
 from training.vocabulary import VOCABULARY_SIZE

@@ -17,8 +17,7 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.export.check.advice import Advice, advise
-from outrider.export.check.measured import TINY_HIDDEN, TINY_LAYERS, load_measured
+from outrider.export.check.advice import TINY_HIDDEN, TINY_LAYERS, Advice, advise, load_measured
 from outrider.export.check.parity import Steps, check_parity, log_softmax, rounded
 from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import machine, time_draft, time_target, timing_prompt

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from outrider.export.check.measured import WIDE, Cell, SupportTable, load_measured, works_somewhere
+from outrider.export.check.advice import WIDE, Cell, SupportTable, load_measured, works_somewhere
 from outrider.models.errors import ConfigError
 
 _STYLES = {"works": "green", "wrong": "red", "refused": "yellow"}

@@ -19,27 +19,28 @@ import torch
 from outrider.export.disk import free_bytes, telling_of_full_disks
 from outrider.export.distill.measure import HeldoutChange, make_record, measure_heldout
 from outrider.export.distill.options import DistillOptions
-from outrider.export.distill.output import (
-    RECORD_NAME,
-    check_output,
-    partial_directory,
-    put_in_place,
-    recover_output,
-    write_model,
-)
 from outrider.export.distill.prompts import Split, split_prompts
 from outrider.export.distill.target import TargetText, load_for_torch, write_target_text
 from outrider.export.distill.trainer.distill import TrainingResult, distill
 from outrider.export.distill.trainer.files import save_json
 from outrider.export.distill.trainer.memory import training_rows
-from outrider.export.distill.trainer.optim import Rates
-from outrider.export.distill.trainer.plan import DistillPlan, Weights
+from outrider.export.distill.trainer.optim import DistillPlan, Rates, Weights
 from outrider.export.distill.trainer.pool import PoolPlan
 from outrider.export.distill.trainer.progress import Event, Report, Stop, silent
-from outrider.export.distill.work import StateFolder, default_work, folder_bytes, locked
+from outrider.export.distill.work import (
+    RECORD_NAME,
+    StateFolder,
+    check_output,
+    default_work,
+    folder_bytes,
+    locked,
+    put_in_place,
+    write_model,
+)
 from outrider.export.interruption import Interruption
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
+from outrider.models.bundle.build_site import BuildSite
 from outrider.models.errors import ConfigError, DiskFull, RuntimeUnavailable
 from outrider.models.text.tokenizer import require_same_tokenizer
 
@@ -96,10 +97,11 @@ def distill_draft(
         _threads(options.num_threads),
         Interruption(lambda text: report(Event("stop", 1.0, text, is_news=True))) as stop,
     ):
-        recover_output(out)
-        check_output(out, sources, overwrite=options.overwrite)
         job = _Job(draft_source, target_source, split, out, work, options, device, report)
-        return job.run(stop)
+        with contextlib.closing(job.site):
+            job.site.open()  # clears what a killed process left, and puts back what it had set aside
+            check_output(out, sources, overwrite=options.overwrite)
+            return job.run(stop)
 
 
 class _Job:
@@ -117,7 +119,7 @@ class _Job:
         report: Report,
     ) -> None:
         self.draft, self.target, self.split = draft, target, split
-        self.out, self.work = out, work
+        self.out, self.work, self.site = out, work, BuildSite(out)
         self.options, self.device, self.report = options, device, report
         self._news("read", f"reading and hashing {draft.name} and {target.name}")
         self.origins = (draft.describe(), target.describe())
@@ -157,7 +159,7 @@ class _Job:
         outcome = self._train(student, text, training_folder / "run.pt", stop)
         if not outcome.is_complete:
             return self._stopped(stop, f"at step {outcome.steps}")
-        partial = partial_directory(self.out)
+        partial = self.site.path("partial")
         try:
             partial.mkdir(parents=True)
             write_model(student, self.draft, partial)
@@ -210,7 +212,7 @@ class _Job:
             return DistillResult("not written", message, record=record)
         save_json(record, partial / RECORD_NAME)
         check_output(self.out, (self.draft, self.target), overwrite=self.options.overwrite)
-        put_in_place(partial, self.out)
+        put_in_place(self.site, self.out)
         self.training_state.remove()
         kept = ""
         if self.options.work is None:

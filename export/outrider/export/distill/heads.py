@@ -23,6 +23,7 @@ from outrider.export.distill.target import DTYPES, load_for_torch
 from outrider.export.distill.trainer.heads import Heads as TrainedHeads
 from outrider.export.distill.trainer.heads import HiddenStates, measure_heads, train_heads
 from outrider.export.distill.trainer.memory import rollout_rows
+from outrider.export.distill.trainer.optim import Budget
 from outrider.export.distill.trainer.pool import Pool, PoolPlan, sample_pool
 from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
 from outrider.export.source.model_source import SourceModel, read_source
@@ -173,17 +174,8 @@ def _train(
             return None
     states = HiddenStates(target, source.tokenizer.size)
     heads = states.make_heads(options.count)
-    _, num_tokens = train_heads(
-        states,
-        heads,
-        Pool(work / "pool"),
-        minutes=options.minutes,
-        steps=options.steps,
-        rate=options.rate,
-        seed=options.seed,
-        report=report,
-        stop=stop,
-    )
+    budget = Budget(options.minutes, options.steps)
+    _, num_tokens = train_heads(states, heads, Pool(work / "pool"), budget, options.rate, options.seed, report, stop)
     if stop():
         return None
     tested, rates = measure_heads(states, heads, Pool(work / "test"))

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.prompts import Split
 from outrider.export.distill.trainer.acceptance import Passage, continue_prompts
-from outrider.export.distill.trainer.attention import PLAIN_FAMILIES
 from outrider.export.distill.trainer.files import save_json
 from outrider.export.distill.trainer.memory import rollout_rows
 from outrider.export.distill.trainer.pool import Pool, PoolPlan, is_complete, sample_pool
@@ -28,6 +27,8 @@ from outrider.export.source.torch_source import load_source_model
 MEASURED_AT: Final = (0.0, 0.5, 0.8)
 MAX_MEASURED_TOKENS: Final = 64
 DTYPES: Final = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}
+PLAIN_FAMILIES: Final = ("llama", "qwen2", "qwen3")
+"""Families whose attention is scaled dot products and nothing more: torch's fused kernel computes it exactly."""
 _TEXTS: Final = "texts.json"
 
 

@@ -49,7 +49,7 @@ PACKAGES: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """One model to build. origin: identifies its weights. directory: of its files. scratch: for temporary files."""
 
@@ -64,8 +64,7 @@ class Job:
 
     def __post_init__(self) -> None:
         longest = longest_sequence(self.source, self.options)
-        loaded = LoadedSource(self.source, longest, lambda: self.tell("load"))
-        object.__setattr__(self, "loaded", loaded)  # frozen, and computed from the other fields
+        self.loaded = LoadedSource(self.source, longest, lambda: self.tell("load"))
 
     def tell(self, stage: str) -> None:
         """Says that a stage begins."""

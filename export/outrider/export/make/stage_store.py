@@ -35,11 +35,6 @@ class StageStore:
         # ends, however it ends.
         self._used: dict[str, FileLock] = {}
 
-    @property
-    def root(self) -> Path:
-        """Where the results are; it need not exist yet."""
-        return self._root
-
     def get(self, what: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
         """The directory of the result that `what` (JSON-able) describes; `build` fills a new one if there is none.
 

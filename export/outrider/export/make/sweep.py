@@ -7,7 +7,7 @@ that fails on this machine does not stop the sweep: it is listed with its reason
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,9 +25,9 @@ from outrider.export.make.pair import (
 from outrider.export.make.pipeline import StagedExport, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
-from outrider.export.report.card import TargetTimes, label, require_acceptance
+from outrider.export.report.card import TargetTimes
 from outrider.export.report.card_html import PageWriter
-from outrider.export.report.comparison import Comparison, NotMade, acceptance_of, compare
+from outrider.export.report.comparison import Comparison, NotMade, compare
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.cache_folder import default_cache_dir
@@ -108,7 +108,11 @@ def sweep_pair(
                 raise  # not about this draft: the others would not fit either
             except OutriderError as error:
                 not_made.append(NotMade(name, str(error)))
-        found = _compare(made, not_made, judging)
+        if not made:
+            reasons = "; ".join(f"{skipped.label}: {skipped.reason}" for skipped in not_made)
+            raise ExportError(f"no draft could be exported. {reasons}")
+        manifests = [staged.manifest for staged in made.values()]
+        found = compare(manifests, judging.round_trips_ms, not_made, is_forced=judging.is_forced)
         progress(StageEvent("pair", "write"))
         if page is not None:
             stack.enter_context(page)
@@ -139,16 +143,3 @@ def _put_in_place(
     kept = {name: writers[name].commit(staged.manifest) for name, staged in others.items()}
     target_bundle = target.commit()
     return Swept(found, best.commit(), target_bundle, kept)
-
-
-def _compare(made: Mapping[str, StagedExport], not_made: Sequence[NotMade], judging: Judging) -> Comparison:
-    if not made:
-        reasons = "; ".join(f"{skipped.label}: {skipped.reason}" for skipped in not_made)
-        raise ExportError(f"no draft could be exported. {reasons}")
-    manifests = [staged.manifest for staged in made.values()]
-    found = compare(manifests, judging.round_trips_ms, not_made, is_forced=judging.is_forced)
-    if found is None:
-        highest = max(manifests, key=acceptance_of)
-        require_acceptance(highest.report.acceptance, f"{highest.name} ({label(highest)}, the best of {len(made)})")
-    assert found is not None
-    return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Final
 
-from outrider.export.report.card import REFUSED_UNDER, judged, label
+from outrider.export.report.card import REFUSED_UNDER, judged, label, require_acceptance
 from outrider.models.bundle.manifest import Forecast, Manifest
 from outrider.models.bundle.speed_up import Setting, stream
 
@@ -70,8 +70,8 @@ def compare(
     not_made: Sequence[NotMade] = (),
     *,
     is_forced: bool = False,
-) -> Comparison | None:
-    """Predicts every draft at `round_trips_ms` and recommends one; None if none is accepted often enough.
+) -> Comparison:
+    """Predicts every draft at `round_trips_ms` and recommends one. Raises ExportError if none is accepted often enough.
 
     drafts: with a forecast each, for one target. is_forced: a draft that is accepted too rarely may be recommended.
     Where any was timed on another device than its own, all are taken to be as slow as the slowest.
@@ -81,7 +81,8 @@ def compare(
     rows = tuple(_row(draft, round_trips_ms, None if are_times_real else slowest_ms) for draft in drafts)
     worthy = [row for row in rows if is_forced or acceptance_of(row.manifest) >= REFUSED_UNDER]
     if not worthy:
-        return None
+        highest = max(drafts, key=acceptance_of)
+        require_acceptance(highest.report.acceptance, f"{highest.name} ({label(highest)}, the best of {len(drafts)})")
     fastest = max(worthy, key=lambda row: mean(row.tokens_per_s))
     as_good = [row for row in worthy if mean(row.tokens_per_s) >= (1.0 - TIE) * mean(fastest.tokens_per_s)]
     best = min(as_good, key=lambda row: row.manifest.report.size_bytes)

@@ -2,5 +2,5 @@
 
 Works for any pair of Hugging Face causal models with one tokenizer, and knows no files of models or prompts. In the
 order of use: `rollout` (samples text from the target), `distill` (trains), `acceptance` (measures how often the picks
-agree); `attention`, `optim` and `parallel` serve them. Importing this package loads no model library.
+agree); `optim` and `parallel` serve them. Importing this package loads no model library.
 """

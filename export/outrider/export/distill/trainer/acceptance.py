@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.export.check.acceptance import Rounds, play_rounds
-from outrider.export.distill.trainer.attention import batch_decoding
 from outrider.export.distill.trainer.progress import Stop, never
 from outrider.export.distill.trainer.rollout import Decoder
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -63,6 +62,7 @@ class Score:
     positions: int
 
 
+@torch.inference_mode()
 def continue_prompts(
     target: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -81,13 +81,12 @@ def continue_prompts(
     """
     rows = rows or len(prompts)
     passages: list[Passage] = []
-    with torch.inference_mode(), batch_decoding(target):
-        for first in range(0, len(prompts), rows):
-            batch = prompts[first : first + rows]
-            found = _continue(target, batch, first, temperature, new_tokens, frozenset(stop_ids), num_ids, stop)
-            if found is None:
-                return None
-            passages += found
+    for first in range(0, len(prompts), rows):
+        batch = prompts[first : first + rows]
+        found = _continue(target, batch, first, temperature, new_tokens, frozenset(stop_ids), num_ids, stop)
+        if found is None:
+            return None
+        passages += found
     return passages
 
 

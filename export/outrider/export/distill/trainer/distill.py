@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from outrider.export.distill.trainer import parallel
 from outrider.export.distill.trainer.files import load_tensors, save_tensors
 from outrider.export.distill.trainer.losses import Agreement, measure_agreement
-from outrider.export.distill.trainer.optim import Budget, MatrixOptimizer, moving_average
-from outrider.export.distill.trainer.plan import DistillPlan
+from outrider.export.distill.trainer.optim import Budget, DistillPlan, MatrixOptimizer, moving_average
 from outrider.export.distill.trainer.pool import Pool
 from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
 from outrider.export.distill.trainer.training import Trainer

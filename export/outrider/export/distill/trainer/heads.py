@@ -7,8 +7,6 @@ Knows neither bundles nor prompts.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.export.distill.trainer.optim import Budget, rate_scale
 from outrider.export.distill.trainer.order import shuffled
 from outrider.export.distill.trainer.pool import Pool
 from outrider.export.distill.trainer.progress import Event, Report, Stop
@@ -87,32 +86,30 @@ def train_heads(
     states: HiddenStates,
     heads: Heads,
     pool: Pool,
-    *,
-    minutes: float | None,
-    steps: int | None,
+    budget: Budget,
     rate: float,
     seed: int,
     report: Report,
     stop: Stop,
 ) -> tuple[int, int]:
-    """Trains for `minutes` or `steps`, one of the two; returns steps and tokens read. Stops early where `stop` says so.
+    """Trains for the budget, or until `stop` says so; returns steps and tokens read.
 
     AdamW with a warm-up and a fall to zero.
     """
     optimizer = torch.optim.AdamW([heads.weight, heads.bias], lr=rate, weight_decay=0.0)
-    began, num_steps, num_tokens, share = time.monotonic(), 0, 0, 0.0
+    num_steps, num_tokens, share = 0, 0, 0.0
     size = min(ROWS_PER_STEP, len(pool))
     while share < 1.0 and not stop():
         rows = pool.take(shuffled(len(pool), seed, num_steps * size, size))
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (share + 1e-3) / _WARM_UP) * (1.0 - share)
+            group["lr"] = rate * rate_scale(share, _WARM_UP)
         optimizer.zero_grad()
         losses = _step(states, heads, rows)
         optimizer.step()
         num_steps, num_tokens = num_steps + 1, num_tokens + int(rows.ends.sum())
-        share = num_steps / steps if steps else (time.monotonic() - began) / (60.0 * (minutes or 1.0))
+        share = budget.progress(num_steps)
         text = f"step {num_steps}, loss by head {' '.join(f'{loss:.2f}' for loss in losses)}"
-        report(Event("heads", min(1.0, share), text, is_news=num_steps % 50 == 0))
+        report(Event("heads", share, text, is_news=num_steps % 50 == 0))
     return num_steps, num_tokens
 
 
@@ -153,7 +150,8 @@ def measure_heads(states: HiddenStates, heads: Heads, pool: Pool) -> tuple[int, 
     """Over a held-out pool: the places tested, and each head's shares: likeliest right, in chain, among five."""
     top1, chain, top5 = np.zeros((3, heads.count))
     tested = 0
-    for rows in _batches(pool):
+    for first in range(0, len(pool), ROWS_PER_STEP):
+        rows = pool.take(np.arange(first, min(first + ROWS_PER_STEP, len(pool))))
         hidden = states.of(rows.ids)
         # Places from which every head guesses a token that the target wrote.
         _, is_own = _labels(rows, heads.count - 1)
@@ -171,8 +169,3 @@ def measure_heads(states: HiddenStates, heads: Heads, pool: Pool) -> tuple[int, 
             top5[head] += int(hits.any(dim=1).sum())
     shares = np.stack([top1, chain, top5], axis=1) / max(1, tested)
     return tested, [(float(a), float(b), float(c)) for a, b, c in shares]
-
-
-def _batches(pool: Pool) -> Iterator[Rollout]:
-    for first in range(0, len(pool), ROWS_PER_STEP):
-        yield pool.take(np.arange(first, min(first + ROWS_PER_STEP, len(pool))))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from outrider.export.distill.trainer.plan import DistillPlan
+from outrider.export.distill.trainer.optim import DistillPlan
 from outrider.export.distill.trainer.pool import Pool
 from outrider.export.distill.trainer.rollout import Rollout
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from outrider.export.distill.trainer.attention import batch_decoding
 from outrider.export.distill.trainer.memory import prefill_positions
 from outrider.export.distill.trainer.progress import Stop, never
 
@@ -125,6 +124,7 @@ class Decoder:
         return logits
 
 
+@torch.inference_mode()
 def sample_rows(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
@@ -138,18 +138,6 @@ def sample_rows(
     The whole row is recorded, its prompt included. Prompts are shorter than `writing.length`; `top_k` is capped by
     the vocabulary. `generator` is on the model's device.
     """
-    with torch.inference_mode(), batch_decoding(model):
-        return _sample_rows(model, prompts, temperatures, writing, generator, stop)
-
-
-def _sample_rows(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    temperatures: Tensor,
-    writing: Writing,
-    generator: torch.Generator,
-    stop: Stop,
-) -> Rollout | None:
     decoder = Decoder(model, prompts, writing.num_ids)
     padded, _ = pad_left(prompts, model.device)
     longest = padded.shape[1]

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from outrider.export.distill.trainer import parallel
 from outrider.export.distill.trainer.losses import Masks, weighted_loss
-from outrider.export.distill.trainer.optim import MatrixOptimizer, rate_scale
+from outrider.export.distill.trainer.optim import DistillPlan, MatrixOptimizer, rate_scale
 from outrider.export.distill.trainer.order import shuffled
-from outrider.export.distill.trainer.plan import DistillPlan
 from outrider.export.distill.trainer.pool import Pool
 from outrider.export.distill.trainer.rollout import Rollout
 from outrider.models.errors import ModelFault
