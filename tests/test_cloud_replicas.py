@@ -23,9 +23,8 @@ from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
 from tests.serving import TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session, target_tokens
 from typer.testing import CliRunner
 
-from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.recent_texts import Recalled
-from outrider.cloud.api.state import Core, ServedModel, ServerSettings
+from outrider.cloud.api.state import Core, DraftLimits, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import MemoryStore

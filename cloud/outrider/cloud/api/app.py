@@ -51,18 +51,6 @@ PATHS: Final = GatePaths(OPEN_PATHS, PROBE_PATHS, COSTLY_PATHS)
 _DOWNLOADS: Final = "/v1/drafts/"
 
 
-def _endpoint_of(scope: Scope) -> str:
-    """The route's pattern, also of a request that the gate refused before the router saw it."""
-    path: str = scope["path"]
-    return path if path in COSTLY_PATHS or path == METRICS_PATH else route_of(scope)
-
-
-def _is_work(scope: Scope) -> bool:
-    """Whether the audit log has a line for the request though it was not refused."""
-    path = scope["path"]
-    return path in COSTLY_PATHS or path.startswith(_DOWNLOADS)
-
-
 class VerifierApp(FastAPI):
     """FastAPI with the drafts endpoint in front. Set `drafts` before the first request."""
 
@@ -112,8 +100,12 @@ def create_app(
 
     def over(scope: Scope, status: int | None, took_s: float) -> None:
         traced.end(scope, status)
-        if settings.audit is not None and scope["path"] not in PROBE_PATHS:
-            settings.audit.over(scope, _endpoint_of(scope), status, took_s, is_work=_is_work(scope))
+        path: str = scope["path"]
+        if settings.audit is not None and path not in PROBE_PATHS:
+            is_work = path in COSTLY_PATHS or path.startswith(_DOWNLOADS)
+            # The route's pattern, also of a request that the gate refused before the router saw it.
+            endpoint = path if path in COSTLY_PATHS or path == METRICS_PATH else route_of(scope)
+            settings.audit.over(scope, endpoint, status, took_s, is_work=is_work)
 
     # Added from the inside out. A replica's requests were spaced by its front.
     app.add_middleware(Gate, settings=settings, paths=PATHS, is_paced=not settings.session_prefix, on_admitted=begin)

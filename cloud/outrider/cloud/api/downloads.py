@@ -81,7 +81,8 @@ def download_routes(core: Core) -> APIRouter:
 def _choose_answer(request: Request, file: OfferedFile) -> Response | range:
     """The bytes of the file to send; or the answer, where none are to be sent."""
     headers, etag = request.headers, _etag(file)
-    if _names(headers.get("if-none-match", ""), etag):
+    known = headers.get("if-none-match", "")
+    if known == "*" or etag in (each.strip().removeprefix("W/") for each in known.split(",")):
         return Response(status_code=304, headers={"etag": etag})
     whole = range(file.size)
     asked = _RANGE.fullmatch(headers.get("range", "").replace(" ", ""))
@@ -99,11 +100,6 @@ def _choose_answer(request: Request, file: OfferedFile) -> Response | range:
     if request.method == "HEAD":
         return Response(headers=_headers(file, whole))
     return chosen
-
-
-def _names(header: str, etag: str) -> bool:
-    """Whether If-None-Match names the tag."""
-    return header == "*" or etag in (each.strip().removeprefix("W/") for each in header.split(","))
 
 
 def _etag(file: OfferedFile) -> str:

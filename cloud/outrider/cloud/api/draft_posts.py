@@ -17,17 +17,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget
-from outrider.cloud.api.state import Core, ServerSettings, Session
+from outrider.cloud.api.state import Core, DraftLimits, ServerSettings, Session
 from outrider.models.errors import RequestError
 from outrider.models.http.bodies import parse, read_body
 from outrider.models.http.errors import ERROR_CODE, Throttled, as_answer, error_response, method_not_allowed
-from outrider.models.http.limits import Pacer
+from outrider.models.http.limits import Buckets, Pacer
 from outrider.models.http.request_context import HEADER, enter_request
 from outrider.models.http.security import (
     ANYBODY,
@@ -58,6 +57,11 @@ MAX_DRAFT_BYTES: Final = 64 << 10
 MAX_TREE_BYTES: Final = 6 << 10
 """The longest tree has less."""
 
+UNIT_BYTES = 256
+"""More than most messages of a device have; parsing and merging take time by size."""
+TREE_UNIT_BYTES = 64
+"""The same for a tree: its nodes have three or four bytes, and each takes as long as a whole path's tokens."""
+
 _TAKEN: Final = {"type": "http.response.start", "status": 204, "headers": []}
 # Without the length it would be sent in chunks, which takes more bytes.
 _STALE: Final = {"type": "http.response.start", "status": 409, "headers": [(b"content-length", b"0")]}
@@ -77,6 +81,32 @@ def is_draft_path(scope: Scope) -> bool:
     """Whether the request is for `DraftsEndpoint`."""
     path: str = scope.get("path", "")
     return path.endswith(_SUFFIX) and path.startswith(_PREFIX) and scope["type"] == "http"
+
+
+class DraftBudget:
+    """Token buckets of sessions and owners.
+
+    A message counts as one for each UNIT_BYTES of its body that it has begun; TREE_UNIT_BYTES of a tree.
+    """
+
+    def __init__(self, limits: DraftLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self.sessions, self.owners = Buckets(clock), Buckets(clock)
+
+    def spend(
+        self, session_id: str, owner: bytes, num_bytes: int = 0, unit_bytes: int = UNIT_BYTES
+    ) -> Literal["session", "owner"] | None:
+        """Takes a message of `num_bytes` from both buckets and returns None; or names the bucket that is empty.
+
+        A long message may take more than there is: the bucket fills up from below 0 then.
+        """
+        limits, cost = self._limits, max(1, -(-num_bytes // unit_bytes))
+        if self.sessions.spend(session_id, cost, limits.session_per_s, limits.session_burst, 1.0) < 1.0:
+            return "session"
+        if self.owners.spend(owner, cost, limits.owner_per_s, limits.owner_burst, 1.0) < 1.0:
+            self.sessions.spend(session_id, -cost, limits.session_per_s, limits.session_burst)
+            return "owner"
+        return None
 
 
 class DraftsEndpoint:

@@ -11,7 +11,6 @@ from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.download_slots import DownloadLimits, DownloadSlots, DraftFiles
-from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics, recent_families
 from outrider.cloud.api.recent_texts import Recalled, RecentTexts
 from outrider.cloud.api.stream import NewestTimes
@@ -32,6 +31,23 @@ from outrider.models.http.security import GateSettings
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
 from outrider.models.wire.protocol import ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Messages per second of a session and of an owner, and how many may come at once; delay_s: how late the answer to
+    a dropped message comes. What a message counts as is said by `draft_posts.DraftBudget`.
+
+    A device posts once per commit, so 500 times a second at steps of 2 ms, and while it drafts ahead once per 4 ms. An
+    owner's budget serves 256 sessions (`--max-sessions`) at steps of 32 ms; it is about half of what the event loop can
+    take.
+    """
+
+    session_per_s: float = 500.0
+    session_burst: float = 250.0
+    owner_per_s: float = 8000.0
+    owner_burst: float = 4000.0
+    delay_s: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)

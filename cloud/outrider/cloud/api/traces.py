@@ -140,11 +140,7 @@ class RequestTrace:
         self._usage.add(event.usage)
         self._reasons.append(event.reason)
         if event.error is not None:
-            self.fail(event.error.code)
-
-    def fail(self, code: str) -> None:
-        """Notes an error by its code: its words may quote the request."""
-        self.set({"error.type": code})
+            self.set({"error.type": event.error.code})  # not its words, which may quote the request
 
     def set(self, attributes: Mapping[str, Any]) -> None:
         """Sets attributes."""
@@ -243,7 +239,7 @@ class TracedRequests:
         if trace is not None:
             trace.set({"http.request.method": scope["method"], "http.route": route_of(scope)})
             if (code := scope.get(ERROR_CODE)) is not None:
-                trace.fail(code)
+                trace.set({"error.type": code})
             trace.end(status)
 
 

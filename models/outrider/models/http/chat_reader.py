@@ -104,10 +104,7 @@ class ChatReader:
         if is_last and self._splitter is not None:
             more, rest = self._splitter.finish()
             thought, said = thought + more, said + rest
-        parsed = self._parser.push(said) if self._parser is not None else Parsed(said)
-        if is_last and self._parser is not None:
-            more_parsed = self._parser.finish()
-            parsed = Parsed(parsed.content + more_parsed.content, parsed.calls + more_parsed.calls)
+        parsed = self._parser.push(said, is_last=is_last) if self._parser is not None else Parsed(said)
         delta: dict[str, Any] = {}
         if thought and self.style.shows_reasoning:
             self.reasoning += thought

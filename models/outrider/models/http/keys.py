@@ -135,13 +135,9 @@ def _shown(field: str) -> str:
     return field.replace("_", "-")
 
 
-def _scopes(text: str) -> frozenset[Scope]:
-    return frozenset(map(Scope, text.split(",")))
-
-
 _READ: Final[dict[str, Callable[[str], Any]]] = {
     "name": str,
-    "scopes": _scopes,
+    "scopes": lambda text: frozenset(map(Scope, text.split(","))),
     "requests-per-second": float,
     "sessions": int,
     "tokens-per-minute": int,

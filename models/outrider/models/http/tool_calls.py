@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 _SPACE: Final = " \t\r\n"
@@ -24,12 +24,12 @@ class CallDelta:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parsed:
     """What a piece of text adds to content and calls."""
 
     content: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    calls: list[CallDelta] = field(default_factory=list)
 
 
 ARGUMENT_KEYS: Final = ("arguments", "parameters")
@@ -165,29 +165,25 @@ class ToolCallParser:
         self._before = ""  # the marker of the call that is read, for text that turns out to be none
         self._num_calls = 0
         self._is_announced = False  # the name of the call that is read was passed on
-        self._content = ""
-        self._deltas: list[CallDelta] = []
+        self._found = Parsed()
 
-    def push(self, text: str) -> Parsed:
-        """What `text` adds."""
+    def push(self, text: str, *, is_last: bool = False) -> Parsed:
+        """What `text` adds. is_last: nothing follows; a call that the text's end cuts keeps its beginning."""
         self._held += text
         while self._step():
             pass
-        return self._taken()
+        if is_last:
+            self._finish()
+        found, self._found = self._found, Parsed()
+        return found
 
-    def finish(self) -> Parsed:
-        """What was held back; call it after the last text. A call that the text's end cuts keeps its beginning."""
+    def _finish(self) -> None:
+        """Gives what was held back."""
         if self._scanner is not None:
             self._end_call()
         if self._held.strip() or not self._num_calls:
-            self._content += self._held
+            self._found.content += self._held
         self._held = ""
-        return self._taken()
-
-    def _taken(self) -> Parsed:
-        parsed = Parsed(self._content, tuple(self._deltas))
-        self._content, self._deltas = "", []
-        return parsed
 
     def _step(self) -> bool:
         """Takes a part of `_held`; whether to go on."""
@@ -206,12 +202,12 @@ class ToolCallParser:
         if at >= 0:
             shown = self._held[:at].rstrip(_SPACE)
             before = self._held[len(shown) : at + len(self.begins)]
-            self._content += shown
+            self._found.content += shown
             self._held = self._held[at + len(self.begins) :]
             self._open(before)
             return True
         shown = self._held[: len(self._held) - _overlap(self._held, self.begins)].rstrip(_SPACE)
-        self._content += shown
+        self._found.content += shown
         self._held = self._held[len(shown) :]
         return False
 
@@ -227,16 +223,16 @@ class ToolCallParser:
         if not self._is_announced:
             self._is_announced = True
             self._num_calls += 1
-            self._deltas.append(CallDelta(self._num_calls - 1, scanner.name, arguments))
+            self._found.calls.append(CallDelta(self._num_calls - 1, scanner.name, arguments))
         elif arguments:
-            self._deltas.append(CallDelta(self._num_calls - 1, None, arguments))
+            self._found.calls.append(CallDelta(self._num_calls - 1, None, arguments))
 
     def _end_call(self) -> None:
         scanner = self._scanner
         assert scanner is not None
         self._scanner = None
         if not self._is_announced:
-            self._content += self._before + scanner.raw
+            self._found.content += self._before + scanner.raw
         self._after_call(is_whole=scanner.is_over)
 
     def _after_call(self, *, is_whole: bool) -> None:
@@ -263,10 +259,10 @@ class HermesParser(ToolCallParser):
             self._awaits_end = False
         return super()._step()
 
-    def finish(self) -> Parsed:
+    def _finish(self) -> None:
         if self._awaits_end:
             self._held = ""
-        return super().finish()
+        super()._finish()
 
     def _after_call(self, *, is_whole: bool) -> None:
         self._awaits_end = is_whole
@@ -293,12 +289,12 @@ class MistralParser(ToolCallParser):
             return self._next_in_list()
         return super()._step()
 
-    def finish(self) -> Parsed:
+    def _finish(self) -> None:
         if self._awaits_name:
             self._held, self._awaits_name = self._before + self._held, False
         if self._is_in_list and self._scanner is None:
             self._held = ""
-        return super().finish()
+        super()._finish()
 
     def _begin_call(self) -> bool:
         text = self._held.lstrip(_SPACE)

@@ -248,7 +248,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._unread_since_s is not None:
             self._unread_since_s += late_s
             if now - self._unread_since_s > limits.write_s:
-                self._abort("answers that are not read")
+                self._table.note("answers that are not read")
+                self.transport.abort()
                 return
         if self._since_s is None:
             return
@@ -347,7 +348,3 @@ class BoundedProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-
-    def _abort(self, cause: str) -> None:
-        self._table.note(cause)
-        self.transport.abort()
