@@ -17,9 +17,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, Event
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -63,7 +64,7 @@ def decode_rate(runtime: BatchRuntime, prompts: list[tuple[int, ...]], count: in
             committed[seed] += len(event.tokens) if isinstance(event, CommitEvent) else 0
 
         params = SamplingParams(temperature=0.8, seed=seed)
-        engine.submit(GenerateRequest(prompt, params, count), sink)
+        engine.submit(flat_request(prompt, params, count), sink)
     while not all(committed):  # prefill
         engine.step()
     # Until the first is done: sequences prefilled first have more tokens, and afterwards the batch shrinks.
@@ -115,7 +116,7 @@ def drafted_passes(
             else:
                 fresh.pop(state["id"], None)
 
-        state["id"] = engine.submit(GenerateRequest(prompt, params, count, patience_ms=0.0), sink)
+        state["id"] = engine.submit(flat_request(prompt, params, count, patience_ms=0.0), sink)
         devices[state["id"]] = Device(draft, prompt, params, depth=8)
     while engine.has_work:
         engine.step()

@@ -22,9 +22,10 @@ from statistics import median
 from typing import Final
 
 from bench.report import write_json
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig
-from outrider.cloud.seam import CommitEvent, Event, GenerateRequest, Sink
+from outrider.cloud.seam import CommitEvent, Event, Sink
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
@@ -46,7 +47,7 @@ class Text:
         self._submit()
 
     def _submit(self) -> None:
-        request = GenerateRequest(tuple(self.tokens), SamplingParams(), 100_000, owner=bytes([self._is_rewinding]))
+        request = flat_request(tuple(self.tokens), SamplingParams(), 100_000, owner=bytes([self._is_rewinding]))
         self._start = len(self.tokens)
         self._id = self._engine.submit(request, self._new_sink())
 

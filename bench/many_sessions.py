@@ -23,10 +23,11 @@ from bench.emulated import EmulatedDraft, EmulatedTarget, Emulation
 from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, Event
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Calibration
 from outrider.edge.drafting.drafter import ModelDrafter
@@ -129,7 +130,7 @@ def run(
             else:
                 fresh.discard(state["id"])
 
-        state["id"] = engine.submit(GenerateRequest(prompt, params, num_tokens, patience_ms=0.0), sink)
+        state["id"] = engine.submit(flat_request(prompt, params, num_tokens, patience_ms=0.0), sink)
         devices[state["id"]] = Device(draft, num_ids, prompt, params, width)
     took_s = 0.0
     while engine.has_work:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.requests import flat_request
+
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
@@ -131,7 +133,7 @@ def main() -> None:
         all_differ = all_tokens = 0
         for name, p in SAMPLINGS.items():
             requests = [
-                GenerateRequest(
+                flat_request(
                     prompt,
                     SamplingParams(p.temperature, p.top_k, p.top_p, p.min_p, seed),
                     given.max_tokens,

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from tests.requests import flat_request
+
 KINDS: Final = ("embedded", "embedded_tree", "openvino_genai")
 READY: Final = "PEER_READY "
 STEP_TOKENS: Final = 256
@@ -104,7 +106,7 @@ Run = Callable[[Batch], Done]
 def embedded(target: Path, threads: int, num_blocks: int, *, is_batch_invariant: bool = True) -> Iterator[Run]:
     """Our engine, as `outrider-cloud serve` configures it, stepped by the caller."""
     from outrider.cloud.engine import Engine, EngineConfig
-    from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
+    from outrider.cloud.seam import CommitEvent, Event
     from outrider.models.bundle.bundle import Bundle
     from outrider.models.picks.sampling import SamplingParams
     from outrider.models.runtimes import open_batch_runtime
@@ -127,7 +129,7 @@ def embedded(target: Path, threads: int, num_blocks: int, *, is_batch_invariant:
 
         clock = Clock.start()
         for prompt, text in zip(batch.prompts, texts, strict=True):
-            engine.submit(GenerateRequest(prompt, SamplingParams(), batch.max_tokens), sink_of(text))
+            engine.submit(flat_request(prompt, SamplingParams(), batch.max_tokens), sink_of(text))
         while not all(texts):
             engine.step()
         before, num_before = clock.read(), sum(map(len, texts))

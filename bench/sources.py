@@ -40,13 +40,14 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.pending.head_guesses import HeadGuesses
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.ngram_pool import NgramPool
-from outrider.cloud.pending.recent_text import RecentText
-from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.pending.recent_text import RecentTextSource
+from outrider.cloud.seam import CommitEvent, EndEvent, Event
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.grounding import Library
 from outrider.edge.retrieval.index import PassageIndex
@@ -205,7 +206,7 @@ class Subject:
                 ends.append(event)
 
         stop_ids = frozenset(asked.grammar.stop_ids) if asked.grammar is not None else frozenset()
-        request = GenerateRequest(
+        request = flat_request(
             prompt, params, count, stop_ids, patience_ms=0, recent=tuple(earlier), grammar=asked.grammar
         )
         number = engine.submit(request, sink)
@@ -269,7 +270,7 @@ def measure(
         earlier = edited if name == PREDICTED else others if EARLIER in sources else [()] * len(prompts)
         passes = accepted = rejected = different = 0
         device_s = 0.0
-        with timed(PromptLookup, NgramPool, HeadGuesses, RecentText) as seconds:
+        with timed(PromptLookup, NgramPool, HeadGuesses, RecentTextSource) as seconds:
             for prompt, own, truth, text in zip(prompts, params, truths, earlier, strict=True):
                 tokens, end, drafting_s = subject.generate(prompt, own, count, sources, text)
                 different += tokens != truth

@@ -25,6 +25,7 @@ import typer
 from bench.schemas import load_schemas, prompt_of
 from rich.console import Console
 from rich.table import Table
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
@@ -199,7 +200,7 @@ def main(
         params = SamplingParams(temperature=temperature, seed=seed)
         for way, sums in written[kind].items():
             device = None if way == WAYS[0] else Device(drafting, prompt, params, depth)
-            request = GenerateRequest(tuple(prompt), params, tokens, stops, patience_ms=0.0, recent=(), grammar=grammar)
+            request = flat_request(tuple(prompt), params, tokens, stops, patience_ms=0.0, recent=(), grammar=grammar)
             known = grammar if way == WAYS[1] else None
             Text(engine, request).run(device, known, min(tokenizer.size, drafting.limits.vocab_size), sums)
             if device is not None and way == WAYS[1] and grammar is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig
-from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, EndEvent, Event
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
 
@@ -99,37 +101,11 @@ class Harness:
         *,
         params: SamplingParams = SAMPLED,
         stop_ids: frozenset[int] = frozenset(),
-        patience_ms: float | None = None,
-        draft: Sequence[int] = (),
-        once: bool = False,
-        prefix_hash: str | None = None,
-        draft_lag_ms: float | None = None,
-        owner: bytes = b"",
-        keep: bool = False,
-        priority: int = 0,
-        deadline_ms: float | None = None,
-        stored: object = None,
-        salt: bytes = b"",
+        **values: Any,
     ) -> tuple[int, Collector]:
-        """Submits a request with a fresh collector."""
+        """Submits a request with a fresh collector. values: as `flat_request` takes them."""
         collector = Collector()
-        request = GenerateRequest(
-            tuple(prompt),
-            params,
-            max_tokens,
-            stop_ids,
-            patience_ms,
-            tuple(draft),
-            once,
-            prefix_hash,
-            draft_lag_ms,
-            owner,
-            keep,
-            priority,
-            deadline_ms,
-            stored=stored,
-            salt=salt,
-        )
+        request = flat_request(tuple(prompt), params, max_tokens, stop_ids, **values)
         return self.engine.submit(request, collector), collector
 
     def step(self) -> None:

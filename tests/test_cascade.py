@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import Collector
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 from tests.serving import (
     EOS_ID,
     FakeServer,
@@ -33,7 +34,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
 from outrider.cloud.upstream.cascade_text import CascadedText
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
@@ -347,7 +348,7 @@ def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
                     text += event.tokens
                     if num_cut < 3 and len(text) > 40 * (num_cut + 1):
                         num_cut += 1
-                        for session in list(running.big.core.sessions._sessions.values()):
+                        for session in list(running.big.core.sessions.values()):
                             running.big.core.engine.cancel(session.sequence_id)
                         gate.allow(1)  # the engine sees the end between two steps
                         running.mid.wait_until(lambda least=num_cut: running.engine.counts.losses >= least)  # type: ignore[misc]
@@ -466,11 +467,13 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
     sent = {"prompt", "params", "max_tokens", "stop_ids", "salt", "draft", "once"}
     sent |= {"processors", "num_generated", "num_logprobs", "grammar"}
     refused = {"terms", "evidence"}
-    no_token = {"patience_ms", "prefix_hash", "draft_lag_ms", "owner", "keep", "priority", "deadline_ms"}
+    no_token = {"patience_ms", "prefix_hash", "lag_ms", "owner", "keep", "priority", "deadline_ms"}
     no_token |= {"recent", "is_repeat", "is_predicted", "stored", "provisional"}
-    assert {each.name for each in fields(GenerateRequest)} == sent | no_token | refused
+    parts = (GenerateRequest, PickOptions, DraftHints, Asker)
+    found = {each.name for part in parts for each in fields(part)} - {"pick", "hints", "asker"}
+    assert found == sent | no_token | refused
     compiler = GrammarCompiler(fake_tokenizer(), fake_tokenizer().size, [EOS_ID])
-    request = GenerateRequest(
+    request = flat_request(
         tuple(PROMPT),
         SETTINGS[2],
         9,
@@ -484,8 +487,10 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
     upstream = Upstream(None, facts, b"secret", UpstreamRetry(), CascadeCounts())  # type: ignore[arg-type]
     wired = wire_request(request, [7], upstream)
     assert wired.prompt == [*PROMPT, 7] and wired.max_tokens == 8
-    assert wired.sampling() == SETTINGS[2] and wired.cache_salt == upstream.cache_salt(request.client)
-    assert upstream.cache_salt(request.client) != upstream.cache_salt(replace(request, salt=b"other").client)
+    assert wired.sampling() == SETTINGS[2] and wired.cache_salt == upstream.cache_salt(request.asker.client)
+    assert upstream.cache_salt(request.asker.client) != upstream.cache_salt(
+        replace(request.asker, salt=b"other").client
+    )
     assert (wired.presence_penalty, wired.generated, wired.logprobs) == (0.5, 3, 3)
     assert wired.grammar is not None and wired.grammar.kind == "choice"
     assert wire_item(request, facts).generated == 2 and wire_item(request, facts).grammar == wired.grammar
@@ -496,7 +501,7 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
         (facts, {7}, ([7], True)),
         (two_ends, {9}, ([9], True)),  # asked for by its id, beside ignore_eos
     ):
-        item = wire_item(replace(request, stop_ids=frozenset(stop_ids), grammar=None), own)
+        item = wire_item(replace(request, stop_ids=frozenset(stop_ids), pick=replace(request.pick, grammar=None)), own)
         assert (item.stop_ids, item.ignore_eos) == expected
 
 
@@ -507,7 +512,7 @@ def test_logprobs_that_nobody_asked_for_are_left_out(usual: Cascade) -> None:
     commit = Commit(base=0, tokens=[5], logprobs=[TokenLogprob(logprob=-1.0, top=[(1 << 24, -1.0)])])
     for num_logprobs, expected in ((None, 0), (1, 1)):
         sink = Collector()
-        request = GenerateRequest(tuple(PROMPT), SETTINGS[1], 1, num_logprobs=num_logprobs)
+        request = flat_request(tuple(PROMPT), SETTINGS[1], 1, num_logprobs=num_logprobs)
         CascadedText(request, sink, usual.engine, upstream, lambda act: None, lambda: None)._on_commit(commit)
         assert sink.tokens == [5] and len(sink.commits[0].logprobs) == expected
 

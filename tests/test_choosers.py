@@ -9,10 +9,10 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 from tests.test_engine import PROMPTS, PickingFake
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ModelFault
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.base import LogitProcessor
@@ -23,7 +23,7 @@ def run(runtime: FakeBatchRuntime, draft: tuple[int, ...]) -> Collector:
     """Six tokens with logprobs, some of them drafted."""
     engine = Engine(runtime, EngineConfig(policy=Policy.VERIFY))
     found = Collector()
-    engine.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, 6, draft=draft, num_logprobs=3), found)
+    engine.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6, draft=draft, num_logprobs=3), found)
     while engine.has_work:
         engine.step()
     return found

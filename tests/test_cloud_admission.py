@@ -11,6 +11,7 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.requests import flat_request
 from tests.serving import StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.admission import Admission, Asked
@@ -72,7 +73,7 @@ def admission_of(engine: Scripted, keys: KeyRing, clock: Clock, per_minute: int 
 
 def request_of(prompt: Sequence[int], owner: bytes = OWNER) -> GenerateRequest:
     """A request of the limited key."""
-    return GenerateRequest(tuple(prompt), SamplingParams(), 10, owner=owner)
+    return flat_request(tuple(prompt), SamplingParams(), 10, owner=owner)
 
 
 # -- tokens per minute -----------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def test_a_request_gets_no_more_than_its_keys_priority(asked: int | None, given_
     admission_of(engine, ring("priority=5"), clock).submit(
         request_of(PROMPT), lambda event: None, Asked(clock.now, priority=asked)
     )
-    assert engine.taken[0][0].priority == given_
+    assert engine.taken[0][0].asker.priority == given_
 
 
 def test_without_a_key_there_is_no_priority() -> None:
@@ -240,7 +241,7 @@ def test_without_a_key_there_is_no_priority() -> None:
     admission = admission_of(engine, KeyRing(), clock)
     for asked in (None, 100, -7):
         admission.submit(request_of(PROMPT, b"127.0.0.1"), lambda event: None, Asked(clock.now, priority=asked))
-    assert [request.priority for request, _ in engine.taken] == [0, 0, -7]
+    assert [request.asker.priority for request, _ in engine.taken] == [0, 0, -7]
 
 
 def test_the_time_before_the_engine_counts_against_a_deadline() -> None:
@@ -248,7 +249,7 @@ def test_the_time_before_the_engine_counts_against_a_deadline() -> None:
     engine, clock = Scripted(), Clock()
     admission = admission_of(engine, KeyRing(), clock)
     admission.submit(request_of(PROMPT), lambda event: None, Asked(clock.now - 0.25, deadline_ms=1000.0))
-    left = engine.taken[0][0].deadline_ms
+    left = engine.taken[0][0].asker.deadline_ms
     assert left is not None and left == pytest.approx(750.0)
     with pytest.raises(RequestError, match="deadline_ms passed") as error:
         admission.submit(request_of(PROMPT), lambda event: None, Asked(clock.now - 1.0, deadline_ms=1000.0))

@@ -40,8 +40,7 @@ from outrider.cloud.server.replicated import FRONT_OPTIONS, OpenReplica, front_s
 from outrider.cloud.server.serve import audit_log_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import KEYS_VARIABLE, ApiKey, KeyRing
-from outrider.models.http.limits import RateLimiter
-from outrider.models.http.security import Gate, PagePolicy
+from outrider.models.http.security import Gate, GatePaths, GateSettings
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.process import watched_files
 from outrider.models.wire.protocol import SessionEnd
@@ -102,8 +101,7 @@ def test_a_replicas_gate_takes_its_front_only() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope)
 
-    options: dict[str, Any] = {"open_paths": (), "probe_paths": (), "costly_paths": ()}
-    gate = Gate(app, ring, RateLimiter(0.0), pages=PagePolicy(is_keyless=False), **options)
+    gate = Gate(app, GateSettings(ring), GatePaths(), is_paced=False)
 
     def call(*headers: tuple[bytes, bytes]) -> None:
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": ("10.0.0.1", 1)}

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
@@ -22,7 +23,7 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.head_guesses import HeadGuesses
 from outrider.cloud.pending.ngram_pool import MAX_NGRAMS, NgramPool
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.recent_text import RecentText
+from outrider.cloud.pending.recent_text import RecentTextSource
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources, Verified
 from outrider.cloud.pending.trie import (
@@ -34,7 +35,6 @@ from outrider.cloud.pending.trie import (
     PROMPT_KINDS,
     DraftTrie,
 )
-from outrider.cloud.seam import GenerateRequest
 from outrider.models.bundle.draft_heads import FORMAT, DraftHeads
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -85,11 +85,11 @@ def test_the_pool_of_a_sequence_is_bounded() -> None:
     """However long its text becomes: the newest stay."""
     text = [0]
     pool = NgramPool(text)
-    for token in range(1, MAX_NGRAMS + 50):
+    for token in range(1, MAX_NGRAMS // 2 + 50):
         pool.learn(Verified(text, [token], NOTHING, [], [token]))
         text.append(token)
-    assert len(pool._after_one) == len(pool._after_two) == MAX_NGRAMS
-    assert 0 not in pool._after_one and MAX_NGRAMS in pool._after_one
+    assert len(pool._after) == MAX_NGRAMS
+    assert (0,) not in pool._after and (0, 1) not in pool._after and (MAX_NGRAMS // 2,) in pool._after
 
 
 # -- draft heads -------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_a_preferred_path_is_the_likeliest_and_the_devices_is_known() -> None:
     """Also where both go through one node."""
     trie = DraftTrie()
     trie.merge([1, 2, 3], prefer=True)
-    trie.merge_lookup([1, 5, 6], [PROMPT_KINDS[0]] * 3)
+    trie.merge([1, 5, 6], [PROMPT_KINDS[0]] * 3)
     assert trie.likeliest(9) == [1, 2, 3]
     trie.prefer([1, 5, 6, 7])
     assert trie.likeliest(9) == [1, 5, 6]
@@ -345,7 +345,7 @@ def test_a_preferred_path_is_the_likeliest_and_the_devices_is_known() -> None:
 
 def test_a_prediction_has_kinds_of_its_own() -> None:
     """So that its worth is measured apart from an earlier text's."""
-    predicted = RecentText([5, 6], [], is_repeat=False, kinds=PREDICTED_KINDS)
+    predicted = RecentTextSource([5, 6], [], is_repeat=False, kinds=PREDICTED_KINDS)
     assert predicted.propose(9) == ([5, 6], [PREDICTED_KINDS[0]] * 2)
     assert predicted.kinds == PREDICTED_KINDS and not predicted.goes_first
 
@@ -379,7 +379,7 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
     """Texts of 60 tokens, together."""
     found = [Collector() for _ in prompts]
     for prompt, collector in zip(prompts, found, strict=True):
-        engine.submit(GenerateRequest(tuple(prompt), params, 60), collector)
+        engine.submit(flat_request(tuple(prompt), params, 60), collector)
     while engine.has_work:
         engine.step()
     return found
@@ -414,8 +414,8 @@ def test_every_source_of_the_engine_is_one_of_the_seam() -> None:
     sources: list[DraftSource] = [
         NgramPool([]),
         HeadGuesses(HEADS, GREEDY, []),
-        RecentText([], [], is_repeat=False),
-        RecentText([], [], is_repeat=False, kinds=PREDICTED_KINDS),
+        RecentTextSource([], [], is_repeat=False),
+        RecentTextSource([], [], is_repeat=False, kinds=PREDICTED_KINDS),
     ]
     kinds = [kind for source in sources for kind in source.kinds]
     assert len(set(kinds)) == len(kinds)

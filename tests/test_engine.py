@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
@@ -100,8 +100,8 @@ def test_a_runtime_may_pick_tokens_itself() -> None:
     engine = Engine(PickingFake(vocab_size=VOCAB, fail_on_token=63), EngineConfig(policy=Policy.VERIFY))
     truth = plain(PROMPTS[1], SAMPLED, 6)
     good, bad = Collector(), Collector()
-    good_id = engine.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, 6), good)
-    engine.submit(GenerateRequest((5, 63), SAMPLED, 6), bad)
+    good_id = engine.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), good)
+    engine.submit(flat_request((5, 63), SAMPLED, 6), bad)
     engine.step()
     engine.draft(good_id, 1, [[truth[1], truth[2], (truth[3] + 1) % VOCAB]])
     while engine.has_work:
@@ -579,7 +579,7 @@ class Device:
         truth = plain(PROMPTS[2], SAMPLED, count)
         self.guess = [t if i % self.error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
         self.sequence_id, collector = self.harness.submit(
-            PROMPTS[2], count, patience_ms=patience_ms, draft_lag_ms=draft_lag_ms
+            PROMPTS[2], count, patience_ms=patience_ms, lag_ms=draft_lag_ms
         )
         while collector.end is None:
             delay = self.harness.engine.step()

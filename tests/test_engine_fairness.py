@@ -65,7 +65,7 @@ def test_hints_of_a_minute_do_not_keep_a_newcomer_out(policy: Policy) -> None:
         harness = Harness(config=EngineConfig(max_running=8, policy=policy), num_blocks=4096)
         harness.engine.calibrate()
         for i in range(33):
-            harness.submit(prompt_of(i), 200, draft_lag_ms=draft_lag_ms)
+            harness.submit(prompt_of(i), 200, lag_ms=draft_lag_ms)
         for _ in range(40):
             harness.step()
         arrived = harness.clock.now
@@ -203,7 +203,7 @@ def test_a_session_that_waits_leaves_its_place() -> None:
     """One place: while the first session waits for its device, the second runs."""
     harness = Harness(config=EngineConfig(max_running=1, policy=Policy.VERIFY))
     harness.engine.calibrate()
-    _, first = harness.submit(prompt_of(1), 30, draft_lag_ms=500.0)
+    _, first = harness.submit(prompt_of(1), 30, lag_ms=500.0)
     harness.engine.step()
     assert len(first.tokens) == 1
     _, second = harness.submit(prompt_of(2), 30, patience_ms=0.0)
@@ -231,7 +231,7 @@ def test_another_owners_many_sessions_do_not_make_mine_wait() -> None:
     """Waiting 200 ms pays where places are scarce, but an owner's own place is not scarce because another has 300."""
     harness = Harness(config=EngineConfig(max_running=8), num_blocks=20_000, step_s=lambda num_tokens: 0.020)
     harness.engine.calibrate()
-    _, mine = harness.submit(prompt_of(0), 60, draft_lag_ms=200.0, owner=BOB)
+    _, mine = harness.submit(prompt_of(0), 60, lag_ms=200.0, owner=BOB)
     for i in range(300):
         harness.submit(prompt_of(1 + i), 400, patience_ms=0.0, owner=ALICE)
     for _ in range(60):
@@ -349,7 +349,7 @@ def test_prompts_run_while_a_text_waits_for_its_device() -> None:
     """They do not wait with it, and the draft that arrives finds a step that is short."""
     harness = Harness(config=EngineConfig(policy=Policy.VERIFY), num_blocks=4096, max_positions=2048)
     harness.engine.calibrate()
-    harness.submit(prompt_of(0), 300, draft_lag_ms=500.0, owner=BOB)
+    harness.submit(prompt_of(0), 300, lag_ms=500.0, owner=BOB)
     harness.engine.step()
     _, long = harness.submit(prompt_of(1, 400), 1, owner=ALICE)
     first = len(harness.batches)
@@ -367,7 +367,7 @@ def test_a_prompt_owes_nothing_for_steps_that_nobody_shares() -> None:
     harness = Harness(config=EngineConfig(policy=Policy.VERIFY), num_blocks=8192, max_positions=4096, step_s=step_s)
     harness.engine.calibrate()
     truths = [plain(prompt_of(index), SAMPLED, 1300) for index in range(8)]
-    texts = [harness.submit(prompt_of(index), 1200, draft_lag_ms=60.0, owner=b"text %d" % index) for index in range(8)]
+    texts = [harness.submit(prompt_of(index), 1200, lag_ms=60.0, owner=b"text %d" % index) for index in range(8)]
     answered = [0] * 8
     due: deque[tuple[float, int, int]] = deque()  # when a device's draft arrives, whose, and its base
 
@@ -422,7 +422,7 @@ def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
     harness.engine.calibrate()
     prompts = [prompt_of(i, 100) for i in range(6)]
     truths = [plain(prompt, SAMPLED, 60) for prompt in prompts]
-    sessions = [harness.submit(prompt, 60, draft_lag_ms=100.0) for prompt in prompts]
+    sessions = [harness.submit(prompt, 60, lag_ms=100.0) for prompt in prompts]
     answers: dict[int, tuple[int, float]] = {}  # by session: base, and when its device answers
     while harness.engine.has_work:
         for (sequence_id, collector), truth in zip(sessions, truths, strict=True):
@@ -438,9 +438,9 @@ def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
         delay = harness.engine.step() or 0.0
         harness.clock.now = min(harness.clock.now + delay, max(due, harness.clock.now))
     assert [c.tokens for _, c in sessions] == truths
-    totals = harness.engine.stats().totals
-    assert totals.waited_s > 1.0
-    assert totals.step_tokens < 3 * 6 * 160
+    stats = harness.engine.stats()
+    assert stats.distributions.wait_s.total > 1.0
+    assert stats.totals.step_tokens < 3 * 6 * 160
     harness.assert_all_returned()
 
 
@@ -741,7 +741,7 @@ def test_sharing_never_changes_a_text_and_loses_nothing(data: st.DataObject) -> 
         draft = truth[:4] if once else []
         lag = data.draw(st.sampled_from([None, 5.0, 300.0]))
         sequence_id, collector = harness.submit(
-            prompt, 24, owner=owner, once=once, draft=draft, draft_lag_ms=None if once else lag
+            prompt, 24, owner=owner, once=once, draft=draft, lag_ms=None if once else lag
         )
         texts.append((sequence_id, collector, truth))
         if data.draw(st.integers(0, 9)) == 0:

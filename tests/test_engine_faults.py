@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
@@ -62,7 +63,7 @@ def test_a_sequence_that_makes_forward_raise_is_left_out_of_its_batch() -> None:
     harness.run()
     for collector, prompt in zip(goods, PROMPTS[:7], strict=True):
         assert collector.tokens == plain(prompt, SAMPLED, 12, stop_ids=frozenset({BAD}))
-    assert harness.engine.fault() is None
+    assert harness.engine.health.fault is None
     harness.assert_all_returned()
 
 
@@ -166,7 +167,7 @@ def finish(engine: Engine) -> None:
 
 def ask(engine: Engine, prompt: Sequence[int], max_tokens: int = 6) -> Collector:
     collector = Collector()
-    engine.submit(GenerateRequest(tuple(prompt), SAMPLED, max_tokens), collector)
+    engine.submit(flat_request(tuple(prompt), SAMPLED, max_tokens), collector)
     return collector
 
 
@@ -227,7 +228,7 @@ def test_a_held_prefix_never_enters_the_pool_of_after_a_reset(monkeypatch: pytes
     harness.run()
     assert first.end is not None
     resetting = threading.Thread(target=lambda: harness.engine.reset(ValueError("a bug")))
-    take = harness.engine._cache.take_parked
+    take = harness.engine._cache.parked.take
 
     def take_and_reset(owner: bytes, name: str) -> ParkedPrefix | None:
         held = take(owner, name)
@@ -235,7 +236,7 @@ def test_a_held_prefix_never_enters_the_pool_of_after_a_reset(monkeypatch: pytes
         resetting.join(0.1)  # long enough to be through, were it not made to wait
         return held
 
-    monkeypatch.setattr(harness.engine._cache, "take_parked", take_and_reset)
+    monkeypatch.setattr(harness.engine._cache.parked, "take", take_and_reset)
     _, second = harness.submit([], 1, once=True, prefix_hash=first.end.prefix_hash)
     resetting.join(TIMEOUT_S)
     harness.run()
@@ -253,7 +254,7 @@ def test_a_bad_request_does_not_make_the_engine_unfit() -> None:
         _, bad = harness.submit([5, 6, BAD], 12)
         harness.run()
         assert code_of(bad) == "model_fault"
-        assert harness.engine.fault() is None and harness.engine.stats().failed == 0
+        assert harness.engine.health.fault is None and harness.engine.stats().failed == 0
     harness.assert_all_returned()
 
 
@@ -276,15 +277,15 @@ def test_a_runtime_that_fails_every_step_is_seen_and_so_is_its_recovery(fault: s
         collector = ask(engine, PROMPTS[1])
         finish(engine)
         assert code_of(collector) == "model_fault"
-        assert engine.fault() is not None and engine.stats().failed == 1
+        assert engine.health.fault is not None and engine.stats().failed == 1
     num_steps = runtime.num_steps
     for _ in range(4):
         delay = engine.step()
-        assert delay is not None and delay > 0 and engine.fault() is not None
+        assert delay is not None and delay > 0 and engine.health.fault is not None
         clock.now += delay
     assert runtime.num_steps == num_steps + 3  # one probe a second
     is_broken = False
-    assert engine.step() is None and engine.fault() is None
+    assert engine.step() is None and engine.health.fault is None
     collector = ask(engine, PROMPTS[1])
     finish(engine)
     assert collector.tokens == plain(PROMPTS[1], SAMPLED, 6)
@@ -297,9 +298,9 @@ def test_a_cache_full_of_parked_prefixes_does_not_keep_the_engine_unfit() -> Non
     harness.submit([1] * 12, 1, once=True)
     harness.run()
     assert (harness.engine.stats().free_blocks, harness.engine.stats().parked) == (0, 1)
-    harness.engine._health.failed(RuntimeError("the device is gone"))
+    harness.engine.health.failed(RuntimeError("the device is gone"))
     harness.run()
-    assert harness.engine.fault() is None
+    assert harness.engine.health.fault is None
     harness.assert_all_returned()
 
 
@@ -307,12 +308,12 @@ def test_steps_that_raise_outside_the_runtime_make_the_engine_unfit() -> None:
     """Three in a row; one alone may be a request's doing."""
     harness = Harness()
     for i in range(3):
-        assert harness.engine.fault() is None, i
+        assert harness.engine.health.fault is None, i
         harness.engine.reset(ValueError("a bug"))
-    assert harness.engine.fault() is not None
+    assert harness.engine.health.fault is not None
     harness.clock.now += 2.0
     harness.run()
-    assert harness.engine.fault() is None
+    assert harness.engine.health.fault is None
 
 
 class Waiting(Collector):
@@ -342,7 +343,7 @@ def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pyt
     monkeypatch.setattr(engine, "_start_afresh", no_memory)
     collectors = [Waiting(is_broken=True), Waiting(), Waiting()]
     for collector in collectors:
-        thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 4000), collector)
+        thread.submit(flat_request((1, 2, 3), SAMPLED, 4000), collector)
     assert thread.fault() is None
     told: list[str] = []
     thread.on_death(told.append)
@@ -355,7 +356,7 @@ def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pyt
     assert told == [thread.fault()] * 2
     assert thread.fault() == "the engine's thread has ended: MemoryError" and thread.stats().failed == 1
     with pytest.raises(RequestError) as refused:
-        thread.submit(GenerateRequest((1,), SAMPLED, 1), Collector())
+        thread.submit(flat_request((1,), SAMPLED, 1), Collector())
     assert (refused.value.code, refused.value.status) == ("engine_failed", 503)
     thread.stop(drain_s=TIMEOUT_S)
 
@@ -372,14 +373,14 @@ def test_a_hung_step_makes_the_engine_unfit_until_it_returns() -> None:
     thread = EngineThread(Engine(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock))
     thread.start()
     collector = Waiting()
-    thread.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, 6), collector)
+    thread.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), collector)
     assert entered.wait(TIMEOUT_S)
     clock.now += 59.0
     assert thread.fault() is None
     clock.now += 2.0
     assert thread.fault() == "a step hangs in the model's runtime" and thread.stats().failed == 1
     with pytest.raises(RequestError) as refused:
-        thread.submit(GenerateRequest((1,), SAMPLED, 1), Collector())
+        thread.submit(flat_request((1,), SAMPLED, 1), Collector())
     assert refused.value.code == "engine_failed"
     thread.stop()  # returns, though the step does not
     gate.set()
@@ -401,7 +402,7 @@ def test_a_step_that_hangs_for_two_minutes_is_the_engines_death() -> None:
     thread.on_death(told.append)
     thread._thread.start()  # not the one that looks: the test does
     collector = Waiting()
-    thread.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, 6), collector)
+    thread.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), collector)
     assert entered.wait(TIMEOUT_S)
     clock.now += 61.0
     for _ in range(59):
@@ -430,10 +431,10 @@ def test_a_runtime_whose_faults_last_is_given_up(faults_last: bool) -> None:
     collector = ask(engine, PROMPTS[1])
     for _ in range(9):
         clock.now += engine.step() or 0.0
-    assert code_of(collector) == "model_fault" and not engine.is_lost
+    assert code_of(collector) == "model_fault" and not engine.health.is_lost
     for _ in range(9):
         clock.now += engine.step() or 0.0
-    assert engine.is_lost == faults_last
+    assert engine.health.is_lost == faults_last
     thread = EngineThread(engine)
     thread.on_death(told.append)
     thread.start()
@@ -461,7 +462,7 @@ def test_a_slow_runtime_is_given_twenty_of_its_steps() -> None:
     thread = EngineThread(Engine(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock))
     thread.start()
     collector = Waiting()
-    thread.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, 6), collector)
+    thread.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), collector)
     assert entered.wait(TIMEOUT_S)
     clock.now += 100.0
     assert thread.fault() is None
@@ -605,7 +606,7 @@ class Client:
                     except RequestError as error:
                         assert error.code in ("unknown_session", "draft_ahead", "stale_draft")
 
-        self._follow(GenerateRequest(tuple(prompt), SAMPLED, 20), truth, act)
+        self._follow(flat_request(tuple(prompt), SAMPLED, 20), truth, act)
 
     def _verify(self) -> None:
         index = self._rng.randrange(len(CHAOTIC))
@@ -613,7 +614,7 @@ class Client:
         name, done = None, 0
         while done < 16:
             sent = () if name else (*prompt, *truth[:done])
-            request = GenerateRequest(
+            request = flat_request(
                 tuple(sent), SAMPLED, 4, draft=tuple(truth[done : done + 3]), once=True, prefix_hash=name
             )
             collector = Waiting()
@@ -652,7 +653,7 @@ def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(seed: 
     assert engine.stats().totals.faults > 5
     runtime.is_calm = True
     calm = Waiting()
-    thread.submit(GenerateRequest(tuple(PROMPTS[2]), SAMPLED, 20), calm)
+    thread.submit(flat_request(tuple(PROMPTS[2]), SAMPLED, 20), calm)
     assert calm.ended.wait(TIMEOUT_S) and calm.tokens == truths[2][:20]
     thread.stop()
     stats = thread.stats()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, Collector, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineThread
 from outrider.cloud.engine.pool import BlockPool, chain_hash
@@ -26,7 +27,7 @@ from outrider.cloud.pending.policy import (
     rate_waiting,
 )
 from outrider.cloud.pending.trie import MAX_NODES, DraftTrie
-from outrider.cloud.seam import Event, GenerateRequest, Sink
+from outrider.cloud.seam import Event, Sink
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
 
@@ -242,13 +243,13 @@ def test_engine_thread_serves_drains_and_refuses() -> None:
         if collector.end is not None:
             done.set()
 
-    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), sink)
+    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), sink)
     gate.set()
     thread.stop(drain_s=60.0)
     assert done.is_set()
     assert collector.tokens == plain([1, 2, 3], SAMPLED, 12)
     with pytest.raises(RequestError) as refused:
-        thread.submit(GenerateRequest((1,), SAMPLED, 1), collector)
+        thread.submit(flat_request((1,), SAMPLED, 1), collector)
     assert refused.value.code == "shutting_down"
 
 
@@ -271,15 +272,15 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
     def broken(event: Event) -> None:
         raise ValueError("a sink that raises")
 
-    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), broken)
-    thread.submit(GenerateRequest((4, 5), SAMPLED, 4000), sink_of(0))
+    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), broken)
+    thread.submit(flat_request((4, 5), SAMPLED, 4000), sink_of(0))
     thread.start()
     assert ends[0].wait(60)
     end = collectors[0].end
     assert end is not None and end.error is not None and end.error.code == "internal_error"
     assert thread.stats().free_blocks == thread.stats().num_blocks
     assert thread.stats().totals.faults == 1
-    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), sink_of(1))
+    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), sink_of(1))
     assert ends[1].wait(60)
     assert collectors[1].tokens == plain([1, 2, 3], SAMPLED, 12)
     thread.stop()
@@ -296,7 +297,7 @@ class ShortRuntime(FakeBatchRuntime):
 def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
     """Rows are never matched to the wrong sequence."""
     engine, collector = Engine(ShortRuntime(vocab_size=64)), Collector()
-    engine.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), collector)
+    engine.submit(flat_request((1, 2, 3), SAMPLED, 12), collector)
     while engine.has_work:
         engine.step()
     assert collector.end is not None and collector.end.error is not None
@@ -321,7 +322,7 @@ def test_stopping_without_a_drain_ends_running_requests() -> None:
         if collector.end is not None:
             ended.set()
 
-    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 4000), sink)
+    thread.submit(flat_request((1, 2, 3), SAMPLED, 4000), sink)
     started.wait()
     stopper = threading.Thread(target=thread.stop)
     stopper.start()

@@ -6,7 +6,7 @@ import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 
 from outrider.cloud.engine import EngineConfig
-from outrider.cloud.engine.turnover import Turnover
+from outrider.cloud.engine.request_checks import Turnover
 from outrider.models.errors import RequestError
 
 ALICE, BOB, CAROL = b"alice", b"bob", b"carol"
@@ -160,7 +160,7 @@ def test_a_deadline_ends_a_wait_for_drafts() -> None:
     harness.submit(prompt_of(0), 3, deadline_ms=86_400_000.0)
     harness.run()
     assert not harness.engine._scheduler._dues
-    _, cut = harness.submit(prompt_of(1), 50, patience_ms=10_000.0, draft_lag_ms=5.0, deadline_ms=400.0)
+    _, cut = harness.submit(prompt_of(1), 50, patience_ms=10_000.0, lag_ms=5.0, deadline_ms=400.0)
     began = harness.clock.now
     harness.run()
     assert cut.end is not None and cut.end.reason == "deadline"

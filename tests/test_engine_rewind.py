@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.seam import GenerateRequest
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -36,7 +36,7 @@ def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up
     """Wherever it goes back to: within a block, to a block's edge, into blocks that are shared by hash."""
     harness = Harness(config=EngineConfig(looks_up=looks_up))
     before = Collector()
-    number = harness.engine.submit(GenerateRequest(tuple(PROMPT), SAMPLED, 40), before)
+    number = harness.engine.submit(flat_request(tuple(PROMPT), SAMPLED, 40), before)
     while len(before.tokens) < 14:
         harness.step()
     harness.engine.draft(number, len(before.tokens), [[1, 2, 3]])
@@ -44,7 +44,7 @@ def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up
     after = Tail([*before.tokens[:base], *other])
     assert harness.engine.rewind(number, base, other, after)
     twin = Collector()  # the old text, whose blocks are shared: the rewind must not have changed them
-    harness.engine.submit(GenerateRequest((*PROMPT, *before.tokens[:13]), SAMPLED, 8), twin)
+    harness.engine.submit(flat_request((*PROMPT, *before.tokens[:13]), SAMPLED, 8), twin)
     text = [*before.tokens[:base], *other]
     truth = [*text, *plain([*PROMPT, *text], SAMPLED, 40 - len(text))]
     harness.step()
@@ -64,7 +64,7 @@ def test_a_sequence_that_has_ended_is_not_rewound() -> None:
     assert not engine.rewind(1, 0, [1], Tail([]))
     harness = Harness()
     first, late = Collector(), Tail([])
-    number = harness.engine.submit(GenerateRequest(tuple(PROMPT), SAMPLED, 4), first)
+    number = harness.engine.submit(flat_request(tuple(PROMPT), SAMPLED, 4), first)
     harness.engine.cancel(number)
     assert harness.engine.rewind(number, 0, [1], late)
     harness.step()

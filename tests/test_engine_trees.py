@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import TreeForm
@@ -20,7 +21,6 @@ from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
-from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime
@@ -100,7 +100,7 @@ class RandomTrees(Drafting):
 @pytest.fixture(autouse=True)
 def random_trees(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines made in this file choose random trees."""
-    monkeypatch.setattr("outrider.cloud.engine.engine.Drafting", RandomTrees)
+    monkeypatch.setattr("outrider.cloud.engine.engine_state.Drafting", RandomTrees)
 
 
 def trees_of(engine: Engine) -> RandomTrees:
@@ -202,7 +202,7 @@ def run_faulty(
     """One sequence that verifies `tree` of what it will commit in its second step."""
     engine, collector = Engine(runtime), Collector()
     truth = plain(PROMPTS[1], SAMPLED, count)
-    engine.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, count), collector)
+    engine.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, count), collector)
     engine.step()
     (sequence,) = engine._sequences.values()
     trees_of(engine).choose = lambda decoding, *rest: {sequence.drafts: tree(truth[1:])}  # type: ignore[method-assign]
@@ -254,7 +254,7 @@ def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) 
     runtime.bad = next(token for token in range(VOCAB) if all(token not in text for text in [*truths, *PROMPTS[1:3]]))
     engine, collectors = Engine(runtime), [Collector(), Collector()]
     for prompt, collector in zip(PROMPTS[1:3], collectors, strict=True):
-        engine.submit(GenerateRequest(tuple(prompt), SAMPLED, 6), collector)
+        engine.submit(flat_request(tuple(prompt), SAMPLED, 6), collector)
     engine.step()
     spoiled, other = (sequence.drafts for sequence in engine._sequences.values())
     chosen = {spoiled: SelectedDrafts([runtime.bad, truths[0][1]], parents), other: SelectedDrafts.line(truths[1][1:3])}
@@ -297,7 +297,7 @@ def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFix
     harness.run()
     assert second.tokens == expected
     assert second.end is not None and second.end.usage.cached_prompt_tokens > len(PROMPTS[2])
-    assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.fault() is None
+    assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.health.fault is None
     assert "no copy today" in caplog.text
     harness.assert_all_returned()
 
@@ -320,7 +320,7 @@ def test_what_a_move_takes_is_part_of_what_a_tree_costs() -> None:
     harness.run()
     totals = harness.engine.stats().totals
     assert collector.tokens == truth and totals.tree_steps > 5
-    assert trees.tree_ratio > 2.0
+    assert trees.trees.ratio > 2.0
     assert totals.model_s - before.model_s == pytest.approx(0.040 * totals.steps + 0.060 * totals.tree_steps)
 
 
@@ -341,7 +341,7 @@ def test_a_step_that_fails_with_a_tree_runs_without_it() -> None:
 
 def share_of(chosen: SelectedDrafts, *, computed: int = 9, num_tokens: int = 10) -> Share:
     drafts = PendingDrafts([], 100, AcceptanceEstimator(8))
-    request = GenerateRequest(tuple(range(num_tokens)), SAMPLED, 20)
+    request = flat_request(tuple(range(num_tokens)), SAMPLED, 20)
     sequence = SequenceState(1, request, Collector(), list(range(num_tokens)), drafts, [3, 1, 2], computed=computed)
     return Share(sequence, [*sequence.tokens[computed:], *chosen.tokens], chosen, is_complete=True)
 
@@ -405,7 +405,7 @@ def texts(runtime: BatchRuntime, truths: Sequence[list[int]] | None, kind: str =
     """Three texts of 24 tokens, greedy and sampled; with trees of `truths` if given, on a small cache."""
     engine = Engine(runtime, EngineConfig(step_tokens=24))
     requests = [
-        GenerateRequest(
+        flat_request(
             tuple((5 * i + j * j) % 96 for j in range(30)), SamplingParams(temperature=0.8 * (i > 0), seed=i), 24
         )
         for i in range(3)

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from tests.engine_harness import SAMPLED, Clock, Collector
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 
 from outrider.cloud.api.recent_texts import _sampling_of
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import DraftHints, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -66,7 +67,7 @@ class World:
         return FakeBatchRuntime(vocab_size=self.vocab_size)
 
     def request(self, grammar: CompiledGrammar, prompt: Sequence[int] = PROMPT, **others: Any) -> GenerateRequest:
-        return GenerateRequest(tuple(prompt), SAMPLED, COUNT, self.stops, grammar=grammar, **others)
+        return flat_request(tuple(prompt), SAMPLED, COUNT, self.stops, grammar=grammar, **others)
 
     def truth(
         self, grammar: CompiledGrammar, prompt: Sequence[int] = PROMPT, rules: ProcessorOptions = PLAIN
@@ -133,7 +134,7 @@ def test_a_grammar_that_ends_in_the_middle_of_drafted_tokens(beyond: int, world:
         engine, found = Engine(world.runtime(), EngineConfig(policy=Policy.VERIFY)), Collector()
         request = world.request(grammar, [*PROMPT, *expected[:cut]], num_generated=cut)
         tail = [*expected[cut:][:12], *expected[:beyond]]
-        engine.submit(replace(request, draft=tuple(tail)), found)
+        engine.submit(replace(request, hints=DraftHints(tuple(tail))), found)
         run(engine)
         assert found.tokens == expected[cut:]
 
@@ -214,11 +215,13 @@ def test_a_text_whose_grammar_fails_ends_alone(world: World) -> None:
     assert fine.tokens == expected
     codes = [sink.end.error.code for sink in (bad, left) if sink.end is not None and sink.end.error is not None]
     assert codes == ["grammar_too_complex", "grammar_excluded"]
-    assert engine.fault() is None
+    assert engine.health.fault is None
 
 
 def test_a_grammar_is_part_of_what_decides_a_text(world: World) -> None:
     """An earlier text of another grammar is a hint only, not a repeat."""
     grammar = world.grammar()
     found = {_sampling_of(world.request(each)) for each in (grammar, world.grammar({"type": "integer"}))}
-    assert len(found | {_sampling_of(replace(world.request(grammar), grammar=None))}) == 3
+    request = world.request(grammar)
+    free = replace(request, pick=replace(request.pick, grammar=None))
+    assert len(found | {_sampling_of(free)}) == 3

@@ -13,7 +13,8 @@ from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.pending.drafting import Drafting, likeliest_path
+from outrider.cloud.pending.candidates import likeliest_path
+from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
@@ -21,7 +22,7 @@ from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.cloud.pending.sources import Sources
-from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
+from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie, PendingNode
 from outrider.models.errors import RequestError
 from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
 
@@ -40,6 +41,18 @@ def pending(drafting: Drafting, num_committed: int = 0, *, max_new: int = 1000) 
         drafts.committed.append(0)
         drafts.advance([0])
     return drafts
+
+
+def paths_in(trie: DraftTrie) -> set[tuple[int, ...]]:
+    """The path of every pending node."""
+    found: set[tuple[int, ...]] = set()
+    stack: list[tuple[tuple[int, ...], PendingNode]] = [((), trie.root)]
+    while stack:
+        path, parent = stack.pop()
+        below = [((*path, child.token), child) for child in (parent.children or {}).values()]
+        found.update(longer for longer, _ in below)
+        stack += below
+    return found
 
 
 def line_message(base: int, first: int, tokens: Sequence[int], level: int = 13) -> TreeDraft:
@@ -105,7 +118,7 @@ def test_lost_repeated_and_reordered_messages_leave_a_subset_of_the_faultless_tr
             elif parent in paths:
                 paths[number] = (*paths[parent], token)
         live = {path[now:] for path in paths.values() if len(path) > now and path[:now] == tuple(committed)}
-        assert {path for path, _ in trie.nodes()} == live
+        assert paths_in(trie) == live
         assert trie.num_nodes == len(live) and trie.num_looked_up == 0
         assert bool(trie) == bool(live) == trie.has_device_nodes
         for number, path in paths.items():
@@ -124,7 +137,7 @@ def test_the_likeliest_path_takes_the_highest_level_and_survives_a_commit_of_an_
     assert trie.likeliest(9) == [8] and trie.num_nodes == 1
     trie.merge_tree(TreeDraft(0, 4, [9], [0], [2]), [5])  # below a committed node
     trie.merge_tree(TreeDraft(0, 5, [9], [1], [15]), [5])  # below a dropped one
-    assert {path for path, _ in trie.nodes()} == {(8,), (9,)}
+    assert paths_in(trie) == {(8,), (9,)}
 
 
 def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
@@ -154,7 +167,7 @@ def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
 def test_a_tree_takes_over_what_was_looked_up() -> None:
     """An equal node becomes the device's; another of the device's is preferred."""
     trie = DraftTrie()
-    trie.merge_lookup([1, 2, 3], [0, 1, 2])
+    trie.merge([1, 2, 3], [0, 1, 2])
     assert not trie.has_device_nodes and trie.likeliest_of_device(9) == []
     trie.merge_tree(TreeDraft(0, 0, [1], [ROOT], [0]), [])
     assert trie.has_device_nodes and (trie.num_nodes, trie.num_looked_up) == (3, 2)
@@ -331,7 +344,7 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
 
     assert step(2.0)
     assert 1 <= sum(step(2.0) for _ in range(500)) < 12
-    assert drafting.tree_ratio > 1.5
+    assert drafting.trees.ratio > 1.5
     assert sum(step(1.0) for _ in range(700)) > 100
     assert all(step(1.0) for _ in range(20))
     for _ in range(20_000):
@@ -356,7 +369,7 @@ def test_trees_keep_their_size_where_no_line_is_run() -> None:
     assert sizes[300:].count(4) > 0.97 * len(sizes[300:])
     step_s, extra_s = drafting.curve.step_and_extra()
     assert step_s == pytest.approx(0.040, rel=0.05) and extra_s == pytest.approx(0.001, rel=0.5)
-    assert drafting.tree_ratio < 1.1
+    assert drafting.trees.ratio < 1.1
 
 
 def test_the_line_form_is_the_likeliest_path() -> None:

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 from tests.redis_server import redis_server, wait_until
+from tests.requests import flat_request
 from tests.serving import FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.recent_texts import RecentTexts
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.recent_text import MAX_TOKENS, RecentText, kind_after
+from outrider.cloud.pending.recent_text import MAX_TOKENS, RecentTextSource, kind_after
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
 from outrider.cloud.recent.store import MemoryStore, RecentStore
@@ -48,18 +49,18 @@ ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 def test_an_earlier_text_is_followed_position_by_position() -> None:
     """From the first token on; one that the same request got is a repetition until it is left."""
     committed: list[int] = []
-    repeated = RecentText([5, 6, 7, 8], committed, is_repeat=True)
+    repeated = RecentTextSource([5, 6, 7, 8], committed, is_repeat=True)
     assert repeated.propose(3) == ([5, 6, 7], [REPEATED] * 3)
     committed += [5, 6]
     assert repeated.propose(9) == ([7, 8], [REPEATED] * 2)
     committed += [9]
-    assert repeated.propose(9) == ([], []) and not repeated.is_repeat
+    assert repeated.propose(9) == ([], []) and not repeated.goes_first
 
 
 def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:
     """Each node has the kind of the agreement before it."""
     committed = list(range(3))
-    earlier = RecentText(range(40), committed, is_repeat=False)
+    earlier = RecentTextSource(range(40), committed, is_repeat=False)
     tokens, kinds = earlier.propose(20)
     assert tokens == list(range(3, 23))
     assert kinds == [kind_after(run) for run in range(3, 23)]
@@ -70,7 +71,7 @@ def test_a_text_that_left_an_earlier_one_rejoins_it() -> None:
     """At the longest match of its last tokens, of these at the nearest to its place."""
     earlier_tokens = [1, 2, 3, 4, 50, 51, 9, 8, 7, 60, 61, 4, 50, 70]
     committed = [1, 2, 30]
-    earlier = RecentText(earlier_tokens, committed, is_repeat=True)
+    earlier = RecentTextSource(earlier_tokens, committed, is_repeat=True)
     assert earlier.propose(4) == ([], [])
     committed += [4, 50]  # at 5 and at 13; the present place is 5
     assert earlier.propose(2) == ([51, 9], [kind_after(2), kind_after(3)])
@@ -81,7 +82,7 @@ def test_a_text_that_left_an_earlier_one_rejoins_it() -> None:
 def test_only_so_much_of_an_earlier_text_is_followed() -> None:
     """However long it is; behind its end nothing is proposed, and nothing is searched."""
     committed: list[int] = [3] * MAX_TOKENS
-    assert RecentText([3] * (MAX_TOKENS + 5), committed, is_repeat=True).propose(4) == ([], [])
+    assert RecentTextSource([3] * (MAX_TOKENS + 5), committed, is_repeat=True).propose(4) == ([], [])
 
 
 @given(
@@ -94,7 +95,7 @@ def test_what_is_proposed_stands_in_the_earlier_text(
 ) -> None:
     """After the tokens that were committed last, wherever it was left and rejoined."""
     committed: list[int] = []
-    earlier = RecentText(tokens, committed, is_repeat=is_repeat)
+    earlier = RecentTextSource(tokens, committed, is_repeat=is_repeat)
     for commit in commits:
         committed += commit
         path, kinds = earlier.propose(5)
@@ -114,7 +115,7 @@ def run(
 ) -> Collector:
     """One text of the engine."""
     collector = Collector()
-    request = GenerateRequest(PROMPT, params, count, recent=earlier, is_repeat=is_repeat)
+    request = flat_request(PROMPT, params, count, recent=earlier, is_repeat=is_repeat)
     harness.engine.submit(request, collector)
     harness.run()
     return collector
@@ -193,7 +194,7 @@ def test_no_earlier_text_changes_the_output(data: st.DataObject) -> None:
     harness = Harness(config=EngineConfig(looks_up=data.draw(st.booleans()), policy=data.draw(st.sampled_from(Policy))))
     collector = Collector()
     number = harness.engine.submit(
-        GenerateRequest(PROMPT, params, 24, recent=earlier, is_repeat=data.draw(st.booleans())), collector
+        flat_request(PROMPT, params, 24, recent=earlier, is_repeat=data.draw(st.booleans())), collector
     )
     sent = 0
     while collector.end is None:
@@ -216,7 +217,7 @@ def test_a_repetition_outweighs_a_device_that_guesses_wrong() -> None:
     """The device's nodes are the likeliest otherwise."""
     text = plain(PROMPT, GREEDY, 40)
     harness, collector = Harness(), Collector()
-    number = harness.engine.submit(GenerateRequest(PROMPT, GREEDY, 40, recent=tuple(text), is_repeat=True), collector)
+    number = harness.engine.submit(flat_request(PROMPT, GREEDY, 40, recent=tuple(text), is_repeat=True), collector)
     while collector.end is None:
         base = len(collector.tokens)
         harness.engine.draft(number, base, [[(text[base] + 1) % VOCAB] * 4])
@@ -232,7 +233,7 @@ def test_a_prediction_has_chances_of_its_own() -> None:
     for is_predicted in (True, False):
         harness = Harness(config=EngineConfig(policy=Policy.VERIFY))
         for _ in range(3):
-            request = GenerateRequest(PROMPT, GREEDY, 60, recent=tuple(wrong), is_predicted=is_predicted)
+            request = flat_request(PROMPT, GREEDY, 60, recent=tuple(wrong), is_predicted=is_predicted)
             number = harness.engine.submit(request, Collector())
             drafts = harness.engine._sequences[number].drafts
             (source,) = drafts.sources
@@ -241,7 +242,7 @@ def test_a_prediction_has_chances_of_its_own() -> None:
         rates.append(NodeChances(harness.engine._drafting.learned(b"").chances).rates())
     assert rates[0][PREDICTED_KINDS[0]] < rates[1][PREDICTED_KINDS[0]]
     assert rates[1][EARLIER_KINDS[0]] < rates[0][EARLIER_KINDS[0]]
-    request = GenerateRequest(PROMPT, GREEDY, 60, recent=tuple(truth), is_predicted=True)
+    request = flat_request(PROMPT, GREEDY, 60, recent=tuple(truth), is_predicted=True)
     right = Collector()
     harness.engine.submit(request, right)
     harness.run()
@@ -255,9 +256,11 @@ def test_vllms_book_drafts_from_an_earlier_text() -> None:
     assert terms_of(terms.extra_args()) == terms
     book = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0)
     served = book.open(terms, PROMPT)
-    (earlier,) = [source for source in served.drafts.sources if isinstance(source, RecentText)]
+    (earlier,) = [source for source in served.drafts.sources if isinstance(source, RecentTextSource)]
     assert earlier.propose(2) == ([5, 6], [REPEATED, REPEATED])
-    (prediction,) = [source for source in book.open(predicted, PROMPT).drafts.sources if isinstance(source, RecentText)]
+    (prediction,) = [
+        source for source in book.open(predicted, PROMPT).drafts.sources if isinstance(source, RecentTextSource)
+    ]
     assert terms_of(predicted.extra_args()) == predicted and prediction.kinds == PREDICTED_KINDS
 
 
@@ -389,14 +392,14 @@ def test_a_turn_that_continues_a_kept_prefix_is_found_by_its_whole_prompt() -> N
 
 
 def asked(owner: bytes, salt: bytes = b"") -> GenerateRequest:
-    return GenerateRequest(PROMPT, GREEDY, 1, owner=owner, salt=salt)
+    return flat_request(PROMPT, GREEDY, 1, owner=owner, salt=salt)
 
 
 def test_no_hash_that_may_be_sent_names_a_prefix_of_another_salt() -> None:
     """Not even one computed from the name under which it is kept: that is longer than a field may be."""
-    found = {asked(b"a", salt).kept_as("f" * 64) for salt in (b"one", b"two", b"")}
+    found = {asked(b"a", salt).asker.name_of("f" * 64) for salt in (b"one", b"two", b"")}
     assert len(found) == 3 and {len(name) for name in found} == {64, 65}
-    assert len({asked(b"a", salt).client for salt in (b"one", b"two", b"")}) == 3
+    assert len({asked(b"a", salt).asker.client for salt in (b"one", b"two", b"")}) == 3
 
 
 def test_an_owner_has_a_bounded_number_of_known_prefixes() -> None:
@@ -408,8 +411,8 @@ def test_an_owner_has_a_bounded_number_of_known_prefixes() -> None:
         for index in range(300):
             recall.note_prefix(asked(bytes([owner])), str(index), digest)
     known = recall._prefixes
-    assert recall._num_prefixes == sum(map(len, known.values())) == 4096
-    assert max(map(len, known.values())) <= 256 and list(known[b"bob"]) == ["his"]
+    assert len(known) == 4096 and known.get(b"bob", "his") is digest
+    assert sum(known.get(bytes([39]), str(index)) is not None for index in range(300)) <= 256
 
 
 def test_a_session_that_the_client_leaves_is_kept_as_far_as_it_came() -> None:

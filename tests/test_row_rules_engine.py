@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 from tests.test_engine import PROMPTS, PickingFake
 
 from outrider.cloud.api.recent_texts import _sampling_of
@@ -49,7 +50,7 @@ def truth(
 
 
 def request(rules: ProcessorOptions, prompt: Sequence[int] = PROMPTS[1], **others: object) -> GenerateRequest:
-    return GenerateRequest(tuple(prompt), SAMPLED, COUNT, STOPS, processors=rules, **others)  # type: ignore[arg-type]
+    return flat_request(tuple(prompt), SAMPLED, COUNT, STOPS, processors=rules, **others)
 
 
 def run(engine: Engine) -> None:

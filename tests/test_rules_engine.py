@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from tests.engine_harness import VOCAB, Collector, Harness
+from tests.requests import flat_request
 
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule, RuleTerms
 from outrider.models.picks.rejection import WHOLE, Evidence, SparseDistribution
@@ -31,7 +31,7 @@ SURE = SparseDistribution((1, 2), (WHOLE - 9, 9))
 def test_a_draft_without_what_its_rule_needs_is_refused_by_name(
     terms: RuleTerms, evidence: tuple[Evidence, ...]
 ) -> None:
-    request = GenerateRequest((1, 2), SamplingParams(), 4, draft=(1,), once=True, terms=terms, evidence=evidence)
+    request = flat_request((1, 2), SamplingParams(), 4, draft=(1,), once=True, terms=terms, evidence=evidence)
     with pytest.raises(RequestError) as refused:
         Harness().engine.submit(request, Collector())
     assert refused.value.code == "wrong_evidence"
@@ -39,7 +39,7 @@ def test_a_draft_without_what_its_rule_needs_is_refused_by_name(
 
 def test_ids_beyond_the_vocabulary_are_refused_in_a_distribution_too() -> None:
     beyond = (SparseDistribution((1, VOCAB), (WHOLE - 1, 1)),)
-    request = GenerateRequest((1, 2), SamplingParams(), 4, draft=(1,), once=True, terms=REJECTION, evidence=beyond)
+    request = flat_request((1, 2), SamplingParams(), 4, draft=(1,), once=True, terms=REJECTION, evidence=beyond)
     with pytest.raises(RequestError) as refused:
         Harness().engine.submit(request, Collector())
     assert refused.value.code == "token_out_of_range"
@@ -55,7 +55,7 @@ def test_a_draft_with_probabilities_is_cut_where_the_cache_lacks_room_for_all_of
         SequenceCache, "grow", lambda cache, sequence, length: length <= 4 and grow(cache, sequence, length)
     )
     terms = RuleTerms(Rule.TOLERANCE, delta=1e9)
-    request = GenerateRequest(
+    request = flat_request(
         (1, 2), SamplingParams(1.0), 9, draft=(5, 6, 7, 8), once=True, terms=terms, evidence=(-0.1,) * 4
     )
     harness.engine.submit(request, sink)

@@ -26,6 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 from tests.serving import run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig
@@ -33,7 +34,6 @@ from outrider.cloud.engine import spill as spill_module
 from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
-from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import embedded
 from outrider.cloud.server.embedded import _config
 from outrider.cloud.server.identity import instruction_set
@@ -88,7 +88,9 @@ class SpillHarness(Harness):
             found.append(stored)
             looked.set()
 
-        if name is not None and self.engine.seek(owner, GenerateRequest((), SAMPLED, 1, salt=salt).kept_as(name), done):
+        if name is not None and self.engine.seek(
+            owner, flat_request((), SAMPLED, 1, salt=salt).asker.name_of(name), done
+        ):
             assert looked.wait(30.0)
         return super().submit(prompt, *given, stored=found[0] if found else None, **options)
 
@@ -240,7 +242,7 @@ def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.M
         assert disk.asked.wait(30.0)
         ((first_id, _),) = second.swap._loading.items()
         found = second.spill.find(b"", name)
-        request = GenerateRequest((3, 4), SAMPLED, 10, prefix_hash=name, stored=found, deadline_ms=500.0)
+        request = flat_request((3, 4), SAMPLED, 10, prefix_hash=name, stored=found, deadline_ms=500.0)
         second.engine.submit(request, Collector())
         assert second.engine.step() == pytest.approx(0.5)
         second.clock.now += 0.5

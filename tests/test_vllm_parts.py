@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import Clock
 from tests.fake_runtime import FakeBatchRuntime
+from tests.requests import flat_request
 from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
 from typer.testing import CliRunner
 
@@ -31,7 +32,6 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import Policy, Wait
 from outrider.cloud.pending.trie import MAX_NUMBERS, DraftTrie
-from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server import vllm_target
@@ -243,13 +243,13 @@ def test_kept_ids_are_an_owners_own() -> None:
 def test_kept_ids_are_a_salts_own() -> None:
     """The hash that one salt was given is nothing under another one, and under none."""
     kept = KeptPrefixes(2, Clock())
-    plain, one, two = (GenerateRequest((1,), SamplingParams(), 1, owner=b"a", salt=s) for s in (b"", b"one", b"two"))
-    name = kept.keep(b"a", [1, 2, 3], one.kept_as)
-    assert list(kept.find(b"a", one.kept_as(name)) or ()) == [1, 2, 3]
-    assert kept.find(b"a", plain.kept_as(name)) is None and kept.find(b"a", two.kept_as(name)) is None
-    kept.keep(b"a", [4], two.kept_as)
+    plain, one, two = (flat_request((1,), SamplingParams(), 1, owner=b"a", salt=s) for s in (b"", b"one", b"two"))
+    name = kept.keep(b"a", [1, 2, 3], one.asker.name_of)
+    assert list(kept.find(b"a", one.asker.name_of(name)) or ()) == [1, 2, 3]
+    assert kept.find(b"a", plain.asker.name_of(name)) is None and kept.find(b"a", two.asker.name_of(name)) is None
+    kept.keep(b"a", [4], two.asker.name_of)
     kept.keep(b"a", [5])  # an owner's bound, whatever its salts
-    assert len(kept) == 2 and kept.find(b"a", one.kept_as(name)) is None
+    assert len(kept) == 2 and kept.find(b"a", one.asker.name_of(name)) is None
 
 
 def test_kept_ids_are_bounded_in_all() -> None:
@@ -285,10 +285,10 @@ def test_old_ids_are_not_kept() -> None:
     kept.keep(b"b", [1])
     clock.now += 5.0
     kept.release_old()
-    assert len(kept) == 1 and kept._num_tokens == 1
+    assert len(kept) == 1 and kept._kept.size == 1
     clock.now += 5.0
     kept.keep(b"c", [1, 2])
-    assert len(kept) == 1 and kept._num_tokens == 2 and set(kept._num_of) == set(kept._tokens_of) == {b"c"}
+    assert len(kept) == 1 and kept._kept.size == 2
 
 
 # -- the book --------------------------------------------------------------------------------------------------------
@@ -423,7 +423,9 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     commit(on, served, 7)
     clock.now += 1.0
     assert on.waiting([served], clock.now, 1) == set()
-    assert on.totals.waited_s == pytest.approx(served.usage.waited_s) and served.usage.waited_s > 0.9
+    assert (
+        on.drafting.distributions.wait_s.total == pytest.approx(served.usage.waited_s) and served.usage.waited_s > 0.9
+    )
 
 
 @pytest.mark.parametrize(
@@ -432,7 +434,7 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
 )
 def test_what_continues_a_sequence_is_kept_after_these_ends(once: bool, keep: bool, ends: set[str]) -> None:
     """The same for both engines."""
-    request = GenerateRequest((1,), SAMPLED, 1, once=once, keep=keep)
+    request = flat_request((1,), SAMPLED, 1, once=once, keep=keep)
     every = ("stop", "length", "context", "once", "cancelled", "shutdown", "error")
     assert {reason for reason in every if request.is_parked_after(reason)} == ends  # type: ignore[arg-type]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.requests import flat_request
 from tests.serving import TIMEOUT_S
 from tests.vllm.serving import Reference
 from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, Text, mixed, nothing, right
@@ -42,7 +43,7 @@ def test_logprobs_are_the_models_and_change_no_text(
     for index, (prompt, params, truth) in enumerate(texts[:10]):
         text = (Chosen if index % 2 else Text)(engine, truth, guess)  # type: ignore[arg-type]
         count = 3 if index % 2 else None
-        text.submit(GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0, num_logprobs=count))
+        text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, num_logprobs=count))
         running.append(text)
     for text in running:
         assert text.ended.wait(4 * TIMEOUT_S)
@@ -66,7 +67,7 @@ def test_an_item_has_the_logprobs_of_all_its_passes(
     prompt, params, truth = texts[0]
     text = Chosen(engine, truth, nothing)
     draft = (*truth[:5], truth[6])
-    text.submit(GenerateRequest(prompt, params, NUM_TOKENS, draft=draft, once=True, num_logprobs=0))
+    text.submit(flat_request(prompt, params, NUM_TOKENS, draft=draft, once=True, num_logprobs=0))
     assert text.ended.wait(TIMEOUT_S)
     assert text.tokens == truth[:6] and len(text.logprobs) == 6
 
@@ -126,10 +127,10 @@ def test_rules_give_the_same_text_with_and_without_drafts(
     for index, rules in enumerate(RULES):
         prompt, params, _ = texts[index]
         truth = ruled(prompt, params, ProcessorPlan(rules))
-        request = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0, processors=rules)
+        request = flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, processors=rules)
         asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
     prompt, params, truth = texts[5]
-    asked.append((GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0), truth, right))
+    asked.append((flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0), truth, right))
     running = run_all(engine, asked)
     assert [text.tokens for text in running] == [truth for _, truth, _ in asked]
     assert sum(text.end.usage.accepted_tokens for text in running if text.end) > NUM_TOKENS
@@ -141,7 +142,7 @@ def test_a_text_goes_on_with_what_belongs_to_it(
     """A resumed session's rules see what was committed before as text."""
     prompt, params, _ = texts[0]
     truth = ruled(prompt, params, ProcessorPlan(RULES[1]))
-    request = GenerateRequest((*prompt, *truth[:10]), params, NUM_TOKENS - 10, processors=RULES[1], num_generated=10)
+    request = flat_request((*prompt, *truth[:10]), params, NUM_TOKENS - 10, processors=RULES[1], num_generated=10)
     (text,) = run_all(engine, [(request, truth, nothing)])
     assert text.tokens == truth[10:]
 
@@ -167,7 +168,7 @@ def test_grammars_hold_on_vllm(
         stops = frozenset(grammar.stop_ids)
         prompt, params, _ = texts[index]
         truth = ruled(prompt, params, ProcessorPlan(stop_ids=stops, grammar=grammar_of(ruled, spec)))
-        request = GenerateRequest(prompt, params, NUM_TOKENS, stops, patience_ms=0.0, grammar=grammar)
+        request = flat_request(prompt, params, NUM_TOKENS, stops, patience_ms=0.0, grammar=grammar)
         asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
     running = run_all(engine, asked)
     assert [text.tokens for text in running] == [truth for _, truth, _ in asked]
@@ -182,8 +183,8 @@ def test_what_no_token_fits_ends_alone(
     prompt, params, truth = texts[0]
     grammar = grammar_of(ruled, GrammarSpec("choice", '["yes", "no"]'), engine)
     rules = ProcessorOptions(allowed_ids=(ruled.tokenizer.encode("?", add_special_tokens=False)[0],))
-    bad = GenerateRequest(prompt, params, NUM_TOKENS, frozenset(grammar.stop_ids), grammar=grammar, processors=rules)
-    fine = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0)
+    bad = flat_request(prompt, params, NUM_TOKENS, frozenset(grammar.stop_ids), grammar=grammar, processors=rules)
+    fine = flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0)
     ended, other = run_all(engine, [(bad, truth, nothing), (fine, truth, nothing)])
     assert ended.end is not None and ended.end.error is not None
     assert ended.end.error.code == "grammar_excluded" and ended.tokens == []

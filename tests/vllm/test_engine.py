@@ -10,10 +10,11 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from tests.requests import flat_request
 from tests.serving import EOS_ID, TIMEOUT_S, run_session
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
 
-from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, EndEvent, Event
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
@@ -48,7 +49,7 @@ class Collector:
 def run(engine: VllmEngine, prompt: Sequence[int], count: int, owner: bytes = b"", keep: bool = False) -> Collector:
     """A whole text."""
     found = Collector()
-    engine.submit(GenerateRequest(tuple(prompt), SamplingParams(), count, owner=owner, keep=keep), found)
+    engine.submit(flat_request(tuple(prompt), SamplingParams(), count, owner=owner, keep=keep), found)
     found.wait()
     return found
 
@@ -68,17 +69,17 @@ def test_a_kept_text_is_continued_by_its_hash(vllm: SharedEngine) -> None:
     name = first.wait().prefix_hash
     assert name is not None and len(name) <= 64 and first.tokens == whole[:8]
     second = Collector()
-    vllm.engine.submit(GenerateRequest((), SamplingParams(), 4, owner=b"a", prefix_hash=name), second)
+    vllm.engine.submit(flat_request((), SamplingParams(), 4, owner=b"a", prefix_hash=name), second)
     assert second.wait().usage.prompt_tokens == len(PROMPT) + 8 and second.tokens == whole[8:]
     with pytest.raises(RequestError, match="is not held here"):
-        vllm.engine.submit(GenerateRequest((), SamplingParams(), 4, owner=b"b", prefix_hash=name), second)
+        vllm.engine.submit(flat_request((), SamplingParams(), 4, owner=b"b", prefix_hash=name), second)
 
 
 def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     """Before vLLM knows of it, and while it runs; nothing stays open, no task is left."""
     gate = vllm.gate()
     early, late = Collector(), Collector()
-    request = GenerateRequest(PROMPT, SamplingParams(), 3000)
+    request = flat_request(PROMPT, SamplingParams(), 3000)
     vllm.engine.cancel(vllm.engine.submit(request, early))
     number = vllm.engine.submit(request, late)
     gate.allow(30)
@@ -97,7 +98,7 @@ def test_two_thousand_tokens_of_drafts_before_the_sequence_do_no_harm(vllm: Shar
     """Drafts may overtake their request, which goes another way."""
     gate = vllm.gate()
     expected, found = vllm.target_tokens(PROMPT, 20), Collector()
-    number = vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 20, patience_ms=0.0), found)
+    number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 20, patience_ms=0.0), found)
     for _ in range(200):
         vllm.engine.draft(number, 0, [expected[:10]])
     gate.open()
@@ -111,7 +112,7 @@ def test_drafts_that_the_engine_process_cannot_take_are_refused(
     """None of a message's nodes counts as known then: the device sends it again, and what hangs on it is found."""
     gate = vllm.gate()
     engine, expected, found = vllm.engine, vllm.target_tokens(PROMPT, 20), Collector()
-    number = engine.submit(GenerateRequest(PROMPT, SamplingParams(), 20, patience_ms=0.0), found)
+    number = engine.submit(flat_request(PROMPT, SamplingParams(), 20, patience_ms=0.0), found)
     first = TreeDraft(0, 0, expected[:5], [ROOT, 0, 1, 2, 3], [15] * 5)
     second = TreeDraft(0, 5, expected[5:10], [4, 5, 6, 7, 8], [15] * 5)
     with zmq.Context() as context, context.socket(zmq.PUSH) as unread, monkeypatch.context() as patch:
@@ -134,9 +135,9 @@ def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.Monke
     gate = vllm.gate()
     sinks = [Collector() for _ in range(2)]
     for sink in sinks:
-        vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 2), sink)
+        vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 2), sink)
     with pytest.raises(RequestError, match="queued already") as refused:
-        vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 2), Collector())
+        vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 2), Collector())
     assert refused.value.code == "overloaded"
     gate.open()
     assert [sink.wait().reason for sink in sinks] == ["length", "length"]
@@ -156,10 +157,10 @@ def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypat
     gate = vllm.gate()
     sinks = [Collector() for _ in range(4)]
     for sink in sinks[:3]:
-        vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"a", prefix_hash=name), sink)
+        vllm.engine.submit(flat_request((5,), SamplingParams(), 2, owner=b"a", prefix_hash=name), sink)
     with pytest.raises(RequestError, match="queued already"):
-        vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"a"), Collector())
-    vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"b"), sinks[3])
+        vllm.engine.submit(flat_request((5,), SamplingParams(), 2, owner=b"a"), Collector())
+    vllm.engine.submit(flat_request((5,), SamplingParams(), 2, owner=b"b"), sinks[3])
     gate.open()
     assert [sink.wait().reason for sink in sinks] == ["length"] * 4
 
@@ -182,7 +183,7 @@ def test_a_guess_that_is_not_finite_ends_no_sequence(vllm: SharedEngine) -> None
     for right in (0, 3, 10):
         found = Collector()
         draft = (*truth[:right], FAULTY_TOKEN, 1)
-        vllm.engine.submit(GenerateRequest(prompt, SamplingParams(), 30, patience_ms=0.0, draft=draft), found)
+        vllm.engine.submit(flat_request(prompt, SamplingParams(), 30, patience_ms=0.0, draft=draft), found)
         assert found.wait().reason == "length" and found.tokens == truth
     assert run(vllm.engine, (*prompt, *truth[:20]), 10).tokens == truth[20:]
 
@@ -192,7 +193,7 @@ def test_a_tree_below_a_node_that_the_commits_contradict_is_stale(vllm: SharedEn
     gate, found = vllm.gate(), Collector()
     truth = vllm.target_tokens(PROMPT, 40)
     wrong = 7 if truth[0] != 7 else 8
-    number = vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 40, patience_ms=0.0), found)
+    number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 40, patience_ms=0.0), found)
     gate.allow(2)
     assert found.began.wait(TIMEOUT_S)
     vllm.engine.draft_tree(number, TreeDraft(0, 0, [truth[0], truth[1], truth[2]], [ROOT, 0, 1], [15, 15, 15]))
@@ -231,7 +232,7 @@ def test_alternatives_stay_pending_after_the_chosen_path(vllm: SharedEngine, num
     parents += [end, *range(len(chain), len(chain) + len(wrong) - 1)]
     parents += [end, *range(len(chain) + len(wrong), len(tokens) - 1)]
     levels = [15] * len(chain) + [14] * len(wrong) + [13] + [15] * (len(tail) - 1)
-    number = vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 30, patience_ms=0.0), sink)
+    number = vllm.engine.submit(flat_request(PROMPT, SamplingParams(), 30, patience_ms=0.0), sink)
     vllm.engine.draft_tree(number, TreeDraft(0, 0, tokens, parents, levels))
     gate.open()
     assert found.wait().reason == "length" and found.tokens == truth

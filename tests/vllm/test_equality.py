@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from tests.requests import flat_request
 from tests.serving import TIMEOUT_S
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import Reference, start_engine
@@ -116,7 +117,7 @@ def test_texts_are_transformers_and_pick(
     running = []
     for prompt, params, truth in texts:
         text = Text(engine, truth, guess)
-        text.submit(GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0))
+        text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0))
         running.append(text)
     for text in running:
         assert text.ended.wait(4 * TIMEOUT_S)
@@ -138,7 +139,7 @@ def test_all_right_from_the_beginning(
     """A draft of the whole text, which `max_draft` cuts: the fewest passes."""
     prompt, params, truth = texts[0]
     text = Text(engine, truth, nothing)
-    text.submit(GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0, draft=tuple(truth)))
+    text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0, draft=tuple(truth)))
     assert text.ended.wait(TIMEOUT_S) and text.end is not None
     assert text.tokens == truth
     assert text.end.usage.target_passes <= 6
@@ -159,7 +160,7 @@ def test_an_alternative_is_used_when_the_likeliest_branch_fails(
         [15, 14, 13, *[15] * len(tail)],
     )
     text = Text(engine, truth, nothing)
-    text.submit(GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0))
+    text.submit(flat_request(prompt, params, NUM_TOKENS, patience_ms=0.0))
     engine.draft_tree(text.number, tree)
     assert text.ended.wait(TIMEOUT_S) and text.end is not None
     assert text.tokens == truth
@@ -174,7 +175,7 @@ def test_a_wait_for_drafts_changes_nothing(
     for index, (prompt, params, truth) in enumerate(texts[:5]):
         text = Text(engine, truth, right if index else nothing)
         lag_ms = 5.0 if index else None
-        text.submit(GenerateRequest(prompt, params, NUM_TOKENS, draft_lag_ms=lag_ms))
+        text.submit(flat_request(prompt, params, NUM_TOKENS, lag_ms=lag_ms))
         running.append(text)
     for text in running:
         assert text.ended.wait(2 * TIMEOUT_S)

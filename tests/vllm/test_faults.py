@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import zmq
+from tests.requests import flat_request
 from tests.serving import TIMEOUT_S
 from tests.vllm.test_engine import Collector
 from vllm.v1.engine import core
 
-from outrider.cloud.seam import CommitEvent, GenerateRequest, SequenceUsage
+from outrider.cloud.seam import CommitEvent, SequenceUsage
 from outrider.cloud.vllm import engine as engine_module
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm import engine_process, v2
@@ -29,7 +30,7 @@ from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits
 
-REQUEST = GenerateRequest((1, 2, 3), SamplingParams(), 8)
+REQUEST = flat_request((1, 2, 3), SamplingParams(), 8)
 
 
 class Llm:

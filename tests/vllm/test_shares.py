@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from tests.requests import flat_request
 from tests.serving import TIMEOUT_S
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, start_engine
 from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, wrong
 
-from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.picks.sampling import SamplingParams
 
@@ -35,7 +35,7 @@ class Crowd:
     def submit(self, prompt: Sequence[int], count: int, owner: bytes) -> Collector:
         """Begins a text that never waits for a draft."""
         sink = Collector()
-        request = GenerateRequest(tuple(prompt), SamplingParams(), count, patience_ms=0.0, owner=owner)
+        request = flat_request(tuple(prompt), SamplingParams(), count, patience_ms=0.0, owner=owner)
         self._ids.append(self.engine.submit(request, sink))
         return sink
 
@@ -128,7 +128,7 @@ def test_an_item_is_verified_in_one_pass(vllm: SharedEngine) -> None:
         truth = vllm.target_tokens(prompt, 12)
         for draft in (truth[:10], [*truth[:4], 7 if truth[4] != 7 else 8, *truth[5:8]], []):
             found = Collector()
-            request = GenerateRequest(tuple(prompt), SamplingParams(), len(draft) + 1, draft=tuple(draft), once=True)
+            request = flat_request(tuple(prompt), SamplingParams(), len(draft) + 1, draft=tuple(draft), once=True)
             crowd.engine.submit(request, found)
             usage = found.wait().usage
             expected = next((i for i, (a, b) in enumerate(zip(draft, truth, strict=False)) if a != b), len(draft)) + 1
@@ -143,7 +143,7 @@ def test_a_wrong_guess_that_is_not_finite_ends_no_item(vllm: SharedEngine) -> No
     truth = vllm.target_tokens(prompt, 12)
     for num_right in (0, 3):
         found, draft = Collector(), (*truth[:num_right], FAULTY_TOKEN, 1)
-        vllm.engine.submit(GenerateRequest(tuple(prompt), SamplingParams(), 9, draft=draft, once=True), found)
+        vllm.engine.submit(flat_request(tuple(prompt), SamplingParams(), 9, draft=draft, once=True), found)
         assert found.wait().error is None and found.tokens == truth[: num_right + 1]
 
 
@@ -160,8 +160,8 @@ def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:
             patience_ms = None if index < 4 else 0.0
             owner = (ALICE, BOB)[index == 7]
             params = SamplingParams()
-            request = GenerateRequest(
-                tuple(prompt), params, NUM_TOKENS, patience_ms=patience_ms, draft_lag_ms=lag_ms, owner=owner
+            request = flat_request(
+                tuple(prompt), params, NUM_TOKENS, patience_ms=patience_ms, lag_ms=lag_ms, owner=owner
             )
             text.submit(request)
             texts.append((text, truth))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.requests import flat_request
 from tests.serving import fake_tokenizer
 from tests.vllm.choices import (
     ruled,
@@ -28,7 +29,6 @@ from tests.vllm.test_equality import (
     texts,
 )
 
-from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.picks.sampling import SamplingParams
 
@@ -70,7 +70,7 @@ def test_an_item_is_verified_in_two_passes(
         wrong = 7 if truth[index] != 7 else 8
         for draft, count in ((truth[:8], 9), ([*truth[:index], wrong, *truth[index + 1 : 6]], index + 1)):
             found = Collector()
-            engine.submit(GenerateRequest(prompt, params, len(draft) + 1, draft=tuple(draft), once=True), found)
+            engine.submit(flat_request(prompt, params, len(draft) + 1, draft=tuple(draft), once=True), found)
             assert found.wait().usage.target_passes == min(2, count) and found.tokens == truth[:count]
 
 
@@ -84,8 +84,8 @@ def test_logits_that_are_not_finite_end_their_sequence_only(tmp_path: Path, monk
     started = start_engine(tmp_path, "runner=v2")
     try:
         failed, fine = Collector(), Collector()
-        started.submit(GenerateRequest((1, FAULTY_TOKEN), SamplingParams(), 12), failed)
-        started.submit(GenerateRequest((5, 17, 99), SamplingParams(), 12, draft=(*truth[:4], FAULTY_TOKEN)), fine)
+        started.submit(flat_request((1, FAULTY_TOKEN), SamplingParams(), 12), failed)
+        started.submit(flat_request((5, 17, 99), SamplingParams(), 12, draft=(*truth[:4], FAULTY_TOKEN)), fine)
         error = failed.wait().error
         assert error is not None and error.code == "model_fault" and failed.tokens == []
         assert fine.wait().reason == "length" and fine.tokens == truth

@@ -26,67 +26,94 @@ SequenceEndReason = EndReason | Literal["once"]
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateRequest:
-    """One sequence to generate. prompt: ids of everything before the first token to generate.
+class PickOptions:
+    """How the tokens of a sequence are picked.
 
-    patience_ms: longest wait for a draft (0: never; None: the engine chooses). draft: guesses to start with.
-    once: end after the first pass that commits (this is /v1/verify); the cache is then parked under `prefix_hash`.
-    keep: park the cache where the sequence ends by its length or after a stop id.
-    draft_lag_ms: time from a commit to the drafts that know of it; a first guess, until it is measured.
-    prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
-    owner: who asks (a key, or an address): owners share the engine evenly and share no cache.
-    priority: higher ones go first; among equals owners share evenly. Nobody starves.
-    deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
-    error `deadline_exceeded`. None: no such bound.
-    stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
-    provisional: of a cascade, asks for events of unconfirmed tokens, too. salt: part of the key of everything that is
-    kept of a text: requests of one owner with different salts share nothing, not even the prefixes that they name.
-    recent: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
-    these `params`. is_predicted: it is the request's own prediction.
-    processors: of logits, before the pick. num_generated: so many of the last tokens before the first one to generate
-    belong to the text, not to the prompt, as processors see it: a resumed session's. num_logprobs: likeliest
-    tokens to report for each token; None: no logprobs. grammar: the texts that are allowed; None allows all. terms: how
-    drafted tokens are accepted; engines that know only equality raise `unsupported_rule` for others. evidence: of
-    `draft`'s tokens, where the rule needs it.
+    processors: of logits, before the pick. num_logprobs: likeliest tokens to report for each token; None: no logprobs.
+    grammar: the texts that are allowed; None allows all. terms: how drafted tokens are accepted; engines that know only
+    equality raise `unsupported_rule` for others.
     """
 
-    prompt: tuple[int, ...]
     params: SamplingParams
-    max_tokens: int
-    stop_ids: frozenset[int] = frozenset()
-    patience_ms: float | None = None
+    processors: ProcessorOptions = PLAIN
+    grammar: CompiledGrammar | None = None
+    num_logprobs: int | None = None
+    terms: RuleTerms = PLAIN_TERMS
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHints:
+    """What is known beforehand of a sequence's drafts; the text does not depend on it.
+
+    draft: guesses to start with. evidence: of these, where the acceptance rule needs it. patience_ms: longest wait for
+    a draft (0: never; None: the engine chooses). lag_ms: time from a commit to the drafts that know of it; a first
+    guess, until it is measured. recent: what followed the same prompt before; ids may be anything. is_repeat: it was
+    picked with the same options. is_predicted: it is the request's own prediction.
+    """
+
     draft: tuple[int, ...] = ()
-    once: bool = False
-    prefix_hash: str | None = None
-    draft_lag_ms: float | None = None
-    owner: bytes = b""
-    keep: bool = False
-    priority: int = 0
-    deadline_ms: float | None = None
+    evidence: tuple[Evidence, ...] = ()
+    patience_ms: float | None = None
+    lag_ms: float | None = None
     recent: tuple[int, ...] = ()
     is_repeat: bool = False
     is_predicted: bool = False
-    stored: Any = None
-    processors: ProcessorOptions = PLAIN
-    num_generated: int = 0
-    num_logprobs: int | None = None
-    grammar: CompiledGrammar | None = None
-    provisional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """The key or address that sent a request, and what it is due.
+
+    owner: owners share the engine evenly and share no cache. salt: part of the key of everything that is kept of a
+    text: requests of one owner with different salts share nothing, not even the prefixes that they name.
+    priority: higher ones go first; among equals owners share evenly, and nobody starves.
+    deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
+    error `deadline_exceeded`; None: no such bound.
+    """
+
+    owner: bytes = b""
     salt: bytes = b""
-    terms: RuleTerms = PLAIN_TERMS
-    evidence: tuple[Evidence, ...] = ()
+    priority: int = 0
+    deadline_ms: float | None = None
 
     @property
     def client(self) -> bytes:
         """Who shares what was learned from earlier texts: the owner, or those of its requests with this salt."""
         return hashlib.sha256(self.owner).digest() + self.salt if self.salt else self.owner
 
-    def kept_as(self, prefix_hash: str) -> str:
-        """The name under which a prefix is kept: its hash, which is of use with this request's salt only."""
+    def name_of(self, prefix_hash: str) -> str:
+        """The name under which a prefix is parked: its hash, which is of use with this salt only."""
         if not self.salt:
             return prefix_hash
         digest = hashlib.blake2b(prefix_hash.encode(), digest_size=32, key=hashlib.sha256(self.salt).digest())
         return f".{digest.hexdigest()}"  # longer than any hash that a client may send
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to generate. prompt: ids of everything before the first token to generate.
+
+    prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
+    stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
+    num_generated: so many of the last tokens before the first one to generate belong to the text, not to the prompt, as
+    logit processors see it: a resumed session's.
+    once: end after the first pass that commits (this is /v1/verify); the cache is then parked under `prefix_hash`.
+    keep: park the cache where the sequence ends by its length or after a stop id.
+    provisional: of a cascade, asks for events of unconfirmed tokens, too.
+    """
+
+    prompt: tuple[int, ...]
+    pick: PickOptions
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    hints: DraftHints = DraftHints()
+    asker: Asker = Asker()
+    prefix_hash: str | None = None
+    stored: Any = None
+    num_generated: int = 0
+    once: bool = False
+    keep: bool = False
+    provisional: bool = False
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -238,7 +265,6 @@ class Totals:
     model_s: float = _shown("engine_model_seconds", "Seconds in the model.", default=0.0)
     overhead_s: float = _shown("engine_overhead_seconds", "Seconds of engine steps outside the model.", default=0.0)
     finished: int = 0
-    waited_s: float = 0.0
 
     def count_step(self, num_tokens: int, *, model_s: float, overhead_s: float) -> None:
         """Counts one step of the engine: time inside the model, and around it."""
@@ -312,7 +338,6 @@ class ServingEngine(Protocol):
     @property
     def limits(self) -> ModelLimits:
         """Vocabulary, and the longest sequence that model and cache can hold."""
-        ...
 
     @property
     def grammar_builder(self) -> BuildElsewhere | None:
@@ -321,11 +346,9 @@ class ServingEngine(Protocol):
 
     def calibrate(self) -> None:
         """Measures what a step costs. Blocking; call it once, before `start`. Raises ConfigError."""
-        ...
 
     def start(self) -> None:
         """Lets requests in. Call it once."""
-        ...
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent.
@@ -333,7 +356,6 @@ class ServingEngine(Protocol):
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
         `prefix_not_held`, `shutting_down`, `engine_failed`.
         """
-        ...
 
     def seek(self, owner: bytes, name: str, done: Callable[[Any], None]) -> bool:
         """Looks outside of memory for a parked prefix; `done` gets what `GenerateRequest.stored` takes, on any thread.
@@ -348,18 +370,15 @@ class ServingEngine(Protocol):
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`, and
         `draft_not_taken` where the engine is too far behind with reading drafts: nothing of it is known then.
         """
-        ...
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
 
         Raises RequestError as `draft` does.
         """
-        ...
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""
-        ...
 
     def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
         """Replaces what a sequence generated after its first `base` tokens by `tokens`, at least one.
@@ -371,7 +390,6 @@ class ServingEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
-        ...
 
     def on_death(self, act: Callable[[str], None]) -> None:
         """Has `act` called with the reason, on any thread, once the engine has failed for good; at once if it has.
@@ -382,4 +400,3 @@ class ServingEngine(Protocol):
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking."""
-        ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -12,14 +11,13 @@ from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.by_owner import Bounds, OwnerStore
 from outrider.models.processors.options import PLAIN
 
 _LEAST_TOKENS: Final = 4
 """Of a text that is worth keeping."""
-_MAX_OWN_PREFIXES: Final = 256
-"""Kept prefixes of an owner whose digest is known; without it, a request that continues one is not drafted so."""
-_MAX_PREFIXES: Final = 4096
-"""Of all owners; beyond, the owner with most loses its oldest."""
+_PREFIXES: Final = Bounds(max_each=256, max_all=4096)
+"""Kept prefixes whose digest is known; without it, a request that continues one is not drafted so."""
 
 
 @dataclass(slots=True)
@@ -47,13 +45,17 @@ class Recalled:
 
     def predicted(self, prediction: Sequence[int]) -> Recalled:
         """The same with the client's own guess of the text, unless the text is known already."""
-        if not prediction or self.request.is_repeat:
+        hints = self.request.hints
+        if not prediction or hints.is_repeat:
             return self
-        return replace(self, request=replace(self.request, recent=tuple(prediction), is_predicted=True))
+        hints = replace(hints, recent=tuple(prediction), is_predicted=True)
+        return replace(self, request=replace(self.request, hints=hints))
 
     def for_choice(self, params: SamplingParams) -> Recalled:
         """For another text of the same prompt: drafted alike, and not kept."""
-        return Recalled(replace(self.request, params=params, is_repeat=False))
+        request = self.request
+        pick, hints = replace(request.pick, params=params), replace(request.hints, is_repeat=False)
+        return Recalled(replace(request, pick=pick, hints=hints))
 
     def _end(self, event: EndEvent) -> None:
         """On the engine's thread."""
@@ -63,8 +65,8 @@ class Recalled:
         tokens, request = tuple(self._tokens), self.request
         if event.prefix_hash is not None:
             self._memory.note_prefix(request, event.prefix_hash, self._digest.with_tokens(tokens))
-        if request.is_repeat and request.recent[: len(tokens)] == tokens:
-            tokens = request.recent  # all that is known of it
+        if request.hints.is_repeat and request.hints.recent[: len(tokens)] == tokens:
+            tokens = request.hints.recent  # all that is known of it
         if len(tokens) >= _LEAST_TOKENS:
             self._memory.store.put(self._digest.place, RecentText(tokens, _sampling_of(request)))
 
@@ -75,8 +77,7 @@ class RecentTexts:
     def __init__(self, store: RecentStore, target: str) -> None:
         self.store = store
         self._target = target
-        self._prefixes: dict[bytes, OrderedDict[str, PromptDigest]] = {}
-        self._num_prefixes = 0
+        self._prefixes = OwnerStore[bytes, str, PromptDigest](_PREFIXES)
         self._lock = threading.Lock()
 
     async def recall(self, request: GenerateRequest) -> Recalled:
@@ -88,42 +89,28 @@ class RecentTexts:
         found = await self.store.find(digest.place)
         if found is not None:
             is_repeat = found.sampling == _sampling_of(request)
-            request = replace(request, recent=found.tokens, is_repeat=is_repeat)
+            hints = replace(request.hints, recent=found.tokens, is_repeat=is_repeat)
+            request = replace(request, hints=hints)
         return Recalled(request, self, digest)
 
     def _digest_of(self, request: GenerateRequest) -> PromptDigest | None:
         """The digest of what comes before the prompt."""
         if request.prefix_hash is None:
-            return PromptDigest(self._target, request.owner, request.salt)
+            return PromptDigest(self._target, request.asker.owner, request.asker.salt)
         with self._lock:
-            own = self._prefixes.get(request.owner)
-            return None if own is None else own.get(request.kept_as(request.prefix_hash))
+            return self._prefixes.get(request.asker.owner, request.asker.name_of(request.prefix_hash))
 
     def note_prefix(self, request: GenerateRequest, prefix_hash: str, digest: PromptDigest) -> None:
         """Remembers the digest of a text whose blocks are kept. Any thread."""
-        owner, name = request.owner, request.kept_as(prefix_hash)
         with self._lock:
-            own = self._prefixes.setdefault(owner, OrderedDict())
-            self._num_prefixes += name not in own
-            own[name] = digest
-            own.move_to_end(name)
-            if len(own) > _MAX_OWN_PREFIXES:
-                self._drop_oldest(owner)
-            while self._num_prefixes > _MAX_PREFIXES:
-                self._drop_oldest(max(self._prefixes, key=lambda each: len(self._prefixes[each])))
-
-    def _drop_oldest(self, owner: bytes) -> None:
-        self._prefixes[owner].popitem(last=False)
-        self._num_prefixes -= 1
-        if not self._prefixes[owner]:
-            del self._prefixes[owner]
+            self._prefixes.put(request.asker.owner, request.asker.name_of(prefix_hash), digest)
 
 
 def _sampling_of(request: GenerateRequest) -> bytes:
     """Digest of all that decides the text, besides the prompt and what ends it."""
-    if request.processors == PLAIN and request.grammar is None:
-        return sampling_digest(request.params)
+    if request.pick.processors == PLAIN and request.pick.grammar is None:
+        return sampling_digest(request.pick.params)
     # Penalties depend on where the text begins, a minimum of tokens on what would end it.
-    stops = sorted(request.stop_ids) if request.processors.min_tokens else ()
-    grammar = request.grammar.spec.hash if request.grammar is not None else ""
-    return sampling_digest(request.params, request.processors, request.num_generated, stops, grammar)
+    stops = sorted(request.stop_ids) if request.pick.processors.min_tokens else ()
+    grammar = request.pick.grammar.spec.hash if request.pick.grammar is not None else ""
+    return sampling_digest(request.pick.params, request.pick.processors, request.num_generated, stops, grammar)

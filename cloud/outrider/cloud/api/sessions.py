@@ -13,16 +13,15 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
-from outrider.cloud.api.sequence_watch import watch
-from outrider.cloud.api.session_text import SessionText
+from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import Core, Session
-from outrider.cloud.api.stream import SessionStream
+from outrider.cloud.api.stream import SessionStream, SessionText
 from outrider.cloud.api.traces import trace_of
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.http.encoding import Workers, check_tokens
+from outrider.models.http.encoding import check_tokens
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.processors.options_fields import processors_of
@@ -34,7 +33,6 @@ _SESSION_ID_BYTES = 9
 def session_routes(core: Core) -> APIRouter:
     """The routes that open and end sessions."""
     router = APIRouter(tags=["sessions"])
-    workers = Workers()
 
     @router.post("/v1/sessions", status_code=200, response_class=sse.EventStream)
     async def open_session(request: Request) -> Response:
@@ -60,25 +58,25 @@ def session_routes(core: Core) -> APIRouter:
         grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner, salt)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
-            params=body.rule.apply(sampling_of(body.sampling)),
+            pick=PickOptions(
+                body.rule.apply(sampling_of(body.sampling)),
+                sampling_of(lambda: processors_of(body)),
+                grammar,
+                body.logprobs,
+            ),
             max_tokens=body.max_tokens,
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos, grammar),
-            draft_lag_ms=body.draft_lag_ms,
-            patience_ms=body.patience_ms,
-            owner=owner,
+            hints=DraftHints(patience_ms=body.patience_ms, lag_ms=body.draft_lag_ms),
+            asker=Asker(owner, salt),
             prefix_hash=body.prefix_hash,
-            processors=sampling_of(lambda: processors_of(body)),
             num_generated=body.generated,
             keep=body.keep_prefix,
-            grammar=grammar,
             provisional=body.provisional,
-            salt=salt,
-            num_logprobs=body.logprobs,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
         recalled = await core.recall(generate, is_allowed=not is_no_store(request))
-        num_recent = len(recalled.request.recent)
+        num_recent = len(recalled.request.hints.recent)
         recalled = recalled.predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
@@ -89,15 +87,15 @@ def session_routes(core: Core) -> APIRouter:
             core.slots.release(owner)
             raise
         session_id = core.settings.session_prefix + secrets.token_urlsafe(_SESSION_ID_BYTES)
-        core.sessions.add(session_id, session)
+        core.sessions[session_id] = session
         if (current := current_request()) is not None:
             current.session = session_tag(session_id)
         if (trace := trace_of(request.scope)) is not None:
-            trace.asked(generate.params, generate.max_tokens)
+            trace.asked(generate.pick.params, generate.max_tokens)
 
         def close() -> None:
             core.engine.cancel(session.sequence_id)
-            core.sessions.remove(session_id)
+            core.sessions.pop(session_id, None)
             core.slots.release(owner)
 
         try:
@@ -115,12 +113,12 @@ def session_routes(core: Core) -> APIRouter:
                 mid=core.model.mid,
                 recent_tokens=num_recent or None,
             )
-            watched = watch(core.metrics, request.scope, arrived_s)
+            watched = SequenceWatch(core.metrics, request.scope, arrived_s)
             text: SessionText | None = None
             if body.stop:
                 # In a thread: it goes through all of `generated`, half a second for 32,000 tokens.
                 known = (core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
-                text = await workers.run(owner, SessionText, *known)
+                text = await core.workers.run(owner, SessionText, *known)
             return SessionStream(
                 opened,
                 mailbox,

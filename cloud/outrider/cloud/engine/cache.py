@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
 
 from outrider.cloud.engine.parked import ParkedPrefix, ParkedPrefixes
-from outrider.cloud.engine.pool import BlockPool, chain_hash
+from outrider.cloud.engine.pool import chain_hash
 from outrider.cloud.engine.sequence_state import SequenceState
 
 
 class SequenceCache:
-    """The block pool as sequences see it. The engine's thread owns it, except for `is_parked` and `take_parked`.
+    """The block pool as sequences see it. The engine's thread owns it, except for what any thread may call of `parked`.
 
-    on_park, on_evict: called with a prefix when it is parked, and before it loses its blocks.
+    on_park: called with a prefix when it is parked.
     share_between_owners: one owner's prompts may be reused for another's. Who can time answers, or reads
     `cached_prompt_tokens`, then learns whether others have sent a prompt.
     """
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        parked: ParkedPrefixes,
         *,
-        max_parked: int,
         share_prefixes: bool,
         share_between_owners: bool,
-        max_parked_s: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
         on_park: Callable[[ParkedPrefix], None] = lambda prefix: None,
-        on_evict: Callable[[ParkedPrefix], None] = lambda prefix: None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self._parked = ParkedPrefixes(self.pool, max_parked, max_parked_s, clock, on_evict)
+        self.parked = parked
+        self.pool = parked.pool
         self._on_park = on_park
         self._clock = clock
         self._share_prefixes = share_prefixes
@@ -43,19 +38,9 @@ class SequenceCache:
         self._salt = secrets.token_bytes(16)
 
     @property
-    def num_parked(self) -> int:
-        """Prefixes kept for the /v1/verify call or the session that continues them."""
-        return len(self._parked)
-
-    @property
-    def num_parked_blocks(self) -> int:
-        """Blocks that parked prefixes hold."""
-        return self._parked.num_blocks
-
-    @property
     def num_obtainable(self) -> int:
         """Blocks that could be free without the parked prefixes; an upper bound, since sequences may share theirs."""
-        return self.pool.num_available + self._parked.num_blocks
+        return self.pool.num_available + self.parked.num_blocks
 
     def num_lacking(self, sequence: SequenceState, length: int) -> int:
         """Blocks that the sequence lacks for `length` tokens."""
@@ -70,7 +55,7 @@ class SequenceCache:
         if needed > self.num_obtainable:
             return False
         while needed > self.pool.num_available:
-            if not self._parked.evict_one():
+            if not self.parked.evict_one():
                 return False
         if needed > 0:
             sequence.blocks += self.pool.allocate(needed) or []
@@ -137,7 +122,7 @@ class SequenceCache:
         The owner may divide its own by salts.
         """
         request = sequence.request
-        return chain_hash(self._salt + (request.salt if self._share_between_owners else request.client), ())
+        return chain_hash(self._salt + (request.asker.salt if self._share_between_owners else request.asker.client), ())
 
     def cut(self, sequence: SequenceState, length: int) -> None:
         """Forgets keys and values from token `length` on: other tokens stand there now.
@@ -173,29 +158,13 @@ class SequenceCache:
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
         since, is_lossy = self._clock(), sequence.is_lossy
         prefix = ParkedPrefix(
-            request.owner, request.kept_as(name), tokens, blocks, sequence.computed, hashes, since, is_lossy
+            request.asker.owner, request.asker.name_of(name), tokens, blocks, sequence.computed, hashes, since, is_lossy
         )
         self._on_park(prefix)
-        self._parked.park(prefix)
+        self.parked.park(prefix)
         return name
-
-    def is_parked(self, owner: bytes, name: str) -> bool:
-        """Any thread: whether `take_parked` would find it now."""
-        return self._parked.has(owner, name)
-
-    def take_parked(self, owner: bytes, name: str) -> ParkedPrefix | None:
-        """Any thread: hands over an owner's parked prefix with the references on its blocks, or None."""
-        return self._parked.take(owner, name)
-
-    def park_again(self, prefix: ParkedPrefix) -> None:
-        """Undoes `take_parked`."""
-        self._parked.park(prefix)
-
-    def release_old(self) -> None:
-        """Releases the parked prefixes that are too old."""
-        self._parked.evict_old()
 
     def release_parked(self, between: Callable[[], None] = lambda: None) -> None:
         """Releases every parked prefix. between: called after each."""
-        while self._parked.evict_one():
+        while self.parked.evict_one():
             between()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 _PROBE_EVERY_S: Final = 1.0
@@ -30,7 +31,6 @@ class Health:
         self._faults_last = faults_last
         self._num_failed = 0  # probes in a row
         self._recent_s: deque[float] = deque(maxlen=64)
-        self._running_since: float | None = None
         self._hung_at = float("inf")
         self._failure: str | None = None
         self._num_raised = 0
@@ -48,17 +48,16 @@ class Health:
         """Whether the runtime's present call takes more than 60 s and more than 20 times the slowest recent one."""
         return self._clock() > self._hung_at
 
-    def begin(self) -> None:
-        """Notes that a call of the runtime begins."""
-        self._running_since = self._clock()
-        self._hung_at = self._running_since + max(_HUNG_AFTER_S, _HUNG_AFTER_STEPS * max(self._recent_s, default=0.0))
-
-    def end(self, *, is_success: bool) -> None:
-        """Notes that the call is over."""
-        assert self._running_since is not None
-        if is_success:
-            self._recent_s.append(self._clock() - self._running_since)
-        self._running_since, self._hung_at = None, float("inf")
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around a call of the runtime."""
+        started = self._clock()
+        self._hung_at = started + max(_HUNG_AFTER_S, _HUNG_AFTER_STEPS * max(self._recent_s, default=0.0))
+        try:
+            yield
+            self._recent_s.append(self._clock() - started)
+        finally:
+            self._hung_at = float("inf")
 
     def worked(self) -> None:
         """Notes a step that committed tokens, or a probe that succeeded."""

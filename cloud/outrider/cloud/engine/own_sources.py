@@ -48,11 +48,13 @@ def require_hidden(runtime: BatchRuntime, config: EngineConfig) -> None:
 
 def teach(share: Share, branch: AcceptedBranch, rows: Rows, hidden: NDArray[np.float32] | None) -> None:
     """Shows a pass to the sources that learn. Call it before the tokens are part of the text."""
-    sequence = share.sequence
-    if not sequence.drafts.sources.learns:
+    tokens, learning = share.sequence.tokens, share.sequence.drafts.sources.learning
+    if not learning:
         return
     picks = [_likeliest_of(row) for row in rows] if isinstance(rows, list) else _likeliest(rows)
-    sequence.drafts.sources.learn(Verified(sequence.tokens, branch.tokens, share.drafted, branch.nodes, picks, hidden))
+    verified = Verified(tokens, branch.tokens, share.drafted, branch.nodes, picks, hidden)
+    for source in learning:
+        source.learn(verified)
 
 
 def _likeliest_of(row: int | NDArray[np.float32] | None) -> int | None:

@@ -20,6 +20,8 @@ from typing import Final, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+PLAIN_STEPS: Final = 64
+"""One step of so many has no prompts that delay others: what they add is measured by it."""
 _LITTLE: Final = 0.01
 """Of a step: who owes less owes nothing."""
 
@@ -36,17 +38,14 @@ class Member(Protocol):
     @property
     def owner(self) -> bytes:
         """Who asks."""
-        ...
 
     @property
     def priority(self) -> int:
         """The higher, the sooner it is served."""
-        ...
 
     @property
     def num_wanted(self) -> int:
         """Tokens that it could run in a step."""
-        ...
 
 
 M = TypeVar("M", bound=Member)
@@ -213,10 +212,6 @@ class Owners(Generic[M]):
         return [s for s in ready if s in taking_part]
 
     def _share_places(self, equals: Sequence[M], num_places: int) -> set[M]:
-        if len(equals) <= num_places:
-            return set(equals)
-        if not num_places:
-            return set()
         of_owner: dict[Owner[M], list[M]] = {}
         for sequence in equals:
             of_owner.setdefault(self.of(sequence), []).append(sequence)

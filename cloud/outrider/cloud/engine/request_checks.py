@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
@@ -17,6 +19,29 @@ _DEAD = -1
 _CACHES_QUEUED = 8
 """Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
 _MIN_QUEUED_TOKENS = 1 << 20
+_NUM_ENDS: Final = 64
+_MOST_WAIT_S: Final = 60
+"""Nobody is sent away for longer: the measure is of what ran, and what comes may be shorter."""
+
+
+class Turnover:
+    """Measures how fast sequences end, for the advice when to come back to a full queue.
+
+    The engine's thread notes; any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=_NUM_ENDS)
+
+    def note(self, now: float) -> None:
+        """A sequence has ended."""
+        self._ends.append(now)
+
+    def retry_after_s(self, num_sequences: int, now: float) -> int:
+        """Seconds until `num_sequences` more will have ended, 1 to 60, if they go on as the newest did."""
+        ends = tuple(self._ends)
+        gap_s = (now - ends[0]) / len(ends) if ends else 0.0
+        return max(1, min(_MOST_WAIT_S, math.ceil(gap_s * num_sequences)))
 
 
 def require_room(
@@ -53,7 +78,8 @@ def require_room(
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
-    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter` or `context_length_exceeded`.
+    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter`, `context_length_exceeded`,
+    `wrong_evidence`, and `unsupported_parameter` for what does not go with a rule that judges by probabilities.
 
     num_held: tokens of a parked prefix that come before the prompt.
     """
@@ -66,23 +92,18 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             f"the prompt has {length} tokens; this server takes at most {limits.max_positions - 1}",
         )
     _check_tokens(request.prompt, "prompt", limits)
-    _check_tokens(request.draft, "draft", limits)
+    _check_tokens(request.hints.draft, "draft", limits)
     if not 0 <= request.num_generated <= length:
         raise RequestError(
             "invalid_parameter",
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
-    check_processors(request.processors, limits)
-    _check_evidence(request.terms.rule, request.draft, request.evidence, limits)
-    _check_terms(request)
-
-
-def _check_terms(request: GenerateRequest) -> None:
-    """Raises RequestError `unsupported_parameter` for what does not go with a rule that judges by probabilities."""
-    terms, processors = request.terms, request.processors
-    if terms.rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
+    rule, processors = request.pick.terms.rule, request.pick.processors
+    check_processors(processors, limits)
+    _check_evidence(rule, request.hints.draft, request.hints.evidence, limits)
+    if rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
         raise RequestError(
-            "unsupported_parameter", f"typical_p and XTC do not go with the rule {terms.rule}; leave one of them out"
+            "unsupported_parameter", f"typical_p and XTC do not go with the rule {rule}; leave one of them out"
         )
 
 
@@ -105,7 +126,7 @@ def deadline_exceeded() -> RequestError:
 
 def usable_recent(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
     """The earlier text, or nothing if it has an id that the model has not: it may come from anywhere."""
-    earlier = request.recent
+    earlier = request.hints.recent
     is_fine = not request.once and bool(earlier) and min(earlier) >= 0 and max(earlier) < limits.vocab_size
     return earlier if is_fine else ()
 

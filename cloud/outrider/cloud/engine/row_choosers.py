@@ -12,10 +12,11 @@ from outrider.models.processors.processor_plan import ProcessorPlan
 
 def chooser_of(request: GenerateRequest, tokens: Sequence[int], vocab_size: int) -> TokenChooser | None:
     """None where a plain pick is enough. tokens: all before the first one to generate."""
-    plan = ProcessorPlan(request.processors, request.stop_ids, request.num_generated, request.grammar)
+    pick = request.pick
+    plan = ProcessorPlan(pick.processors, request.stop_ids, request.num_generated, pick.grammar)
     states, narrowing = plan.states(tokens, vocab_size), plan.narrowing
-    if request.terms.rule.needs_evidence:
-        return AcceptanceChooser(request.params, states, request.num_logprobs, narrowing, terms=request.terms)
-    if not states and narrowing is None and request.num_logprobs is None:
+    if pick.terms.rule.needs_evidence:
+        return AcceptanceChooser(pick.params, states, pick.num_logprobs, narrowing, terms=pick.terms)
+    if not states and narrowing is None and pick.num_logprobs is None:
         return None
-    return TokenChooser(request.params, states, request.num_logprobs, narrowing)
+    return TokenChooser(pick.params, states, pick.num_logprobs, narrowing)

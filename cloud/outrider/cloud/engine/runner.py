@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import numpy as np
@@ -34,7 +33,7 @@ class ModelRunner:
         """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
         # What a chooser has to see whole, no runtime picks from.
         params = [
-            share.sequence.request.params if share.sequence.chooser is None else None
+            share.sequence.request.pick.params if share.sequence.chooser is None else None
             for share in shares
             for _ in range(share.num_rows)
         ]
@@ -49,7 +48,7 @@ class ModelRunner:
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves keys and values of an accepted branch into place. Raises what the runtime raises."""
         assert isinstance(self._runtime, TreeRuntime)
-        with self._watched():
+        with self._health.watched():
             self._runtime.move(sources, targets)
 
     def probe(self, blocks: Sequence[int]) -> None:
@@ -68,7 +67,7 @@ class ModelRunner:
     def _run(
         self, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
     ) -> Rows:
-        with self._watched():
+        with self._health.watched():
             if isinstance(self._runtime, PickingRuntime):
                 rows: Rows = self._runtime.forward_picks(slices, params, positions)
             else:
@@ -76,16 +75,6 @@ class ModelRunner:
             if len(rows) != len(params):
                 raise ModelFault(f"the runtime returned {len(rows)} rows of logits; expected {len(params)}")
         return rows
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        self._health.begin()
-        is_success = False
-        try:
-            yield
-            is_success = True
-        finally:
-            self._health.end(is_success=is_success)
 
 
 def picked(

@@ -17,12 +17,11 @@ from typing import Final
 
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
-from outrider.cloud.engine.owners import Owners
-from outrider.cloud.engine.prompt_time import PLAIN_STEPS, steps_added, tokens_within_a_step
+from outrider.cloud.engine.owners import PLAIN_STEPS, Owners
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.estimators import StepSize, tokens_within_a_step
 from outrider.cloud.pending.policy import NO_WAIT
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import Totals
@@ -227,7 +226,7 @@ class Scheduler:
         """Who takes part, with which tokens: decoding sequences, their drafts, then prompt chunks in the rest."""
         for sequence in self.running:
             sequence.drafts.has_company = len(self.running) > 1
-        ready = [s for s in self.running if not self._is_waiting(s, now)]
+        ready = [s for s in self.running if not self._drafting.is_waiting(s.drafts, now)]
         items = [s for s in ready if s.drafts.num_own and s.num_missing == 1]
         texts = [s for s in self.running if s.num_missing == 1]  # also those that wait for a draft, or for a place
         added_to = [*(s for s in ready if s.num_missing > 1), *items]
@@ -251,7 +250,7 @@ class Scheduler:
         if has_delaying:
             beside = fixed if decoding else StepSize.of(1, texts[0].computed)
             past = sum(s.computed for s in prompts) / max(1, len(prompts))
-            added = steps_added(self._drafting.curve, for_prompts, beside, past)
+            added = self._drafting.curve.steps_added(for_prompts, beside, past)
             num_free = sum(s.num_wanted for s in prompts if s not in delaying)
             for_prompts = max(tokens_within_a_step(added), min(for_prompts, num_free))
         if prompts:
@@ -264,7 +263,7 @@ class Scheduler:
             self._owners.charge({s: count for s, count in chunks.items() if s in delaying}, added)
         given = {s: s.num_wanted - 1 for s in decoding if s in delaying}  # items
         if 0 < len(given) < len(decoding):
-            self._owners.charge(given, steps_added(self._drafting.curve, sum(given.values()), fixed, context))
+            self._owners.charge(given, self._drafting.curve.steps_added(sum(given.values()), fixed, context))
         shares: list[Share] = []
         taking_part: set[SequenceState] = set()
         for sequence in [*decoding, *prompts]:
@@ -308,12 +307,12 @@ class Scheduler:
         others = [s for s in ready if s.num_missing == 1 and s not in delaying]
         past = sum(s.computed for s in items) / len(items)
         beside = StepSize(len(others), sum(1 + s.computed for s in others)) if others else StepSize.of(1, int(past))
-        shared_room = tokens_within_a_step(steps_added(self._drafting.curve, room, beside, past)) if delaying else room
+        shared_room = tokens_within_a_step(self._drafting.curve.steps_added(room, beside, past)) if delaying else room
         ranks: Counter[bytes] = Counter()  # of each owner's next item
         order: list[tuple[int, SequenceState]] = []
         for item in items:
-            order.append((ranks[item.request.owner], item))
-            ranks[item.request.owner] += 1
+            order.append((ranks[item.request.asker.owner], item))
+            ranks[item.request.asker.owner] += 1
         late: set[SequenceState] = set()
         taken: list[bool] = []  # of each whether it delays others
         for _, item in sorted(order, key=lambda entry: entry[0]):
@@ -343,14 +342,6 @@ class Scheduler:
             room = min(room, missing - 1)
         new = sequence.tokens[sequence.computed : sequence.computed + room]
         return new, sequence.drafts.own_draft(room - missing) if len(new) == missing else NOTHING
-
-    def _is_waiting(self, sequence: SequenceState, now: float) -> bool:
-        if sequence.drafts.wait is NO_WAIT:
-            return False
-        is_waiting = self._drafting.is_waiting(sequence.drafts, now)
-        self._totals.waited_s += sequence.drafts.waited_s - sequence.usage.waited_s
-        sequence.usage.waited_s = sequence.drafts.waited_s
-        return is_waiting
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until the first wait ends; None when there is nothing to do."""

@@ -51,17 +51,17 @@ class SequenceState:
     @property
     def priority(self) -> int:
         """The higher, the sooner it is served."""
-        return self.request.priority
+        return self.request.asker.priority
 
     @property
     def owner(self) -> bytes:
         """Who asks."""
-        return self.request.owner
+        return self.request.asker.owner
 
     @property
     def num_counted(self) -> int:
         """Token ids that it holds, as the queue's bound counts them: its tokens, and those in its processors."""
-        return len(self.tokens) + self.request.processors.num_ids
+        return len(self.tokens) + self.request.pick.processors.num_ids
 
     @property
     def generated(self) -> list[int]:

@@ -74,7 +74,7 @@ class EngineThread(ServingEngine):
             self._is_idle.clear()
         self._is_stopping = True
         self._wake.set()
-        while self._thread.is_alive() and not self._engine.is_hung:
+        while self._thread.is_alive() and not self._engine.health.is_hung:
             self._thread.join(timeout=_LOOK_S)
         self._has_ended.set()
 
@@ -87,7 +87,7 @@ class EngineThread(ServingEngine):
         with self._gate:  # otherwise a request could arrive after the engine's last look at its inbox
             if self._is_draining:
                 raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
-            if self._death is not None or self._engine.is_hung:
+            if self._death is not None or self._engine.health.is_hung:
                 raise RequestError("engine_failed", "the server's engine has failed; use another server", status=503)
             sequence_id = self._engine.submit(request, sink)
         self._wake.set()
@@ -122,7 +122,7 @@ class EngineThread(ServingEngine):
 
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
-        return self._death or self._engine.fault()
+        return self._death or self._engine.health.fault
 
     def stats(self) -> EngineStats:
         """As `Engine.stats`."""
@@ -132,8 +132,8 @@ class EngineThread(ServingEngine):
         try:
             while not self._is_stopping and self._death is None:
                 self._step()
-                if self._engine.is_lost:
-                    self._die(f"{self._engine.fault()}, again and again")
+                if self._engine.health.is_lost:
+                    self._die(f"{self._engine.health.fault}, again and again")
             self._engine.shut_down()
         except BaseException as error:
             log_fault(error)
@@ -146,7 +146,7 @@ class EngineThread(ServingEngine):
 
     def _look(self) -> None:
         """Gives the engine up after so many looks at a step that hangs."""
-        self._num_hung = self._num_hung + 1 if self._engine.is_hung else 0
+        self._num_hung = self._num_hung + 1 if self._engine.health.is_hung else 0
         if self._num_hung >= _DEAD_AFTER:
             self._die("a step hangs in the model's runtime")
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from outrider.cloud.distributions import Distributions
+from outrider.cloud.pending.candidates import LEAST, Candidates, likeliest_path, line_of, tree_of
 from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts
@@ -25,30 +23,24 @@ from outrider.cloud.pending.policy import (
     choose_drafts,
     longest_wait,
     next_rate,
+    plan_in_company,
     plan_wait,
+    worth_waiting_for,
 )
-from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
+from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.cloud.pending.sources import expected_gain
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, PendingNode, is_looked_up
-from outrider.models.wire.tree_draft import ROOT, TreeDraft
+from outrider.cloud.pending.tree_trials import TreeTrials
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, is_looked_up
+from outrider.models.wire.tree_draft import TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
-_LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs
 _MANY: Final = 64  # drafted tokens of all sequences beyond which nodes are looked at more sparingly
 _STRETCH: Final = 8  # tokens over which the cheapest of them is averaged: a curve may have flat steps
 _SURE: Final = 0.6  # chance of the next token from which a pending guess is not compared with a wait
 _LITTLE: Final = 0.25  # survival of a path's end beyond which little is gained by waiting for more of it
-_BETTER: Final = (
-    1.1  # of the tokens that the device's drafts are expected to gain, from which another guess replaces them
-)
+_BETTER: Final = 1.1  # of what the device's drafts are expected to gain, from which another guess replaces them
 _TESTED_EVERY: Final = 16  # such guesses, of which one is pending all the same: so that commits test it
-_TREE_MEMORY: Final = 0.9
 _MAX_CLIENTS: Final = 256  # whose earlier sessions are remembered
-_MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a new shape
-_FIRST_TRIAL: Final = 64  # tree steps declined before another is tried; each trial that shows no change doubles it
-_SOON: Final = 8  # the same after a trial that was faster than expected
-_FASTER: Final = 0.9  # of the expected time
-_MOST_DECLINED: Final = 8 * _FIRST_TRIAL  # so trees are timed again within as many steps
 _PLAIN_AFTER: Final = 32  # steps at least between two that are run without drafts, to time them
 _TRIAL_SHARE: Final = 0.01  # of the time, for steps of sizes that were not run of late
 
@@ -59,46 +51,6 @@ class Learned:
 
     acceptance: AcceptanceEstimator
     chances: NodeChances
-
-
-@dataclass(slots=True)
-class _Candidates:
-    """Pending nodes of a sequence in the order in which they are worth verifying: by falling survival.
-
-    parents: indices into the same lists, -1 for children of the last committed token. is_line: each follows the last.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    parents: Sequence[int] = ()
-    survivals: list[float] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    is_line: bool = True
-
-    def chosen(self, count: int) -> SelectedDrafts:
-        """The first `count`, the likeliest path moved to the front."""
-        if count == 0:
-            return NOTHING
-        if self.is_line:
-            return SelectedDrafts.line(self.tokens[:count])
-        order: list[int] = []
-        others: list[int] = []
-        end = -1
-        for index in range(count):
-            if self.parents[index] == end:  # the first child of the path's end, so the likeliest
-                order.append(index)
-                end = index
-            else:
-                others.append(index)
-        if not others:
-            return SelectedDrafts.line(self.tokens[:count])
-        order += others
-        place = {index: new for new, index in enumerate(order)}
-        place[-1] = -1
-        return SelectedDrafts([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])
-
-    def num_looked_up(self, count: int) -> int:
-        """How many of the first `count` were looked up."""
-        return sum(map(is_looked_up, self.kinds[:count]))
 
 
 class Drafting:
@@ -116,9 +68,7 @@ class Drafting:
         self._learned: OrderedDict[bytes, Learned] = OrderedDict()  # by client, the latest last
         self.distributions = Distributions()
         self.num_nodes = 0  # of devices, that became pending
-        self._tree_s = self._line_s = 0.0  # of tree steps; as the curve says of lines of the same size
-        self._num_declined = 0
-        self._trial_after = _FIRST_TRIAL
+        self.trees = TreeTrials()
         self._untried_s = 0.0  # time of all steps since a size was tried
         self._num_drafted = 0  # steps since one was run without drafts, to time it
 
@@ -159,8 +109,6 @@ class Drafting:
         )
         drafts.trie.root.position = len(committed)
         return drafts
-
-    # -- what arrives ------------------------------------------------------------------------------------------------
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
@@ -241,7 +189,7 @@ class Drafting:
             if drafts.num_declined % _TESTED_EVERY:
                 guesses = []
         for guess in guesses if self._with_trees else guesses[:1]:
-            trie.merge_lookup(guess.tokens, guess.kinds)
+            trie.merge(guess.tokens, guess.kinds)
         if is_better and (is_rival or len(guesses) > 1):
             trie.prefer(guesses[0].tokens)
         elif is_rival:
@@ -270,8 +218,6 @@ class Drafting:
             for source in drafts.sources
         )
 
-    # -- waiting -----------------------------------------------------------------------------------------------------
-
     def _start_wait(self, drafts: PendingDrafts, now: float, crowding: float) -> None:
         allowed = drafts.patience_ms
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
@@ -283,7 +229,7 @@ class Drafting:
             if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:
                 return  # what is here is as good as what would come
         step_s, extra_s = self.curve.step_and_extra()
-        most = min(self._max_draft, _worth_waiting_for(alpha), drafts.num_left - 1)
+        most = min(self._max_draft, worth_waiting_for(alpha), drafts.num_left - 1)
         lags = [bounded(lag, step_s) for lag in drafts.lag.seconds_until(most)]
         beta, answered, crowding = drafts.chances.beta, drafts.lag.answer_rate, max(1.0, crowding)
         if self._policy is not Policy.AUTO:
@@ -293,7 +239,7 @@ class Drafting:
             # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
             in_steps = tuple(None if lag is None else -(-lag // step_s) for lag in lags)
             coarse = round(alpha, 2), round(extra_s / step_s, 2), in_steps, round(answered, 2), round(crowding, 1)
-            want = _plan_in_company(*coarse, round(beta, 1), saves_passes)
+            want = plan_in_company(*coarse, round(beta, 1), saves_passes)
             wait = Wait(want, (in_steps[want - 1] or 0.0) * step_s) if want else NO_WAIT
         else:
             wait = plan_wait(
@@ -301,7 +247,7 @@ class Drafting:
             )
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
-        line = self._line(drafts)
+        line = line_of(drafts, self._max_draft)
         here = line.survivals if drafts.trie.has_device_nodes else []
         if here and not saves_passes and best_rate(here, step_s, extra_s) > next_rate(alpha, wait, step_s, extra_s):
             return  # what is here is worth a step now
@@ -336,10 +282,8 @@ class Drafting:
             return False
         if self._with_trees:  # alternatives come before the end of the path where they are likelier to be reached
             return num_here >= want
-        survivals = self._line(drafts).survivals
+        survivals = line_of(drafts, self._max_draft).survivals
         return bool(survivals) and survivals[-1] < _LITTLE
-
-    # -- what is verified --------------------------------------------------------------------------------------------
 
     def choose(
         self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
@@ -360,13 +304,13 @@ class Drafting:
         others = [drafts for drafts in decoding if drafts.num_own is None]
         for drafts in others:
             self._look_up(drafts)
-        lines = rows = [self._line(drafts) for drafts in others]
+        lines = rows = [line_of(drafts, self._max_draft) for drafts in others]
         counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
         if self._with_trees and any(drafts.trie for drafts in others):
             least = self._least_worth(rate, min(budget, self._max_draft * len(others)), fixed, context)
-            trees = [self._tree(drafts, least) for drafts in others]
+            trees = [tree_of(drafts, self._max_draft, least) for drafts in others]
             tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
-            if tree_rate > rate and self._pays(tree_rate, rate):
+            if tree_rate > rate and self.trees.pay(tree_rate, rate):
                 rows, counts, rate = trees, tree_counts, tree_rate
         if self._num_drafted >= _PLAIN_AFTER and self.curve.lacks(fixed.tokens) and self._policy is not Policy.VERIFY:
             self._num_drafted = 0
@@ -388,35 +332,14 @@ class Drafting:
         if not self.curve.is_known:
             return
         expected_s = float(self.curve.seconds(size.tokens, size)[-1])
-        if self._line_s == 0.0:
-            self._tree_s = self._line_s = expected_s  # as if one step had shown no difference
-        if seconds < _FASTER * self.tree_ratio * expected_s:
-            self._trial_after = _SOON
-        self._tree_s = _TREE_MEMORY * self._tree_s + min(seconds, _MOST_TREE_RATIO * expected_s)
-        self._line_s = _TREE_MEMORY * self._line_s + expected_s
+        self.trees.ran(seconds, expected_s)
         if size.tokens > self.curve.largest:  # no line of about this size was run of late
-            self.curve.observe(size, seconds / self.tree_ratio)
+            self.curve.observe(size, seconds / self.trees.ratio)
         else:
             self.curve.passed()
 
-    @property
-    def tree_ratio(self) -> float:
-        """How much longer a step with trees takes than a step of as many tokens in lines; at least 1."""
-        return max(1.0, self._tree_s / self._line_s) if self._line_s else 1.0
-
-    def _pays(self, tree_rate: float, line_rate: float) -> bool:
-        """Whether trees are verified although their steps take longer. Where they do not pay, one is tried at times."""
-        if tree_rate > line_rate * self.tree_ratio:
-            self._num_declined, self._trial_after = 0, _FIRST_TRIAL
-            return True
-        self._num_declined += 1
-        if self._num_declined < self._trial_after:
-            return False
-        self._num_declined, self._trial_after = 0, min(2 * self._trial_after, _MOST_DECLINED)
-        return True
-
     def _counts(
-        self, rows: Sequence[_Candidates], num_decoding: int, budget: int, fixed: StepSize, context: float
+        self, rows: Sequence[Candidates], num_decoding: int, budget: int, fixed: StepSize, context: float
     ) -> tuple[list[int], float]:
         survivals = [row.survivals for row in rows]
         if self._policy is Policy.VERIFY:
@@ -432,7 +355,7 @@ class Drafting:
 
     def _tried(
         self,
-        rows: Sequence[_Candidates],
+        rows: Sequence[Candidates],
         counts: list[int],
         rate: float,
         num_decoding: int,
@@ -469,109 +392,7 @@ class Drafting:
         if self._policy is Policy.VERIFY:
             return _LIKELY
         if most <= _MANY:
-            return _LEAST
+            return LEAST
         step_s = self.curve.seconds(fixed.tokens + most, fixed, context)[fixed.tokens - 1 :]
         cheapest_s = float((step_s[_STRETCH:] - step_s[:-_STRETCH]).min()) / _STRETCH
-        return max(_LEAST, 0.5 * rate * cheapest_s)
-
-    def _line(self, drafts: PendingDrafts) -> _Candidates:
-        """The likeliest path."""
-        row = _Candidates()
-        node, left = drafts.trie.root.best, min(self._max_draft, drafts.num_left - 1)
-        if node is None or left <= 0:
-            return row
-        rates = drafts.chances.rates()
-        by_position: list[float] = []  # of unhinted nodes
-        alive = 1.0
-        tokens, survivals, kinds = row.tokens, row.survivals, row.kinds
-        while node is not None and left:
-            kind = node.kind
-            if kind == UNHINTED:
-                by_position = by_position or drafts.acceptance.rates(self._max_draft)
-                alive *= by_position[len(tokens)]
-            else:
-                alive *= rates[kind]
-            if alive < _LEAST:
-                break
-            tokens.append(node.token)
-            survivals.append(alive)
-            kinds.append(kind)
-            node = node.best
-            left -= 1
-        return row
-
-    def _tree(self, drafts: PendingDrafts, least: float) -> _Candidates:
-        """The nodes that are likeliest to be reached and picked, best first: parents come before their children.
-
-        least: survival of those that are looked at.
-        """
-        root, num_left = drafts.trie.root, drafts.num_left - 1
-        parents: list[int] = []
-        row = _Candidates(parents=parents, is_line=False)
-        if root.children is None or num_left <= 0 or self._max_draft == 0:
-            return row
-        rates, beta = drafts.chances.rates(), drafts.chances.beta
-        by_position: list[float] = []
-        deepest = root.position + min(self._max_draft, num_left)
-        heap: list[tuple[float, int, PendingNode, int]] = []
-        num_pushed, parent, index, alive = 0, root, -1, 1.0
-        while True:
-            children = parent.children
-            if children is not None and parent.position < deepest:
-                for child in children.values():
-                    kind = child.kind
-                    if kind == UNHINTED:
-                        by_position = by_position or drafts.acceptance.rates(self._max_draft)
-                        chance = by_position[parent.position - root.position]
-                        if child is not parent.best:
-                            chance = (1.0 - chance) * beta / max(1, len(children) - 1)
-                    else:
-                        chance = rates[kind]
-                    chance *= alive
-                    if chance >= least:
-                        num_pushed += 1
-                        heapq.heappush(heap, (-chance, num_pushed, child, index))
-            if not heap or len(row.tokens) == self._max_draft:
-                return row
-            alive, _, parent, above = heapq.heappop(heap)
-            alive, index = -alive, len(row.tokens)
-            row.tokens.append(parent.token)
-            parents.append(above)
-            row.survivals.append(alive)
-            row.kinds.append(parent.kind)
-
-
-def likeliest_path(message: TreeDraft) -> list[int]:
-    """The tokens of the path from `message.base` on along which each node's level is the highest."""
-    best: dict[int, tuple[int, int]] = {}  # by parent: level and number
-    for number, (parent, level) in enumerate(zip(message.parents, message.levels, strict=True), start=message.first):
-        if parent not in best or level > best[parent][0]:
-            best[parent] = level, number
-    path, at = [], ROOT
-    while at in best:
-        at = best[at][1]
-        path.append(message.tokens[at - message.first])
-    return path
-
-
-def _worth_waiting_for(alpha: float) -> int:
-    """Drafted tokens beyond which a wait buys next to nothing: less than 2 % of passes accept as many."""
-    return max(8, math.ceil(math.log(0.02) / math.log(min(max(alpha, 0.01), 0.99))))
-
-
-@lru_cache(maxsize=4096)
-def _plan_in_company(
-    alpha: float,
-    extra: float,
-    lags: tuple[float | None, ...],
-    answer_rate: float,
-    crowding: float,
-    beta: float,
-    saves_passes: bool,
-) -> int:
-    """How many drafted tokens to wait for, with times in units of a step; 0: do not wait.
-
-    Only ratios of times matter. Where many sequences run, their lags are whole steps, so few cases differ.
-    """
-    wait = plan_wait(alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding, beta=beta)
-    return wait.want
+        return max(LEAST, 0.5 * rate * cheapest_s)

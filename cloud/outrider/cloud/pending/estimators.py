@@ -14,6 +14,7 @@ from operator import mul
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.cloud.pending.policy import ENOUGH_ANSWERS, longest_wait
 
@@ -225,12 +226,32 @@ class StepTimeCurve:
             out += self._slope_s * (fixed.attended + context * np.maximum(0, wanted - fixed.tokens))
         return out
 
+    def steps_added(self, most: int, fixed: StepSize, context: float) -> NDArray[np.float64]:
+        """What 1, 2, ... tokens add to a step of `fixed`, in times of that step: [at most `most`], not decreasing.
+
+        context: positions that each of them attends to. It ends at sizes that nothing is known of, so a caller that
+        takes more and more tokens learns what they cost.
+        """
+        if not self.is_known or fixed.tokens == 0 or most <= 0:
+            return np.zeros(max(0, most))
+        most = min(most, max(1, 2 * max(fixed.tokens, self.largest) - fixed.tokens))
+        times = self.seconds(fixed.tokens + most, fixed, context)
+        added: NDArray[np.float64] = np.maximum(0.0, times[fixed.tokens :] / times[fixed.tokens - 1] - 1.0)
+        return added
+
     def step_and_extra(self) -> tuple[float, float]:
         """Seconds of a one-token step at the usual context, and of each further token (mean of the next four)."""
         if self._step_and_extra is None:
             times = self.seconds(5, context=self._context)
             self._step_and_extra = float(times[0]), float(times[4] - times[0]) / 4
         return self._step_and_extra
+
+
+def tokens_within_a_step(added: NDArray[np.float64]) -> int:
+    """As many tokens as at most double the step's time, `added` as `StepTimeCurve.steps_added` gives it; one at least,
+    so that a prompt ends.
+    """
+    return min(len(added), max(1, int(np.searchsorted(added, 1.0, side="right"))))
 
 
 def _median_s(seen: Iterable[tuple[int, float]]) -> float:

@@ -9,15 +9,13 @@ has nothing, the picks after the rejected guess are the guess.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from outrider.cloud.pending.sources import Verified
 from outrider.cloud.pending.trie import POOL_KINDS
 
-_Key = TypeVar("_Key")
-
-MAX_NGRAMS: Final = 4096
-"""Pairs, and as many triples, of a sequence: the newest. They take about 1 MB."""
+MAX_NGRAMS: Final = 8192
+"""Pairs and triples of a sequence: the newest. They take about 1 MB."""
 MAX_PATH: Final = 8
 """Tokens of a guess."""
 
@@ -31,20 +29,17 @@ class NgramPool:
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
-        self._after_one: dict[int, int] = {}
-        self._after_two: dict[tuple[int, int], int] = {}
+        self._after: dict[tuple[int, ...], int] = {}  # what followed one token, and two
         self._guess: tuple[int, list[int]] = (0, [])  # tokens of the text that it follows, and the guess
 
     def learn(self, verified: Verified) -> None:
         """Takes an n-gram of each row, and what the target picked after the rejected guess."""
         text, drafted, picks = verified.text, verified.drafted, verified.picks
         for row, picked in enumerate(picks):
-            if picked is None:
-                continue
-            last, before = _last_two(text, drafted.tokens, drafted.parents, row)
-            _remember(self._after_one, last, picked)
-            if before is not None:
-                _remember(self._after_two, (before, last), picked)
+            if picked is not None:
+                last_two = _last_two(text, drafted.tokens, drafted.parents, row)
+                self._remember(last_two[-1:], picked)
+                self._remember(last_two, picked)
         guess: list[int] = []
         node = _first_child(drafted.parents, verified.last_row - 1)
         while node is not None and len(guess) < MAX_PATH and (picked := picks[node + 1]) is not None:
@@ -54,41 +49,34 @@ class NgramPool:
 
     def propose(self, most: int) -> tuple[list[int], list[int]]:
         """A chain of n-grams after the last tokens of the text, the longer ones first; else the last picks."""
-        text, path, kinds = self._text, list[int](), list[int]()
-        if not text:
-            return [], []
-        before, last = (text[-2] if len(text) > 1 else None), text[-1]
+        path, kinds = list[int](), list[int]()
+        last_two = tuple(self._text[-2:])
         while len(path) < min(most, MAX_PATH):
-            found = self._after_two.get((before, last)) if before is not None else None
-            kinds.append(POOL_KINDS[1])
-            if found is None:
-                found = self._after_one.get(last)
-                kinds[-1] = POOL_KINDS[0]
-            if found is None:
-                kinds.pop()
+            known = [ngram for ngram in (last_two, last_two[-1:]) if ngram in self._after]
+            if not known:
                 break
-            path.append(found)
-            before, last = last, found
-        if not path and self._guess[0] == len(text):
+            path.append(self._after[known[0]])
+            kinds.append(POOL_KINDS[len(known[0]) - 1])
+            last_two = last_two[-1], path[-1]
+        if not path and self._guess[0] == len(self._text):
             path = self._guess[1][:most]
             kinds = [POOL_KINDS[2]] * len(path)
         return path, kinds
 
+    def _remember(self, ngram: tuple[int, ...], token: int) -> None:
+        self._after.pop(ngram, None)  # so that it is the newest
+        self._after[ngram] = token
+        if len(self._after) > MAX_NGRAMS:
+            del self._after[next(iter(self._after))]
 
-def _last_two(text: Sequence[int], tokens: Sequence[int], parents: Sequence[int], row: int) -> tuple[int, int | None]:
-    """The token that a row is after, and the one before it."""
+
+def _last_two(text: Sequence[int], tokens: Sequence[int], parents: Sequence[int], row: int) -> tuple[int, ...]:
+    """The token that a row is after, behind the one before it."""
     if row == 0:
-        return text[-1], text[-2] if len(text) > 1 else None
+        return tuple(text[-2:])
     parent = parents[row - 1]
-    return tokens[row - 1], tokens[parent] if parent >= 0 else text[-1]
+    return tokens[parent] if parent >= 0 else text[-1], tokens[row - 1]
 
 
 def _first_child(parents: Sequence[int], node: int) -> int | None:
     return next((child for child in range(node + 1, len(parents)) if parents[child] == node), None)
-
-
-def _remember(table: dict[_Key, int], key: _Key, token: int) -> None:
-    table.pop(key, None)  # so that it is the newest
-    table[key] = token
-    if len(table) > MAX_NGRAMS:
-        del table[next(iter(table))]

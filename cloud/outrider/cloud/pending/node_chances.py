@@ -110,17 +110,11 @@ class NodeChances:
         for children, token, best in tests:
             has_guess = False
             for child in children:
-                kind = child.kind
+                kind, is_hit = child.kind, child.token == token
                 tested[kind] = _KIND_MEMORY * tested[kind] + 1.0
-                if child.token == token:
-                    accepted[kind] = _KIND_MEMORY * accepted[kind] + 1.0
-                    is_hit = True
-                else:
-                    accepted[kind] *= _KIND_MEMORY
-                    is_hit = False
+                accepted[kind] = _KIND_MEMORY * accepted[kind] + is_hit
                 source = _SOURCE_OF[kind]
-                if source == _DEVICE:
-                    has_guess = has_guess or is_hit
+                has_guess = has_guess or (is_hit and source == _DEVICE)
                 if kind != UNHINTED:
                     promised[source] += NOMINAL[kind]
                     hits[source] += is_hit

@@ -52,13 +52,10 @@ class PendingDrafts:
         """Tokens that the sequence may still commit."""
         return self.max_new - len(self.committed)
 
-    def likeliest(self, limit: int) -> list[int]:
-        """The likeliest pending path, at most `limit` tokens; the last token to commit needs no draft."""
-        return self.trie.likeliest(max(0, min(limit, self.num_left - 1)))
-
     def own_draft(self, room: int) -> SelectedDrafts:
         """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""
-        tokens = self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
+        most = min(self.num_own or 0, room, self.num_left - 1)  # the last token to commit needs no draft
+        tokens = self.trie.likeliest(max(0, most))
         return SelectedDrafts.line(tokens, self.evidence[: len(tokens)])
 
     def rewind(self, base: int, tokens: Sequence[int], sources: Iterable[DraftSource]) -> None:

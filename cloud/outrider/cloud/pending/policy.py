@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -161,3 +162,26 @@ def plan_wait(
     rate = answer_rate * waiting(k, lag) + (1 - answer_rate) / max(step_s + lag, crowding * step_s)
     streaming = max(rate_streaming(alpha, j, step_s, extra_s, first, crowding, beta) for j in range(len(lags) + 1))
     return Wait(k, lag) if rate > streaming else NO_WAIT
+
+
+def worth_waiting_for(alpha: float) -> int:
+    """Drafted tokens beyond which a wait buys next to nothing: less than 2 % of passes accept as many."""
+    return max(8, math.ceil(math.log(0.02) / math.log(min(max(alpha, 0.01), 0.99))))
+
+
+@lru_cache(maxsize=4096)
+def plan_in_company(
+    alpha: float,
+    extra: float,
+    lags: tuple[float | None, ...],
+    answer_rate: float,
+    crowding: float,
+    beta: float,
+    saves_passes: bool,
+) -> int:
+    """How many drafted tokens to wait for, with times in units of a step; 0: do not wait.
+
+    Only ratios of times matter. Where many sequences run, their lags are whole steps, so few cases differ.
+    """
+    wait = plan_wait(alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding, beta=beta)
+    return wait.want

@@ -27,7 +27,7 @@ def kind_after(run: int, kinds: range = EARLIER_KINDS) -> int:
 assert len(EARLIER_KINDS) == len(PREDICTED_KINDS) == len(_LONG_RUNS) + 1
 
 
-class RecentText:
+class RecentTextSource:
     """An earlier text, and where the present one is in it.
 
     committed: the sequence's tokens; read, never changed, only grows. is_repeat: the earlier text was picked with the
@@ -47,13 +47,8 @@ class RecentText:
         self._at = 0  # where the next token is expected
         self._run = 0  # tokens that agreed up to there
         self._is_aligned = True
-        self.is_repeat = is_repeat
+        self.goes_first = is_repeat
         self.kinds = kinds
-
-    @property
-    def goes_first(self) -> bool:
-        """While it repeats an equal request."""
-        return self.is_repeat
 
     def propose(self, most: int) -> tuple[list[int], list[int]]:
         """At most `most` tokens that follow here in the earlier text, and their kinds; nothing where it is left."""
@@ -61,7 +56,7 @@ class RecentText:
         if not self._is_aligned or most <= 0:
             return [], []
         tokens = self._tokens[self._at : self._at + most]
-        if self.is_repeat:
+        if self.goes_first:
             return tokens, [REPEATED] * len(tokens)
         return tokens, [kind_after(self._run + index, self.kinds) for index in range(len(tokens))]
 
@@ -72,7 +67,7 @@ class RecentText:
             if self._is_aligned and self._at < len(self._tokens) and self._tokens[self._at] == token:
                 self._run += 1
             elif self._at < len(self._tokens) or not self._is_aligned:
-                self._is_aligned = self.is_repeat = False
+                self._is_aligned = self.goes_first = False
                 self._run = 0
             self._at += 1
         if not self._is_aligned:

@@ -22,29 +22,22 @@ _COST_KEPT: Final = 0.99  # of a source's time, for each question that it was no
 
 
 class DraftSource(Protocol):
-    """Guesses of what follows one sequence's committed tokens. The engine's thread owns it."""
+    """Guesses of what follows one sequence's committed tokens. The engine's thread owns it.
 
-    @property
-    def kinds(self) -> range:
-        """The kinds of its nodes (`trie`): how sure it is, by which their chances are measured."""
-        ...
+    kinds: of its nodes (`trie`): how sure it is, by which their chances are measured. goes_first: its guess goes before
+    all others, since it repeats what the same request got. rivals_device: it is asked where the device has sent drafts,
+    too.
+    """
 
-    @property
-    def goes_first(self) -> bool:
-        """Whether its guess goes before all others: it repeats what the same request got."""
-        ...
-
-    @property
-    def rivals_device(self) -> bool:
-        """Whether it is asked where the device has sent drafts, too."""
-        ...
+    kinds: range
+    goes_first: bool
+    rivals_device: bool
 
     def propose(self, most: int) -> tuple[list[int], list[int]]:
         """A path of at most `most` tokens that follow the committed ones, and their kinds; nothing where it has none.
 
         Changes no text; how long it takes is measured.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +70,6 @@ class LearningSource(Protocol):
 
     def learn(self, verified: Verified) -> None:
         """Called once for each pass, before its tokens are part of the text. Must not keep the arrays."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +92,7 @@ class _Asked:
 
 class Sources:
     """The verifier's own sources of one sequence. The engine's thread owns it. clock: for the time that a source takes.
+    learning: those that learn from each pass.
 
     The chances of a guess are those of its kinds (`node_chances`), which every commit tests. So the guess with the most
     expected tokens is the one to verify. All that is kept of a source is what a question gains, and takes: it is left
@@ -109,23 +102,13 @@ class Sources:
     def __init__(self, sources: Iterable[DraftSource] = (), clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._asked = {source: _Asked() for source in sources}
+        self.learning = [source for source in self._asked if isinstance(source, LearningSource)]
 
     def __bool__(self) -> bool:
         return bool(self._asked)
 
     def __iter__(self) -> Iterator[DraftSource]:
         return iter(self._asked)
-
-    @property
-    def learns(self) -> bool:
-        """Whether `learn` is of use."""
-        return any(isinstance(source, LearningSource) for source in self._asked)
-
-    def learn(self, verified: Verified) -> None:
-        """Passes a pass on to the sources that learn."""
-        for source in self._asked:
-            if isinstance(source, LearningSource):
-                source.learn(verified)
 
     def guesses(
         self, most: int, rates: Sequence[float], step_s: float | None, *, of_rivals: bool = False

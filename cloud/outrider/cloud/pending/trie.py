@@ -8,8 +8,8 @@ messages arrive. No function recurses, and each node is merged once and dropped 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import islice, repeat
 from typing import Final
 
 from outrider.models.wire.tree_draft import CHANCES, ROOT, TreeDraft
@@ -72,7 +72,7 @@ GONE: Final = PendingNode(ROOT, _DROPPED, UNHINTED)
 class DraftTrie:
     """Guesses of what follows the last committed token."""
 
-    __slots__ = ("_likeliest", "_num_orphans", "_numbers", "_orphans", "num_looked_up", "num_nodes", "root")
+    __slots__ = ("_num_orphans", "_numbers", "_orphans", "num_looked_up", "num_nodes", "root")
 
     def __init__(self) -> None:
         self.root = PendingNode(ROOT, 0, UNHINTED)
@@ -82,7 +82,6 @@ class DraftTrie:
         # By their parents' numbers, by their own: token, kind.
         self._orphans: dict[int, dict[int, tuple[int, int]]] = {}
         self._num_orphans = 0
-        self._likeliest: tuple[int, list[int]] = (0, [])  # of which limit, the path: asked for twice a step
 
     def __bool__(self) -> bool:
         return self.num_nodes > 0
@@ -92,27 +91,20 @@ class DraftTrie:
         """Whether anything is pending that the device sent."""
         return self.num_nodes > self.num_looked_up
 
-    def merge(self, path: Sequence[int], *, prefer: bool, kind: int = UNHINTED) -> None:
-        """Adds a path. With `prefer` it becomes the likeliest; otherwise only where no path was there before.
+    def merge(self, path: Sequence[int], kinds: Iterable[int] = repeat(UNHINTED), *, prefer: bool = False) -> None:
+        """Adds a path. With `prefer` it becomes the likeliest; otherwise only where nothing of its kind, or of a higher
+        one, is there.
 
-        At MAX_NODES nodes the rest of the path is dropped, which is always allowed.
+        kinds: of its nodes. At MAX_NODES nodes the rest of the path is dropped, which is always allowed.
         """
         node = self.root
-        for token in path:
+        for token, kind in zip(path, kinds, strict=False):
             child = self._attach(node, token, kind)
             if child is GONE:
                 return
             if prefer:
                 node.best = child
             node = child
-
-    def merge_lookup(self, path: Sequence[int], kinds: Sequence[int]) -> None:
-        """Adds a path that was looked up; kinds: of its nodes."""
-        node = self.root
-        for token, kind in zip(path, kinds, strict=True):
-            node = self._attach(node, token, kind)
-            if node is GONE:
-                return
 
     def prefer(self, path: Sequence[int]) -> None:
         """Makes a pending path the likeliest, as far as it is pending; until the device sends other nodes there."""
@@ -122,7 +114,6 @@ class DraftTrie:
             if child is None:
                 break
             node.best = node = child
-        self._likeliest = (0, [])
 
     def merge_tree(self, message: TreeDraft, committed: Sequence[int]) -> int:
         """Adds a device's numbered nodes. Returns the position of its deepest node; 0 if none is pending or committed.
@@ -174,7 +165,6 @@ class DraftTrie:
                 num_free = MAX_NODES - self.num_nodes
         self.num_nodes = MAX_NODES - num_free
         self.num_looked_up -= num_taken_over
-        self._likeliest = (0, [])
         if len(numbers) > MAX_NUMBERS:
             for oldest in list(islice(numbers, len(numbers) - MAX_NUMBERS)):
                 del numbers[oldest]
@@ -206,7 +196,6 @@ class DraftTrie:
         best = parent.best
         if best is None or child.kind > best.kind:
             parent.best = child
-        self._likeliest = (0, [])
         return child
 
     def compared(self, position: int, token: int, committed: Sequence[int]) -> PendingNode:
@@ -251,7 +240,6 @@ class DraftTrie:
         if children is not None:
             new = children.pop(token, None)
             old.children = old.best = None
-            self._likeliest = (0, [])
             if new is not None:
                 self.num_nodes -= 1
                 self.num_looked_up -= is_looked_up(new.kind)
@@ -277,15 +265,12 @@ class DraftTrie:
 
     def likeliest(self, limit: int) -> list[int]:
         """The likeliest path, at most `limit` tokens."""
-        known, path = self._likeliest
-        if limit > known:
-            path = []
-            node = self.root.best
-            while node is not None and len(path) < limit:
-                path.append(node.token)
-                node = node.best
-            self._likeliest = (limit, path)
-        return path[:limit]
+        path: list[int] = []
+        node = self.root.best
+        while node is not None and len(path) < limit:
+            path.append(node.token)
+            node = node.best
+        return path
 
     def likeliest_of_device(self, limit: int) -> list[int]:
         """The likeliest path, as far as the device sent it."""
@@ -301,15 +286,6 @@ class DraftTrie:
             path.append(node)
             node = _device_child(node)
         return path
-
-    def nodes(self) -> Iterator[tuple[tuple[int, ...], PendingNode]]:
-        """Every pending node with its path from the root; for tests."""
-        stack: list[tuple[tuple[int, ...], PendingNode]] = [((), self.root)]
-        while stack:
-            path, parent = stack.pop()
-            for child in (parent.children or {}).values():
-                yield (*path, child.token), child
-                stack.append(((*path, child.token), child))
 
 
 def _device_child(parent: PendingNode) -> PendingNode | None:

@@ -42,6 +42,7 @@ from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles, open_socket, url_of
 from outrider.models.process.command_line import print_error
+from outrider.models.process.heap import bound_heaps
 from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.cloud")
@@ -60,6 +61,7 @@ def serve(options: ServeOptions) -> int:
             raise ConfigError(f"--{each.name.replace('_', '-')} is for replicas; give --ray too")
     with takes_hangups() as hangups:
         configure_logging(options.log_format)
+        bound_heaps()
         access = Access.of(options)
         require_writable(options.port_file)
         with (

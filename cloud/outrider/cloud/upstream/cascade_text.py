@@ -35,9 +35,9 @@ from outrider.models.wire.protocol import (
     DraftRequest,
     SessionEnd,
     SessionOpen,
-    VerifyRequest,
 )
 from outrider.models.wire.tree_draft import TreeDraft
+from outrider.models.wire.verify import VerifyRequest
 
 _log = logging.getLogger("outrider.cloud")
 
@@ -82,8 +82,8 @@ class CascadedText:
         if self._has_ended:
             return
         loop = asyncio.get_running_loop()
-        if self.request.deadline_ms is not None:
-            self._timer = loop.call_later(self.request.deadline_ms / 1e3, self._expire)
+        if self.request.asker.deadline_ms is not None:
+            self._timer = loop.call_later(self.request.asker.deadline_ms / 1e3, self._expire)
         self._task = loop.create_task(self._verify() if self.request.once else self._generate())
         self._task.add_done_callback(self._on_done)
 
@@ -177,7 +177,7 @@ class CascadedText:
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
         counts.passes += 1
         counts.confirmed += num_agreed
-        asked = commit.logprobs if self.request.num_logprobs is not None else None  # else nobody has checked them
+        asked = commit.logprobs if self.request.pick.num_logprobs is not None else None  # else nobody has checked them
         logprobs = tuple(
             TokenLogprobs(token, each.logprob, tuple(each.top))
             for token, each in zip(tokens, asked or (), strict=False)
@@ -203,7 +203,7 @@ class CascadedText:
 
     async def _verify(self) -> None:
         """A /v1/verify item: one pass of the target's, which the mid-size verifier has no part in."""
-        salt, facts = self._upstream.cache_salt(self.request.client), self._upstream.facts
+        salt, facts = self._upstream.cache_salt(self.request.asker.client), self._upstream.facts
         item = wire_item(self.request, facts)
         try:
             answer = await self._upstream.client.streams.verify(VerifyRequest(items=[item], cache_salt=salt))

@@ -90,10 +90,9 @@ class CascadeEngine(ServingEngine):
             raise RequestError(
                 "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
             )
-        if request.terms.rule.needs_evidence:
-            raise RequestError(
-                "unsupported_rule", f"a cascade does not verify by the rule {request.terms.rule.value}; use coupled"
-            )
+        rule = request.pick.terms.rule
+        if rule.needs_evidence:
+            raise RequestError("unsupported_rule", f"a cascade does not verify by the rule {rule.value}; use coupled")
         check_request(request, 0, self._limits)
         with self._gate:
             if self._is_draining:

@@ -94,16 +94,17 @@ class MidRun:
             self._is_off = True  # the target may hold more than the mid-size verifier
             return
         self._base, self._shift = len(text), 0
-        is_known = list(request.recent[: len(text)]) == text
+        hints = request.hints
+        is_known = list(hints.recent[: len(text)]) == text
         own = replace(
             request,
             prompt=prompt,
             max_tokens=num_left,
-            recent=request.recent[len(text) :] if is_known else (),
-            deadline_ms=None,  # of the text: the target's
+            pick=replace(request.pick, num_logprobs=None),
+            hints=replace(hints, recent=hints.recent[len(text) :] if is_known else ()),
+            asker=replace(request.asker, deadline_ms=None),  # of the text: the target's
             provisional=False,
             num_generated=request.num_generated + len(text),
-            num_logprobs=None,
         )
         self._number = self._engine.submit(own, self._new_sink())
         self._draft_again(text)

@@ -10,7 +10,8 @@ from typing import Any
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.upstream.client import UpstreamClient
 from outrider.models.processors.options_fields import fields_of
-from outrider.models.wire.protocol import ModelFacts, SessionRequest, VerifyItem
+from outrider.models.wire.protocol import ModelFacts, SessionRequest
+from outrider.models.wire.verify import VerifyItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,11 @@ def wire_request(request: GenerateRequest, confirmed: Sequence[int], upstream: U
     return SessionRequest(
         prompt=[*request.prompt, *confirmed],
         max_tokens=request.max_tokens - len(confirmed),
-        cache_salt=upstream.cache_salt(request.client),
+        cache_salt=upstream.cache_salt(request.asker.client),
         **_ends(request, upstream.facts),
-        **asdict(request.params),
+        **asdict(request.pick.params),
         **_choice_fields(request, len(confirmed)),
-        logprobs=request.num_logprobs,
+        logprobs=request.pick.num_logprobs,
     )
 
 
@@ -70,10 +71,10 @@ def wire_item(request: GenerateRequest, facts: ModelFacts) -> VerifyItem:
     """The item of a /v1/verify call upstream."""
     return VerifyItem(
         prefix=list(request.prompt),
-        draft=list(request.draft),
+        draft=list(request.hints.draft),
         max_tokens=request.max_tokens,
         **_ends(request, facts),
-        **asdict(request.params),
+        **asdict(request.pick.params),
         **_choice_fields(request, 0),
     )
 
@@ -88,7 +89,7 @@ def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
 def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:
     """Rules and grammar as the wire has them, and how much of the prompt they see as text."""
     num_generated = request.num_generated + num_confirmed
-    found = fields_of(request.processors, num_generated)
-    if request.grammar is not None:
-        found["grammar"] = request.grammar.spec.to_wire()
+    found = fields_of(request.pick.processors, num_generated)
+    if request.pick.grammar is not None:
+        found["grammar"] = request.pick.grammar.spec.to_wire()
     return found | {"generated": num_generated}

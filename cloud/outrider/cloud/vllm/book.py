@@ -21,7 +21,7 @@ from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, Policy
-from outrider.cloud.pending.recent_text import RecentText
+from outrider.cloud.pending.recent_text import RecentTextSource
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
@@ -132,7 +132,7 @@ class Book:
             own.append(PromptLookup(served.tokens))
         if terms.recent:
             kinds = PREDICTED_KINDS if terms.is_predicted else EARLIER_KINDS
-            own.append(RecentText(terms.recent, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
+            own.append(RecentTextSource(terms.recent, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
         drafts.sources = Sources(own)
         drafts.trie.merge(terms.draft, prefer=True)
 
@@ -221,7 +221,6 @@ class Book:
             except Exception as error:
                 self._mute(served, error)
                 continue
-            self.totals.waited_s += served.drafts.waited_s - served.usage.waited_s
             served.usage.waited_s = served.drafts.waited_s
         return sitting
 

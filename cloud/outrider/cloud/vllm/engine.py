@@ -23,6 +23,7 @@ from outrider.cloud.seam import (
     EngineStats,
     Event,
     GenerateRequest,
+    PickOptions,
     SequenceEndReason,
     ServingEngine,
     Sink,
@@ -129,14 +130,13 @@ class VllmEngine(ServingEngine):
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent. Raises RequestError."""
-        if request.terms.rule.needs_evidence:
-            raise RequestError(
-                "unsupported_rule", f"vLLM does not verify by the rule {request.terms.rule.value}; use coupled"
-            )
-        self._sequences.require_room(request.owner, self._config)
+        rule, asker = request.pick.terms.rule, request.asker
+        if rule.needs_evidence:
+            raise RequestError("unsupported_rule", f"vLLM does not verify by the rule {rule.value}; use coupled")
+        self._sequences.require_room(asker.owner, self._config)
         held: Sequence[int] = ()
         if request.prefix_hash:
-            found = self._sequences.kept.find(request.owner, request.kept_as(request.prefix_hash))
+            found = self._sequences.kept.find(asker.owner, asker.name_of(request.prefix_hash))
             if found is None:
                 raise RequestError(
                     "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
@@ -146,26 +146,27 @@ class VllmEngine(ServingEngine):
         return self._submit(request, array("i", held) + array("i", request.prompt), sink)
 
     def _submit(self, request: GenerateRequest, prompt: array[int], sink: Sink, probe: int | None = None) -> int:
+        pick, hints, asker = request.pick, request.hints, request.asker
         terms = Terms(
             number=next(self._numbers),
-            params=request.params,
+            params=pick.params,
             max_tokens=min(request.max_tokens, self.limits.max_positions - len(prompt)),
-            patience_ms=request.patience_ms,
-            draft_lag_ms=request.draft_lag_ms,
-            draft=request.draft,
+            patience_ms=hints.patience_ms,
+            draft_lag_ms=hints.lag_ms,
+            draft=hints.draft,
             once=request.once,
             probe=probe,
-            owner=hashlib.sha256(request.owner).digest(),
-            client=hashlib.sha256(request.client).digest(),
-            priority=request.priority,
+            owner=hashlib.sha256(asker.owner).digest(),
+            client=hashlib.sha256(asker.client).digest(),
+            priority=asker.priority,
             recent=usable_recent(request, self.limits) if probe is None else (),
-            is_repeat=request.is_repeat,
-            is_predicted=request.is_predicted,
-            processors=request.processors,
+            is_repeat=hints.is_repeat,
+            is_predicted=hints.is_predicted,
+            processors=pick.processors,
             num_generated=request.num_generated,
-            num_logprobs=request.num_logprobs,
+            num_logprobs=pick.num_logprobs,
             stop_ids=request.stop_ids,
-            grammar=None if request.grammar is None else number_of(request.grammar),
+            grammar=None if pick.grammar is None else number_of(pick.grammar),
         )
         sequence = OpenSequence(terms.number, request, sink, prompt, is_probe=terms.is_probe)
         with self._gate:  # otherwise a request could arrive after the end of everything
@@ -250,8 +251,8 @@ class VllmEngine(ServingEngine):
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        if sequence.request.deadline_ms is not None:
-            delay_s = sequence.request.deadline_ms / 1e3
+        if sequence.request.asker.deadline_ms is not None:
+            delay_s = sequence.request.asker.deadline_ms / 1e3
             sequence.due = self._processes.loop.call_later(delay_s, self.end, [terms.number], "deadline")
         llm = self._processes.llm
         try:
@@ -265,7 +266,7 @@ class VllmEngine(ServingEngine):
                 extra_args=terms.extra_args(),
             )
             owner = "" if self._config.share_between_owners else terms.owner.hex()
-            prompt = tokens_input(list(sequence.prompt), cache_salt=(owner + sequence.request.salt.hex()) or None)
+            prompt = tokens_input(list(sequence.prompt), cache_salt=(owner + sequence.request.asker.salt.hex()) or None)
             outputs = await llm.add_request(sequence.name, prompt, params)
             sequence.is_added = True
             if sequence.is_cancelled:
@@ -335,7 +336,7 @@ def _probe(engine: VllmEngine, size: int, num_steps: int) -> None:
         elif next(passes) == num_steps:  # the first is the prompt's
             engine.cancel(number)
 
-    request = GenerateRequest(prompt, SamplingParams(), longest)
+    request = GenerateRequest(prompt, PickOptions(SamplingParams()), longest)
     number = engine._submit(request, array("i", prompt), sink, probe=size)
     if not ended.wait(_PROBE_S):
         raise RuntimeUnavailable("a step of vLLM does not return; its log is above")

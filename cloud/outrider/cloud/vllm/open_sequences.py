@@ -15,8 +15,7 @@ from functools import partial
 from typing import Any
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.engine.request_checks import deadline_exceeded, require_room
-from outrider.cloud.engine.turnover import Turnover
+from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, require_room
 from outrider.cloud.seam import EndEvent, GenerateRequest, SequenceEndReason, SequenceUsage, Sink
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.grammars import note_refusal
@@ -46,6 +45,11 @@ class OpenSequence:
 
     def __post_init__(self) -> None:
         self.nodes = NumberedNodes(self.generated)
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids that it holds."""
+        return len(self.prompt) + len(self.generated) + self.request.pick.processors.num_ids
 
     @property
     def name(self) -> str:
@@ -85,7 +89,10 @@ class OpenSequences:
         """Raises RequestError `overloaded` if the queue is full, by requests or by tokens. On any thread."""
         if len(self) >= config.max_running:
             here = [
-                (each.request.owner, len(each.prompt) + len(each.generated) + each.request.processors.num_ids)
+                (
+                    each.request.asker.owner,
+                    len(each.prompt) + len(each.generated) + each.request.pick.processors.num_ids,
+                )
                 for each in self
             ]
             cache_tokens = self.gauges.num_blocks * self.gauges.block_size
@@ -130,7 +137,7 @@ class OpenSequences:
         if end.refusal is not None:
             code, message, mark = end.refusal
             fault = failed() if code == "internal_error" else RequestError(code, message)
-            note_refusal(sequence.request.grammar, mark)
+            note_refusal(sequence.request.pick.grammar, mark)
         self.end(sequence, _reason(end.reason, sequence), fault, end.usage)
 
     # -- ends --------------------------------------------------------------------------------------------------------
@@ -152,7 +159,7 @@ class OpenSequences:
             reason, error = "error", deadline_exceeded()
         request, name = sequence.request, None
         if error is None and request.is_parked_after(reason):
-            name = self.kept.keep(request.owner, [*sequence.prompt, *sequence.generated], request.kept_as)
+            name = self.kept.keep(request.asker.owner, [*sequence.prompt, *sequence.generated], request.asker.name_of)
         if not sequence.is_probe:
             self.distributions.ended(reason)
         usage = usage or SequenceUsage(prompt_tokens=len(sequence.prompt))

@@ -14,7 +14,6 @@ from typing import Any, Final
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from outrider.cloud.engine.prompt_time import steps_added
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.vllm import engine_messages as wire
@@ -283,7 +282,7 @@ class OutriderScheduler(Scheduler):
             for request, served in pairs:
                 request.spec_token_ids = chosen[served][: self.num_spec_tokens]
                 num_drafted += len(request.spec_token_ids)
-        added = steps_added(self._book.drafting.curve, for_prompts, decoding, 0.0)
+        added = self._book.drafting.curve.steps_added(for_prompts, decoding, 0.0)
         left = max(0, budget - num_drafted)
         shares = self._places.prompt_shares(prompts, left, [served for _, served in pairs], added)
         left -= sum(shares.values())

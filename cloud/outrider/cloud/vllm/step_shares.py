@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.engine.owners import Owners
-from outrider.cloud.engine.prompt_time import PLAIN_STEPS, tokens_within_a_step
+from outrider.cloud.engine.owners import PLAIN_STEPS, Owners
+from outrider.cloud.pending.estimators import tokens_within_a_step
 from outrider.cloud.vllm.book import Served
 
 _TURN_STEPS: Final = 32

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import GenerateRequest, PickOptions
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Elsewhere
 from outrider.models.grammar.spec import GrammarSpec
@@ -76,13 +76,15 @@ class Terms:
         """What a worker chooses tokens by. compiled: gives the grammar of a number."""
         return GenerateRequest(
             prompt=(),
-            params=self.params,
+            pick=PickOptions(
+                self.params,
+                self.processors,
+                None if self.grammar is None else compiled(self.grammar),
+                self.num_logprobs,
+            ),
             max_tokens=1,
             stop_ids=self.stop_ids,
-            processors=self.processors,
             num_generated=self.num_generated,
-            num_logprobs=self.num_logprobs,
-            grammar=None if self.grammar is None else compiled(self.grammar),
         )
 
 

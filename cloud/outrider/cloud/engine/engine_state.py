@@ -1,0 +1,220 @@
+"""Holds what an engine is made of, says how it is, and ends its sequences."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from outrider.cloud.engine.cache import SequenceCache
+from outrider.cloud.engine.config import EngineConfig, TreeForm
+from outrider.cloud.engine.health import Health
+from outrider.cloud.engine.own_sources import require_hidden
+from outrider.cloud.engine.parked import ParkedPrefixes
+from outrider.cloud.engine.pool import BlockPool
+from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded
+from outrider.cloud.engine.runner import ModelRunner
+from outrider.cloud.engine.scheduler import Scheduler
+from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.share import Share
+from outrider.cloud.engine.swap import open_swap
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.seam import EndEvent, EngineStats, SequenceEndReason, Totals
+from outrider.models.errors import ConfigError, RequestError
+from outrider.models.faults import log_fault
+from outrider.models.runtimes.base import BatchRuntime, LastingFaultRuntime, ModelLimits, TreeRuntime
+
+
+class EngineState:
+    """The parts of an engine, shared by what takes requests and what runs steps.
+
+    limits: vocabulary, and the longest sequence that model and cache together can hold.
+    """
+
+    def __init__(
+        self,
+        runtime: BatchRuntime,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runtime = runtime
+        self._config = config or EngineConfig()
+        require_hidden(runtime, self._config)
+        self._clock = clock
+        self._with_trees = verifies_trees(runtime, self._config.form)
+        self._drafting = Drafting(self._config.max_draft, self._config.policy, with_trees=self._with_trees)
+        self._totals = Totals()
+        self._distributions = self._drafting.distributions
+        self._moved_s = 0.0  # seconds of the step in which accepted branches were moved
+        self._turnover = Turnover()
+        self.health = Health(clock, faults_last=isinstance(runtime, LastingFaultRuntime) and runtime.faults_last)
+        self._runner = ModelRunner(runtime, self.health, clock)
+        self._gate = threading.Lock()  # between `submit` and `reset`
+        self._swap = open_swap(runtime, self._config.spill, self._totals, clock)
+        self.wake: Callable[[], None] = lambda: None
+        self._start_afresh()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._sequences: dict[int, SequenceState] = {}
+        self._ids = itertools.count(1)
+        longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
+        self.limits = ModelLimits(runtime.limits.vocab_size, longest)
+
+    def _start_afresh(self) -> None:
+        config, nothing = self._config, lambda prefix: None
+        put = nothing if self._swap is None else self._swap.put
+        always = config.spill is not None and config.spill.always
+        on_park, on_evict = (put, nothing) if always else (nothing, put)
+        pool = BlockPool(self._runtime.num_blocks, self._runtime.block_size)
+        self._cache = SequenceCache(
+            ParkedPrefixes(pool, config.max_parked, config.max_parked_s, self._clock, on_evict),
+            share_prefixes=config.share_prefixes,
+            share_between_owners=config.share_between_owners,
+            clock=self._clock,
+            on_park=on_park,
+        )
+        on_admit = self._swap.restore if self._swap is not None else lambda sequence: None
+        self._scheduler = Scheduler(
+            self._config, self._cache, self._drafting, self._totals, self._clock, on_admit=on_admit
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is queued or running."""
+        return bool(self._sequences)
+
+    def stats(self) -> EngineStats:
+        """A snapshot; cheap."""
+        curve = self._drafting.curve
+        step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
+        num_running = min(len(self._scheduler.running), self._config.max_running)
+        return EngineStats(
+            totals=self._counted(),
+            running=num_running,
+            queued=len(self._scheduler.running) - num_running + self._scheduler.num_queued,
+            parked=len(self._cache.parked),
+            parked_blocks=self._cache.parked.num_blocks,
+            num_blocks=self._cache.pool.num_blocks,
+            free_blocks=self._cache.pool.num_available,
+            step_ms=None if step_s is None else step_s * 1e3,
+            draft_token_ms=None if extra_s is None else extra_s * 1e3,
+            patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
+            failed=int(self.health.fault is not None),
+            trees=int(self._with_trees),
+            spill_lossy=int(self._swap is not None and self._swap.store.is_lossy),
+            distributions=self._distributions,
+        )
+
+    def _counted(self) -> Totals:
+        totals = replace(self._totals, draft_nodes=self._drafting.num_nodes)
+        if self._swap is not None:
+            counts = self._swap.store.counts
+            totals.spilled, totals.restored, totals.spill_faults = counts.written, counts.loaded, counts.faults
+            totals.spill_beyond = counts.beyond
+        return totals
+
+    def _cancel(self, sequence_id: int) -> None:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self._finish(sequence, "cancelled")
+
+    def _expire(self, sequence: SequenceState) -> None:
+        """Ends a sequence at its deadline: with its text, or with an error where it has none."""
+        if sequence.generated:
+            self._finish(sequence, "deadline")
+        else:
+            self._finish(sequence, "error", deadline_exceeded(), is_sound=True)
+
+    def _finish(
+        self,
+        sequence: SequenceState,
+        reason: SequenceEndReason,
+        error: RequestError | None = None,
+        *,
+        is_sound: bool = False,
+    ) -> None:
+        """Frees everything the sequence holds, or parks it, and notifies its sink.
+
+        is_sound: the error says nothing against the blocks, so they may be shared again.
+        """
+        self._scheduler.remove(sequence)
+        sequence.usage.waited_s = sequence.drafts.waited_s
+        if self._swap is not None:
+            self._swap.forget(sequence)
+        name = None
+        if error is not None and not is_sound:
+            self._cache.discard(sequence)
+        elif sequence.request.is_parked_after(reason):
+            name = self._cache.park(sequence)
+        else:
+            self._cache.drop(sequence)
+        self._totals.finished += 1
+        self._distributions.ended(reason)
+        self._turnover.note(self._clock())
+        del self._sequences[sequence.id]  # last: what raises before this leaves the end to `reset`
+        sequence.sink(EndEvent(reason, sequence.usage, error, name))
+
+    def _fail(self, failed: Sequence[tuple[Share, BaseException]], error: BaseException) -> None:
+        """Ends each share's sequence with its own error; `error` is the step's."""
+        self._totals.faults += 1
+        for fault in {repr(each): each for each in (error, *(own for _, own in failed))}.values():
+            log_fault(fault)
+        for share, own in failed:
+            words = f"the model's runtime failed: {str(own) or type(own).__name__}"
+            self._finish(share.sequence, "error", RequestError("model_fault", words, status=500))
+
+    def reset(self, error: BaseException) -> None:
+        """Ends every sequence with an error and starts afresh, after a step that raised (a bug of ours).
+
+        Blocks and books may be in any state, so they are not trusted: the cache starts empty.
+        """
+        log_fault(error)
+        self._totals.faults += 1
+        self.health.suspect(error)
+        ended: list[SequenceState] = []
+        try:
+            with self._gate:
+                self._inbox.clear()
+                ended += self._sequences.values()
+                self._sequences.clear()
+                if self._swap is not None:
+                    self._swap.clear()
+                self._start_afresh()
+        finally:
+            self._end_with_error(ended)
+
+    def abandon(self) -> None:
+        """Ends every sequence with an error while a call of the runtime may hang; any thread. The engine is over."""
+        with self._gate:
+            self._inbox.clear()
+            ended = list(self._sequences.values())
+            self._sequences.clear()
+        self._end_with_error(ended)
+
+    def _end_with_error(self, ended: Sequence[SequenceState]) -> None:
+        fault = failed_text()
+        for sequence in ended:
+            self._totals.finished += 1
+            self._distributions.ended("error")
+            sink, sequence.sink = sequence.sink, lambda event: None  # a call that returns after all may commit more
+            try:
+                sink(EndEvent("error", sequence.usage, fault))
+            except BaseException as second:  # a sink that raises may be the cause
+                log_fault(second)
+
+
+def failed_text() -> RequestError:
+    return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
+
+
+def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:
+    """Whether steps may verify trees. ConfigError for `tree` on a runtime that cannot."""
+    if form is TreeForm.LINE:
+        return False
+    reason = runtime.why_no_trees if isinstance(runtime, TreeRuntime) else "the runtime has no trees; use --tree line"
+    if form is TreeForm.TREE and reason is not None:
+        raise ConfigError(f"steps cannot verify trees here: {reason}")
+    return reason is None
