@@ -19,8 +19,8 @@ from typing import Final
 from tests.requests import flat_request
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
-from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
-from outrider.cloud.vllm.options import VllmOptions, engine_arguments
+from outrider.cloud.vllm.engine import VllmEngine
+from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams

@@ -554,8 +554,8 @@ def test_replicas_follow_running_and_queued_sequences() -> None:
     ("options", "found"),
     [
         ({}, Scale(replicas=2)),
-        ({"replicas": "3"}, Scale(replicas=3)),
-        ({"replicas": "2-4", "max_running": 9}, Scale(replicas=2, min_replicas=2, max_replicas=4, sequences=9.0)),
+        ({"replicas": "3"}, Scale(replicas=3, most=3)),
+        ({"replicas": "2-4", "max_running": 9}, Scale(replicas=2, most=4, sequences=9.0)),
         ({"gpus_per_replica": 0.5}, Scale(replicas=2, gpus=0.5)),
     ],
 )

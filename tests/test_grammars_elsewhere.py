@@ -14,7 +14,7 @@ import pytest
 
 from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
 from outrider.cloud.vllm.terms import Terms, number_of
-from outrider.cloud.vllm.worker_choosers import Found, WorkerGrammars, make_request_chooser
+from outrider.cloud.vllm.worker_choosers import RequestChoosers, WorkerGrammars
 from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
 from outrider.models.grammar import matchers as matchers_module
 from outrider.models.grammar.compiler import (
@@ -229,17 +229,16 @@ def test_one_grammar_asked_for_by_many_is_built_once(compiler: GrammarCompiler, 
 def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarCompiler, workers: Workers) -> None:
     """A worker may keep a request's chooser until its place is used again: the text is over, so it holds nothing."""
     grammar = asked(compiler, regex(0))
-    terms = Terms(1, SamplingParams(), 9, stop_ids=frozenset(grammar.stop_ids), grammar=grammar)
-    worker, found = workers.workers[0], Found()
-    choosing = make_request_chooser(terms.extra_args(), [1, 2], tokenizer.size, worker)
-    assert choosing is not None
+    terms = Terms(1, SamplingParams(), 9, stop_ids=frozenset(grammar.stop_ids), grammar=number_of(grammar))
+    worker = workers.workers[0]
+    choosers = RequestChoosers(worker)
     rows = np.zeros((1, tokenizer.size), np.float32)
-    assert choosing.choose(rows, [], [1, 2], "request", found) and not found.refusals
+    assert choosers.choose("request", terms, rows, [], [1, 2], 2) and not choosers.found.refusals
     worker.forget([number_of(grammar)])
-    assert choosing.choose(rows, [], [1, 2], "request", found) is None
-    assert found.refusals["request"][0] == "internal_error"
-    with pytest.raises(RequestError, match="let go"):
-        make_request_chooser(terms.extra_args(), [1, 2], tokenizer.size, worker)
+    for name in ("request", "one that begins later"):
+        assert choosers.choose(name, terms, rows, [], [1, 2], 2) is None
+        code, message, _ = choosers.found.refusals[name]
+        assert code == "internal_error" and "let go" in message
 
 
 def test_texts_that_take_too_long_count_against_the_client(compiler: GrammarCompiler) -> None:

@@ -38,13 +38,13 @@ from outrider.cloud.server import vllm_target
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.target import LoadedTarget
 from outrider.cloud.vllm import checks
-from outrider.cloud.vllm.book import Book, Served
+from outrider.cloud.vllm.book import Book, Served, seconds_to_wait
 from outrider.cloud.vllm.extension import OutriderExtension
 from outrider.cloud.vllm.hang_watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, HangWatch
 from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_arguments
 from outrider.cloud.vllm.parked import KeptPrefixes
-from outrider.cloud.vllm.terms import Terms, params_of, terms_of
+from outrider.cloud.vllm.terms import Terms, terms_of
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
@@ -313,11 +313,11 @@ def commit(on: Book, served: Served, *tokens: int) -> tuple[int, int, int]:
 
 
 def test_terms_survive_the_way_through_vllm() -> None:
-    """As plain types; requests of others have none, and are greedy."""
+    """As plain types; requests of others have none."""
     terms = Terms(7, SAMPLED, 20, 5.0, 3.0, (1, 2), True, None)
     carried = json.loads(json.dumps(terms.extra_args()))
-    assert terms_of(carried) == terms and params_of(carried) == SAMPLED
-    assert terms_of(None) is None and terms_of({}) is None and params_of(None).is_greedy
+    assert terms_of(carried) == terms
+    assert terms_of(None) is None and terms_of({}) is None
 
 
 def test_drafts_become_a_path_and_alternatives_stay() -> None:
@@ -417,7 +417,7 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     served = on.open(Terms(1, SAMPLED, 50, draft_lag_ms=5.0), [9, 9])
     commit(on, served, 1)
     assert on.waiting([served], clock.now, 1) == {served}
-    assert 0.0 < on.next_deadline([served], clock.now) < 0.1 and on.patience_ms() > 0.0
+    assert 0.0 < seconds_to_wait([served], clock.now) < 0.1 and on.patience_ms() > 0.0
     on.take_paths(1, 1, [[2, 3, 4, 5]], clock.now)
     assert on.waiting([served], clock.now, 1) == set() and verified(on, served) == [2, 3, 4, 5]
     commit(on, served, 7)

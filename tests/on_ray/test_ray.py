@@ -300,14 +300,14 @@ def test_other_weights_end_a_text_with_a_clear_error(running: Running) -> None:
 
 def test_replicas_scale_by_what_they_report() -> None:
     """Ray's own count of requests is not used: they do not pass through Ray."""
-    scale = Scale(replicas=2, min_replicas=2, max_replicas=6, sequences=24.0)
+    scale = Scale(replicas=2, most=6, sequences=24.0)
     deployment = replicas_of(OpenFake(), "a", scale, host=LOOPBACK, drain_s=30.0)._bound_deployment
     found = deployment._deployment_config.autoscaling_config
     assert (found.min_replicas, found.initial_replicas, found.max_replicas) == (2, 2, 6)
     assert found.target_ongoing_requests == 24.0
     assert found.policy.policy_function == "outrider.cloud.replicas.scaling:by_sequences"
     assert deployment._deployment_config.graceful_shutdown_timeout_s >= 30.0 + 15.0
-    fixed = replicas_of(OpenFake(), "a", Scale(replicas=3), host=LOOPBACK, drain_s=1.0)._bound_deployment
+    fixed = replicas_of(OpenFake(), "a", Scale(replicas=3, most=3), host=LOOPBACK, drain_s=1.0)._bound_deployment
     assert fixed.num_replicas == 3 and fixed._deployment_config.autoscaling_config is None
 
 

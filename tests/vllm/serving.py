@@ -21,8 +21,8 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, ServingEngine, Sink
 from outrider.cloud.server.serving import VerifierServer
-from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
-from outrider.cloud.vllm.options import VllmOptions, engine_arguments
+from outrider.cloud.vllm.engine import VllmEngine
+from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.ingress.sockets import open_socket, url_of

@@ -17,8 +17,7 @@ from tests.vllm.serving import SharedEngine
 from tests.vllm.test_engine import PROMPT, run
 
 from outrider.cloud.vllm import engine_messages as wire
-from outrider.cloud.vllm.engine import set_environment
-from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions
+from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, set_environment
 
 PLUG_IN = "outrider_test_plug_in"
 
@@ -99,15 +98,15 @@ def test_no_pickle_between_server_and_engine_process(
     for decode in (wire.decode_order, wire.decode_report):
         with pytest.raises(msgspec.MsgspecError):
             decode(pickle.dumps(Mark(mark)))
-    with vllm.engine._sending:
-        vllm.engine._orders.send(pickle.dumps(Mark(mark)))
+    with vllm.engine._processes._sending:
+        vllm.engine._processes._orders.send(pickle.dumps(Mark(mark)))
     assert run(vllm.engine, PROMPT, 3).tokens == vllm.target_tokens(PROMPT, 3)
     assert not mark.exists()
 
 
 def test_only_this_user_reaches_its_sockets(vllm: SharedEngine, engine_processes: list[psutil.Process]) -> None:
     """Sockets by path lie in a directory of mode 0700; those with a port, which torch opens, are on loopback."""
-    place = vllm.engine._place
+    place = vllm.engine._processes.place
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     paths: set[str] = set()
     for process in (psutil.Process(), *engine_processes):

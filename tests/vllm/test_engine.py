@@ -90,8 +90,8 @@ def test_a_cancelled_sequence_ends_wherever_it_is(vllm: SharedEngine) -> None:
     assert late.tokens == vllm.target_tokens(PROMPT, len(late.tokens)) and len(late.tokens) < 100
     stats = vllm.engine.stats()
     assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
-    run(vllm.engine, PROMPT, 1)  # tasks of the first two have ended by now
-    assert len(vllm.engine._tasks) <= 1
+    run(vllm.engine, PROMPT, 1)  # tasks of the first two have ended by now; two are the engine's own
+    assert len(vllm.engine._processes._works) <= 3
 
 
 def test_two_thousand_tokens_of_drafts_before_the_sequence_do_no_harm(vllm: SharedEngine) -> None:
@@ -116,13 +116,13 @@ def test_drafts_that_the_engine_process_cannot_take_are_refused(
     first = TreeDraft(0, 0, expected[:5], [ROOT, 0, 1, 2, 3], [15] * 5)
     second = TreeDraft(0, 5, expected[5:10], [4, 5, 6, 7, 8], [15] * 5)
     with zmq.Context() as context, context.socket(zmq.PUSH) as unread, monkeypatch.context() as patch:
-        patch.setattr(engine, "_orders", unread)
+        patch.setattr(engine._processes, "_orders", unread)
         with pytest.raises(RequestError, match="send this one again") as refused:
             engine.draft_tree(number, first)
         assert (refused.value.code, refused.value.status) == ("draft_not_taken", 503)
         with pytest.raises(RequestError, match="send this one again"):
             engine.draft(number, 0, [expected[:10]])
-    assert engine._sequences[number].nodes.position_of(0) is None
+    assert engine._sequences.by_number[number].nodes.position_of(0) is None
     engine.draft_tree(number, first)
     engine.draft_tree(number, second)
     gate.open()
@@ -147,11 +147,12 @@ def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypat
     """By tokens, also where they came by a hash; an owner that has none of them is let in."""
     long = tuple(range(1, 250)) * 16
     name = run(vllm.engine, long, 2, b"a", keep=True).wait().prefix_hash
-    gauges = vllm.engine._gauges
-    assert gauges is not None
+    gauges = vllm.engine._sequences.gauges
+    assert gauges.block_size
     monkeypatch.setattr("outrider.cloud.engine.request_checks._MIN_QUEUED_TOKENS", 0)
     monkeypatch.setattr("outrider.cloud.engine.request_checks._CACHES_QUEUED", 1)
-    monkeypatch.setattr(vllm.engine, "_gauges", msgspec.structs.replace(gauges, num_blocks=1, block_size=3 * len(long)))
+    small = msgspec.structs.replace(gauges, num_blocks=1, block_size=3 * len(long))
+    monkeypatch.setattr(vllm.engine._sequences, "gauges", small)
     monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1))
     gate = vllm.gate()
     sinks = [Collector() for _ in range(4)]

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 from tests.requests import flat_request
 from tests.serving import TIMEOUT_S
 from tests.vllm.test_engine import Collector
 from vllm.v1.engine import core
 
-from outrider.cloud.distributions import Distributions
-from outrider.cloud.seam import Totals
+from outrider.cloud.seam import CommitEvent, SequenceUsage
 from outrider.cloud.vllm import engine as engine_module
 from outrider.cloud.vllm import engine_messages as wire
-from outrider.cloud.vllm import scheduler, v2
-from outrider.cloud.vllm.engine import VllmConfig, VllmEngine
+from outrider.cloud.vllm import engine_process, v2
+from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.hang_watch import DEAD_AFTER
+from outrider.cloud.vllm.options import VllmConfig
+from outrider.cloud.vllm.processes import VllmProcesses
 from outrider.cloud.vllm.worker_choosers import WorkerGrammars
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
@@ -53,34 +53,41 @@ class Llm:
         """Nothing runs."""
 
 
-class Bare(VllmEngine):
-    """The engine with the test in the place of vLLM's processes."""
+class NoProcesses(VllmProcesses):
+    """The test in the place of vLLM's processes."""
 
-    async def _open(self) -> ModelLimits:
-        self._reports = wire.open_socket(zmq.asyncio.Context.shadow(self._context), zmq.PULL)
-        self._reports.bind(wire.reports_address(self._place))
-        self._reader = asyncio.create_task(self._read_reports())
-        self._llm: Any = Llm()
-        self._watcher = asyncio.create_task(self._watch_vllm())
+    async def _open(self, config: VllmConfig) -> ModelLimits:
+        self._listen()
+        self.llm: Any = Llm()
         return ModelLimits(100, 1000)
+
+
+class Bare(VllmEngine):
+    """The engine without vLLM."""
+
+    _processes: NoProcesses
 
     def report(self, *commits: wire.Commit, ends: tuple[wire.End, ...] = ()) -> None:
         """As the engine process does."""
-        gauges = wire.Gauges(wire.totals_list(Totals()), 0, 0, 1, 1, 16, 0.0, None, None, Distributions().numbers())
-        socket = wire.open_socket(self._context, zmq.PUSH)
+        socket = wire.open_socket(self._processes._context, zmq.PUSH)
         socket.set(zmq.LINGER, -1)
-        socket.connect(wire.reports_address(self._place))
-        socket.send(wire.encode(wire.Report(list(commits), list(ends), gauges)))
+        socket.connect(wire.reports_address(self._processes.place))
+        socket.send(wire.encode(wire.Report(list(commits), list(ends), wire.Gauges(block_size=16))))
         socket.close()
 
 
 def end_of(number: int) -> wire.End:
-    return wire.End(number, "full", 1, 0, 0, 0, 0, 0.0)
+    return wire.End(number, "full", SequenceUsage(prompt_tokens=3, target_passes=1))
+
+
+def commit_of(number: int, token: int) -> wire.Commit:
+    return wire.Commit(number, CommitEvent(0, (token,), 0, 0))
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bare]:
     monkeypatch.setattr(engine_module, "TICK_S", 0.001)
+    monkeypatch.setattr(engine_module, "VllmProcesses", NoProcesses)
     bare = Bare(VllmConfig({}))
     yield bare
     bare.stop()
@@ -97,7 +104,7 @@ def test_the_death_of_an_idle_engine_is_noticed(engine: Bare) -> None:
         died.set()
 
     engine.on_death(act)
-    engine._llm.errored = True
+    engine._processes.llm.errored = True
     assert died.wait(TIMEOUT_S) and told == ["vLLM's engine process has died"] == [engine.fault()]
     engine.on_death(told.append)
     assert len(told) == 2
@@ -111,7 +118,7 @@ def test_a_hang_ends_what_is_open(engine: Bare) -> None:
     engine.on_death(lambda why: died.set())
     engine._watch._silent = -1_000_000  # the flood first
     number = engine.submit(REQUEST, found)
-    assert engine._llm.added.wait(TIMEOUT_S)
+    assert engine._processes.llm.added.wait(TIMEOUT_S)
     for _ in range(3 * wire.MAX_ORDERS):
         with suppress(RequestError):  # the later ones: the engine has too many to read
             engine.draft(number, 0, [[5] * 8])
@@ -120,8 +127,8 @@ def test_a_hang_ends_what_is_open(engine: Bare) -> None:
     end = found.wait()
     assert died.wait(TIMEOUT_S) and engine.fault() == "a step hangs in vLLM"
     assert end.reason == "error" and end.error is not None and not engine._sequences
-    reader = wire.open_socket(engine._context, zmq.PULL, wire.MAX_ORDERS)
-    reader.bind(wire.orders_address(engine._place))
+    reader = wire.open_socket(engine._processes._context, zmq.PULL, wire.MAX_ORDERS)
+    reader.bind(wire.orders_address(engine._processes.place))
     count = 0
     while reader.poll(200):
         reader.recv()
@@ -134,11 +141,11 @@ def test_a_request_that_vllm_drops_ends(engine: Bare) -> None:
     """Its scheduler never knew of it, so no end is reported."""
     found, fine = Collector(), Collector()
     engine.submit(REQUEST, found)
-    engine._llm.answers.put_nowait(None)
+    engine._processes.llm.answers.put_nowait(None)
     end = found.wait()
     assert end.reason == "error" and end.error is not None and end.error.code == "internal_error"
     number = engine.submit(REQUEST, fine)
-    engine.report(wire.Commit(number, 0, [7], 0, 0, 0), ends=(end_of(number),))
+    engine.report(commit_of(number, 7), ends=(end_of(number),))
     assert fine.wait().error is None and fine.tokens == [7]
 
 
@@ -150,13 +157,9 @@ def test_a_sink_that_raises_takes_nothing_from_others(engine: Bare) -> None:
 
     found = Collector()
     first, second = engine.submit(REQUEST, bad), engine.submit(REQUEST, found)
-    assert engine._llm.added.wait(TIMEOUT_S)
-    engine.report(
-        wire.Commit(first, 0, [7], 0, 0, 0),
-        wire.Commit(second, 0, [8], 0, 0, 0),
-        ends=(end_of(second),),
-    )
-    assert found.wait().error is None and found.tokens == [8] and first not in engine._sequences
+    assert engine._processes.llm.added.wait(TIMEOUT_S)
+    engine.report(commit_of(first, 7), commit_of(second, 8), ends=(end_of(second),))
+    assert found.wait().error is None and found.tokens == [8] and first not in engine._sequences.by_number
 
 
 def test_a_step_that_raises_is_logged_without_texts(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,7 +167,7 @@ def test_a_step_that_raises_is_logged_without_texts(caplog: pytest.LogCaptureFix
     output = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 1}, scheduled_spec_decode_tokens={"a": [424242, 7]})
     process = SimpleNamespace(vllm_config=None, scheduler=SimpleNamespace(make_stats=lambda: None))
     assert hasattr(core, "dump_engine_exception")
-    scheduler.silence_dumps()
+    engine_process.silence_dumps()
     failing = core.EngineCore.log_error_detail(process, output)
     with caplog.at_level(logging.DEBUG), pytest.raises(MemoryError), failing:
         raise MemoryError
@@ -179,7 +182,7 @@ def test_a_step_asks_the_workers_for_no_drafts(monkeypatch: pytest.MonkeyPatch) 
     process = SimpleNamespace(check_for_draft_tokens=True, async_scheduling=False, model_executor=workers)
     core.EngineCore.post_step(process, True)
     assert asked == ["drafts"]  # vLLM's own way: what is replaced is still there
-    scheduler.ask_for_no_drafts()
+    engine_process.ask_for_no_drafts()
     core.EngineCore.post_step(process, True)
     assert asked == ["drafts"]
 

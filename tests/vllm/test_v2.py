@@ -59,7 +59,7 @@ def engine() -> Iterator[VllmEngine]:
 
 def test_it_is_the_v2_runner(engine: VllmEngine) -> None:
     """And nothing that looks like it."""
-    assert "worker.cpu.model_runner" in engine.runner
+    assert "worker.cpu.model_runner" in engine._processes.runner
 
 
 def test_an_item_is_verified_in_two_passes(

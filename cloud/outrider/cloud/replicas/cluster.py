@@ -53,21 +53,15 @@ _STORE_BYTES: Final = 80 << 20
 class Scale:
     """How many replicas there are, and what each takes.
 
-    replicas: at the start, and for good where `max_replicas` is None. sequences: running and queued ones of a replica
-    above which another is started.
+    replicas: at the start, and at least. most: at most, where more are started as work comes. sequences: running and
+    queued ones of a replica above which another is started.
     """
 
     replicas: int = 2
-    min_replicas: int | None = None
-    max_replicas: int | None = None
+    most: int = 2
     sequences: float = 32.0
     cpus: float = 1.0
     gpus: float = 0.0
-
-    @property
-    def most(self) -> int:
-        """The largest number of replicas."""
-        return max(self.replicas, self.max_replicas or 0)
 
 
 @contextmanager
@@ -195,12 +189,12 @@ def replicas_of(make: Any, application: str, scale: Scale, *, host: str, drain_s
     from outrider.cloud.replicas.replica import MARGIN_S, Replica
 
     number: dict[str, Any] = {"num_replicas": scale.replicas}
-    if scale.max_replicas is not None:
+    if scale.most > scale.replicas:
         number = {
             "autoscaling_config": AutoscalingConfig(
-                min_replicas=scale.min_replicas if scale.min_replicas is not None else 1,
+                min_replicas=scale.replicas,
                 initial_replicas=scale.replicas,
-                max_replicas=scale.max_replicas,
+                max_replicas=scale.most,
                 target_ongoing_requests=scale.sequences,
                 upscale_delay_s=10.0,
                 downscale_delay_s=300.0,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Iterable
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -353,10 +353,4 @@ def _passed(scope: Scope) -> dict[str, str]:
 
 
 def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
-    return list(_kept(answer.raw_headers))
-
-
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
-    for name, value in headers:
-        if (lower := name.lower()) not in _HELD_BACK:
-            yield lower, value
+    return [(lower, value) for name, value in answer.raw_headers if (lower := name.lower()) not in _HELD_BACK]

@@ -10,11 +10,11 @@ import asyncio
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import suppress
 from email.utils import formatdate
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -131,12 +131,11 @@ class Front:
 
     async def _scraped(self) -> bytes:
         """Asks all replicas; the label `replica` has a replica's tag."""
-        registry = CollectorRegistry()
         try:
             found = await asyncio.gather(*(self._families_of(each) for each in self.members))
-            registry.register(_Own(self, num_scraped=sum(each is not None for each in found)))
-            own = labelled(self._files(), "front")
-            return merged([*(each for each in found if each is not None), own]) + generate_latest(registry)
+            known = [each for each in found if each is not None]
+            own = labelled(_exposed(self._of_files()), "front")
+            return merged([*known, own]) + _exposed(self._of_replicas(len(known)))
         finally:
             self._scraped_s = asyncio.get_running_loop().time()
 
@@ -146,17 +145,32 @@ class Front:
         except OSError:
             return None  # lost, or about to be: the front's own metrics have the number
 
-    def _files(self) -> bytes:
+    def _of_files(self) -> list[Metric]:
         """What a single server says of its files, by the same names."""
-        registry, settings = CollectorRegistry(), self._settings
-        counts: dict[str, Any] = {
-            "reloads": ("Files that were read again after a change.", ("file", "result"), settings.reloads)
-        }
+        counter, settings = self.tally.counter, self._settings
+        reloads: dict[tuple[str, ...], int] = dict(settings.reloads.items())
+        help_text = "Files that were read again after a change."
+        found: list[Metric] = [counter("reloads", help_text, ("file", "result"), reloads)]
         if settings.audit is not None:
-            lost = {(): settings.audit.num_lost}
-            counts["audit_lines_lost"] = ("Lines that the audit log could not write.", (), lost)
-        registry.register(_Counts(self.tally, counts))
-        return generate_latest(registry)
+            help_text = "Lines that the audit log could not write."
+            found.append(counter("audit_lines_lost", help_text, (), {(): settings.audit.num_lost}))
+        return found
+
+    def _of_replicas(self, num_scraped: int) -> list[Metric]:
+        reports = [member.report for member in self.members]
+        able = sum(report.takes_work for report in reports)
+        dropped = "Draft messages dropped because a budget was used up."
+        answered = "HTTP requests that the front has answered or sent on."
+        requests: dict[tuple[str, ...], int] = {
+            (route, method, str(status)): n for (route, method, status), n in self.tally.requests.items()
+        }
+        return [
+            GaugeMetricFamily("outrider_front_replicas", "Replicas that the front knows.", value=len(reports)),
+            GaugeMetricFamily("outrider_front_replicas_ready", "Replicas that take new work.", value=able),
+            GaugeMetricFamily("outrider_front_replicas_scraped", "Replicas in this scrape.", value=num_scraped),
+            self.tally.counter("front_drafts_dropped", dropped, (), {(): self.num_dropped.total()}),
+            self.tally.counter("front_requests", answered, ("route", "method", "status"), requests),
+        ]
 
 
 def labelled(text: bytes, tag: str) -> list[Family]:
@@ -188,40 +202,21 @@ class Family(NamedTuple):
     samples: bytes
 
 
-class _Counts(Collector):
-    def __init__(self, tally: RequestTally, counts: Mapping[str, Any]) -> None:
-        self._tally = tally
-        self._counts = counts
+class _Metrics(Collector):
+    """Metrics of one scrape."""
 
-    def collect(self) -> Iterator[Metric]:
-        for name, (help_text, labels, found) in self._counts.items():
-            yield self._tally.counter(name, help_text, labels, dict(found.items()))
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
 
 
-class _Own(Collector):
-    def __init__(self, front: Front, num_scraped: int) -> None:
-        self._front = front
-        self._num_scraped = num_scraped
-
-    def collect(self) -> Iterator[Metric]:
-        front = self._front
-        reports = [member.report for member in front.members]
-        able = sum(report.takes_work for report in reports)
-        yield GaugeMetricFamily("outrider_front_replicas", "Replicas that the front knows.", value=len(reports))
-        yield GaugeMetricFamily("outrider_front_replicas_ready", "Replicas that take new work.", value=able)
-        yield GaugeMetricFamily("outrider_front_replicas_scraped", "Replicas in this scrape.", value=self._num_scraped)
-        yield front.tally.counter(
-            "front_drafts_dropped",
-            "Draft messages dropped because a budget was used up.",
-            (),
-            {(): front.num_dropped.total()},
-        )
-        yield front.tally.counter(
-            "front_requests",
-            "HTTP requests that the front has answered or sent on.",
-            ("route", "method", "status"),
-            {(route, method, str(status)): n for (route, method, status), n in front.tally.requests.items()},
-        )
+def _exposed(metrics: Iterable[Metric]) -> bytes:
+    """Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Metrics(metrics))
+    return generate_latest(registry)
 
 
 class FrontServer(BoundedServer):
@@ -246,17 +241,15 @@ class FrontServer(BoundedServer):
         self._following: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        self._first: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._first = asyncio.Event()
         super().__init__(front, limits, tls=tls, on_ready=on_ready)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens for business once the first replica is there. Returns without that where a signal comes before."""
-        first = asyncio.Event()
-        loop = self._loop = asyncio.get_running_loop()
-        self._first = (loop, first)
-        self._following = loop.create_task(self._follow(first))
+        self._loop = asyncio.get_running_loop()
+        self._following = self._loop.create_task(self._follow())
         if not self.should_exit:
-            await first.wait()
+            await self._first.wait()
         if self.should_exit:  # uvicorn ends then, and does not call `shutdown`
             await self._close()
         else:
@@ -307,16 +300,15 @@ class FrontServer(BoundedServer):
     def _exit(self) -> None:
         """Lets the server end, also one that waits for its first replica. From any thread."""
         self.should_exit = True
-        if self._first is not None:
-            loop, first = self._first
+        if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(first.set)
+                self._loop.call_soon_threadsafe(self._first.set)
 
-    async def _follow(self, first: asyncio.Event) -> None:
+    async def _follow(self) -> None:
         async for reports in self._reports():
             self._front.members.update(reports)
             if any(report.takes_work for report in reports):
-                first.set()
+                self._first.set()
 
 
 def route_of(scope: Scope) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.engine import CascadeEngine
+from outrider.cloud.upstream.upstream import CascadeCounts
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.wire.protocol import ModelFacts
@@ -121,4 +122,8 @@ def show_cascade(metrics: Metrics, engine: ServingEngine) -> None:
         ("passes", "Passes of the target upstream that committed tokens."),
         ("losses", "Sessions upstream that were cut, refused for now or not answered."),
     ):
-        metrics.add_counts(f"cascade_{name}", help_text, (), lambda name=name: {(): getattr(counts, name)})
+        metrics.add_counts(f"cascade_{name}", help_text, (), partial(_count, counts, name))
+
+
+def _count(counts: CascadeCounts, name: str) -> Mapping[tuple[str, ...], int]:
+    return {(): getattr(counts, name)}

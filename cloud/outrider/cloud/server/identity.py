@@ -12,6 +12,7 @@ import hashlib
 import json
 import platform
 import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -24,7 +25,6 @@ from outrider.models.runtimes.base import RuntimeOptions
 
 ENGINE: Final = "outrider 1"
 """Raise the number when a change of engine or sampling can change a token."""
-CHARS: Final = 16
 _MODEL_SUFFIXES: Final = frozenset({".xml", ".bin", ".onnx", ".data", ".blob", ".safetensors"})
 
 
@@ -41,7 +41,12 @@ def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = E
         "is_batch_invariant": options.is_batch_invariant,
         "engine": engine,
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:CHARS]
+    return digest_of(facts)
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """16 hexadecimal digits for what decides a token."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def instruction_set() -> str:

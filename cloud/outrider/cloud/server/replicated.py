@@ -278,11 +278,9 @@ def front_server(
 def scale_of(options: ServeOptions) -> Scale:
     """The numbers of the options. Raises ConfigError for those that contradict each other."""
     fewest, most = options.num_replicas()
-    is_scaled = most > fewest
     return Scale(
         replicas=fewest,
-        min_replicas=fewest if is_scaled else None,
-        max_replicas=most if is_scaled else None,
+        most=most,
         sequences=float(options.max_running),
         cpus=float(options.threads or max(1, (os.cpu_count() or 1) // most)),
         gpus=options.gpus_per_replica or 0.0,

@@ -72,7 +72,7 @@ def serve(options: ServeOptions) -> int:
             settings = access.settings(sock.getsockname()[0])
             with (
                 opened_server(options, target, settings, tls=access.tls, sock=sock) as server,
-                access.watching(server.tls, server.admission.revoke) as watch,
+                access.watching(server.tls, server.core.admission.revoke) as watch,
             ):
                 hangups.act_by(watch.check_soon)
                 server.run(sockets=[sock])

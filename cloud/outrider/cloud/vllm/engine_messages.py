@@ -6,29 +6,21 @@ Both sides are of one version and on one machine, so times are those of the mono
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import zmq
 
-from outrider.cloud.seam import Totals
+from outrider.cloud.distributions import Distributions
+from outrider.cloud.seam import CommitEvent, SequenceUsage, Totals
 from outrider.cloud.vllm.terms import Refusal
+from outrider.models.wire.tree_draft import TreeDraft
 
 SETTINGS_NAME: Final = "engine.json"
+"""The file with the engine's `VllmConfig`, for the engine process."""
 MAX_ORDERS: Final = 4096
 """Drafts that each side keeps unread; what comes beyond is dropped, as a draft may be at any time."""
-_TOTALS: Final = tuple(field.name for field in fields(Totals))
-
-
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the engine process needs to know; names as in EngineConfig."""
-
-    max_running: int
-    max_draft: int
-    policy: str
-    looks_up: bool
 
 
 class PathsOrder(msgspec.Struct, tag="paths", array_like=True):
@@ -41,14 +33,10 @@ class PathsOrder(msgspec.Struct, tag="paths", array_like=True):
 
 
 class TreeOrder(msgspec.Struct, tag="tree", array_like=True):
-    """The same as a part of a tree; fields as in TreeDraft."""
+    """The same as a part of a tree."""
 
     number: int
-    base: int
-    first: int
-    tokens: list[int]
-    parents: list[int]
-    levels: list[int]
+    message: TreeDraft
     arrived: float
 
 
@@ -56,15 +44,10 @@ Order = PathsOrder | TreeOrder
 
 
 class Commit(msgspec.Struct, array_like=True):
-    """A pass of a sequence; as CommitEvent. logprobs: as `choosers.LOGPROBS`."""
+    """A pass of a sequence."""
 
     number: int
-    base: int
-    tokens: list[int]
-    accepted: int
-    proposed: int
-    looked_up: int
-    logprobs: list[tuple[int, float, list[int], list[float]]] = []
+    event: CommitEvent
 
 
 class End(msgspec.Struct, array_like=True):
@@ -75,33 +58,23 @@ class End(msgspec.Struct, array_like=True):
 
     number: int
     reason: str
-    passes: int
-    accepted: int
-    rejected: int
-    looked_up: int
-    cached_prompt_tokens: int
-    waited_s: float
+    usage: SequenceUsage
     refusal: Refusal | None = None
 
 
 class Gauges(msgspec.Struct, array_like=True):
-    """The engine's state; as EngineStats. totals: the fields of Totals in order. distributions: their `numbers`."""
+    """The engine's state, as EngineStats; by default, before the first report. distributions: their `numbers`."""
 
-    totals: list[int | float]
-    running: int
-    queued: int
-    num_blocks: int
-    free_blocks: int
-    block_size: int
-    patience_ms: float
-    step_ms: float | None
-    draft_token_ms: float | None
-    distributions: list[list[float]]
-
-    def to_totals(self) -> Totals:
-        """The counters."""
-        values: dict[str, Any] = dict(zip(_TOTALS, self.totals, strict=True))
-        return Totals(**values)
+    totals: Totals = msgspec.field(default_factory=Totals)
+    running: int = 0
+    queued: int = 0
+    num_blocks: int = 1
+    free_blocks: int = 1
+    block_size: int = 0
+    patience_ms: float = 0.0
+    step_ms: float | None = None
+    draft_token_ms: float | None = None
+    distributions: list[list[float]] = msgspec.field(default_factory=lambda: Distributions().numbers())
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -110,11 +83,6 @@ class Report(msgspec.Struct, array_like=True):
     commits: list[Commit]
     ends: list[End]
     gauges: Gauges
-
-
-def totals_list(totals: Totals) -> list[int | float]:
-    """The counters in the order of their fields."""
-    return [getattr(totals, name) for name in _TOTALS]
 
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -23,19 +23,26 @@ V1_RUNNER_ATTRIBUTES = (
     "rejection_sampler",
     "speculative_config",
     "device",
-    "use_async_scheduling",
+    "scheduler_config.async_scheduling",
     "_init_kv_zero_meta",
     "_zero_block_ids",
 )
 """What the samplers touch of the V1 model runner; none is public."""
-
-
+V2_RUNNER_ATTRIBUTES = (
+    "update_requests",
+    "sample_tokens",
+    "req_states.draft_tokens",
+    "req_states.req_id_to_index",
+    "speculator.propose",
+    "speculator.drafts",
+    "scheduler_config.async_scheduling",
+    "kv_block_zeroer",
+    "_init_kv_zero_meta",
+)
+"""What `v2.install` touches of the V2 model runner."""
 V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 V2_RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
 """Of the runners' classes; those of other devices are derived from them."""
-
-
-_SYNCHRONOUS = "synchronous scheduling"
 
 
 class OutriderExtension:
@@ -43,12 +50,6 @@ class OutriderExtension:
 
     model_runner: Any
     outrider_grammars: WorkerGrammars
-
-    def _grammars(self) -> WorkerGrammars:
-        config = self.model_runner.model_config
-        is_judge = getattr(self, "rank", 0) == 0  # vLLM takes tokens and refusals from this one
-        self.outrider_grammars = WorkerGrammars(config.model, config.get_vocab_size(), is_judge=is_judge)
-        return self.outrider_grammars
 
     def outrider_compile(self, number: int, grammar: list[Any] | None) -> list[Any] | None:
         """Begins to compile a grammar, with its terms; None until it is done. Then the seconds of the processor that it
@@ -70,35 +71,31 @@ class OutriderExtension:
         """Replaces the samplers. Returns the runner's class and what is not as expected; nothing is replaced then."""
         runner = self.model_runner
         kind = type(runner)
-        found = {"runner": f"{kind.__module__}.{kind.__qualname__}", "missing": list[str]()}
         is_v2 = os.environ.get(RUNNER_VARIABLE) == "1"
-        expected = V2_RUNNER_MODULE if is_v2 else V1_RUNNER_MODULE
-        missing = [] if any(each.__module__ == expected for each in kind.__mro__) else [f"the runner of {expected}"]
+        module, attributes = (
+            (V2_RUNNER_MODULE, V2_RUNNER_ATTRIBUTES) if is_v2 else (V1_RUNNER_MODULE, V1_RUNNER_ATTRIBUTES)
+        )
+        missing = [] if any(each.__module__ == module for each in kind.__mro__) else [f"the runner of {module}"]
+        missing += missing_attributes(runner, attributes)
+        if not missing and runner.scheduler_config.async_scheduling:
+            missing = ["synchronous scheduling"]
+        found = {"runner": f"{kind.__module__}.{kind.__qualname__}", "missing": missing}
+        if missing:
+            return found
+        config = runner.model_config
+        is_judge = getattr(self, "rank", 0) == 0  # vLLM takes tokens and refusals from this one
+        self.outrider_grammars = WorkerGrammars(config.model, config.get_vocab_size(), is_judge=is_judge)
+        # vLLM prepares the zeroing of blocks only for some caches; the scheduler asks for it after a fault.
         if is_v2:
-            if missing:
-                return found | {"missing": missing}
             from outrider.cloud.vllm import v2
 
-            missing = missing_attributes(runner, v2.ATTRIBUTES)
-            if not missing and runner.scheduler_config.async_scheduling:
-                missing = [_SYNCHRONOUS]
-            if not missing:
-                v2.install(runner, self._grammars())
-                if runner.kv_block_zeroer is None:
-                    runner._init_kv_zero_meta()
-            return found | {"missing": missing}
-        missing += missing_attributes(runner, V1_RUNNER_ATTRIBUTES)
-        if missing:
-            return found | {"missing": missing}
-        if runner.use_async_scheduling:
-            return found | {"missing": [_SYNCHRONOUS]}
-        from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows, attach_found
+            v2.install(runner, self.outrider_grammars)
+            has_zeroing = runner.kv_block_zeroer is not None
+        else:
+            from outrider.cloud.vllm import sampler
 
-        rows = Rows(runner, self._grammars())
-        runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
-        runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
-        attach_found(runner, rows)
-        # vLLM prepares the zeroing of blocks only for some caches; the scheduler asks for it after a fault.
-        if runner.device.type != "cpu" and not hasattr(runner, "_kv_block_zeroer"):
+            sampler.install(runner, self.outrider_grammars)
+            has_zeroing = runner.device.type == "cpu" or hasattr(runner, "_kv_block_zeroer")
+        if not has_zeroing:
             runner._init_kv_zero_meta()
         return found

@@ -53,7 +53,11 @@ class GrammarsInWorkers:
         lack the library, RequestError `engine_failed` or `internal_error`.
         """
         number = next(self._numbers)
-        work = self._begin(number, grammar_terms(spec, stop_ids))
+        with self._gate:
+            if self._has_ended or self._fault() is not None:
+                raise _engine_failed()
+            work = asyncio.run_coroutine_threadsafe(self._compiled(number, grammar_terms(spec, stop_ids)), self._loop)
+            self._works.add(work)
         try:
             taken_s, fault, kind = work.result(BUILD_S)
         except (CancelledError, Exception) as error:
@@ -85,14 +89,6 @@ class GrammarsInWorkers:
             works = tuple(self._works)
         for work in works:
             work.cancel()
-
-    def _begin(self, number: int, terms: list[Any]) -> Future[tuple[float, str, str]]:
-        with self._gate:
-            if self._has_ended or self._fault() is not None:
-                raise _engine_failed()
-            work = asyncio.run_coroutine_threadsafe(self._compiled(number, terms), self._loop)
-            self._works.add(work)
-            return work
 
     async def _compiled(self, number: int, terms: list[Any]) -> tuple[float, str, str]:
         """Seconds of the processor, what is wrong, and of what kind it is."""

@@ -36,16 +36,9 @@ class HangWatch:
     def tick(self, open_now: Collection[int]) -> list[int]:
         """Call it each `TICK_S`. Returns the open sequences that vLLM has dropped without a report."""
         self._silent = self._silent + 1 if open_now else 0
-        late: list[int] = []
-        for number, count in list(self._answered.items()):
-            if number not in open_now:
-                del self._answered[number]
-            elif count + 1 < LOST_AFTER:
-                self._answered[number] = count + 1
-            else:
-                del self._answered[number]
-                late.append(number)
-        return late
+        answered = {number: count + 1 for number, count in self._answered.items() if number in open_now}
+        self._answered = {number: count for number, count in answered.items() if count < LOST_AFTER}
+        return list(answered.keys() - self._answered.keys())
 
     @property
     def is_hung(self) -> bool:

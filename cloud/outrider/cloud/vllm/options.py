@@ -7,11 +7,16 @@ data parallelism, LoRA, KV connectors). Knows no vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal, get_args
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from outrider.cloud.pending.policy import Policy
 from outrider.models.errors import ConfigError
+from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -23,6 +28,10 @@ MAX_DRAFT: Final = 64
 
 _SLOTS_PER_PLACE: Final = 4
 """Sequences that may have blocks, for each that takes part in a step: they take turns without being computed again."""
+
+_KEPT_BY_ONEDNN: Final = 128
+"""On the CPU build, oneDNN keeps a kernel for each number of tokens that a step ever had, 1024 of them: 350 MB after
+2,000 sessions over the reference target. With this many every size of a decode step is kept."""
 
 PROPOSER: Final = "outrider.cloud.vllm.proposer.Empty"
 SCHEDULER: Final = "outrider.cloud.vllm.scheduler.OutriderScheduler"
@@ -58,22 +67,24 @@ class VllmOptions:
     gpu_memory_utilization: sizes the KV cache by the GPU's memory, in place of --kv-cache-mb; None: --kv-cache-mb.
     """
 
-    tensor_parallel_size: int = field(default=1, metadata={"least": 1})
+    tensor_parallel_size: Annotated[int, Field(ge=1, description="a whole number from 1")] = 1
     dtype: Dtype = "auto"
     quantization: Quantization = ""
     kv_cache_dtype: KvDtype = "auto"
-    max_model_len: int | None = field(default=None, metadata={"least": 2})
-    block_size: int | None = field(default=None, metadata={"least": 8})
-    gpu_memory_utilization: float | None = None
-    enforce_eager: bool = False
-    max_draft: int = field(default=16, metadata={"least": 1, "most": MAX_DRAFT})
+    max_model_len: Annotated[int | None, Field(ge=2, description="a whole number from 2")] = None
+    block_size: Annotated[int | None, Field(ge=8, description="a whole number from 8")] = None
+    gpu_memory_utilization: Annotated[float | None, Field(gt=0.0, le=1.0, description="a number over 0, up to 1")] = (
+        None
+    )
+    enforce_eager: Annotated[bool, Field(description="true or false")] = False
+    max_draft: Annotated[int, Field(ge=1, le=MAX_DRAFT, description=f"a whole number from 1 to {MAX_DRAFT}")] = 16
     runner: Runner = "v1"
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> VllmOptions:
         """From NAME=VALUE strings. Raises ConfigError for a name that is not listed, or a value that does not fit."""
-        known = {each.name: each for each in fields(cls)}
-        values: dict[str, Any] = {}
+        known: dict[str, Any] = _options.json_schema()["properties"]
+        values: dict[str, str] = {}
         for text in given:
             name, separator, value = text.partition("=")
             name = name.strip().replace("-", "_")
@@ -81,47 +92,41 @@ class VllmOptions:
                 raise ConfigError(
                     f"--vllm-option {text!r} is not allowed; expected NAME=VALUE with one of: {', '.join(known)}"
                 )
-            values[name] = _read(name, value.strip(), known[name].metadata)
-        return replace(cls(), **values)
+            values[name] = value.strip()
+        try:
+            return _options.validate_python(values)
+        except ValidationError as error:
+            name = str(error.errors()[0]["loc"][0])
+            expected = known[name].get("description") or ", ".join(filter(None, known[name]["enum"]))
+            raise ConfigError(f"--vllm-option {name}={values[name]!r}: expected {expected}") from None
 
 
-def _read(name: str, text: str, metadata: Any) -> Any:
-    choices = {
-        "dtype": get_args(Dtype),
-        "quantization": get_args(Quantization),
-        "kv_cache_dtype": get_args(KvDtype),
-        "runner": get_args(Runner),
-    }
-    if name in choices:
-        if text not in choices[name]:
-            raise _refused(name, text, ", ".join(filter(None, choices[name])))
-        return text
-    if name == "enforce_eager":
-        if text.lower() not in ("true", "false"):
-            raise _refused(name, text, "true or false")
-        return text.lower() == "true"
-    if name == "gpu_memory_utilization":
-        share = _number(float, name, text, "a number over 0, up to 1")
-        if not 0.0 < share <= 1.0:
-            raise _refused(name, text, "a number over 0, up to 1")
-        return share
-    least, most = metadata["least"], metadata.get("most")
-    expected = f"a whole number from {least}" + (f" to {most}" if most else "")
-    count = _number(int, name, text, expected)
-    if count < least or (most is not None and count > most):
-        raise _refused(name, text, expected)
-    return count
+_options: Final = TypeAdapter(VllmOptions)
 
 
-def _number(kind: Callable[[str], Any], name: str, text: str, expected: str) -> Any:
-    try:
-        return kind(text)
-    except ValueError:
-        raise _refused(name, text, expected) from None
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """How the engine runs; names as in EngineConfig. arguments: of vLLM's AsyncEngineArgs."""
+
+    arguments: Mapping[str, Any]
+    max_running: int = 32
+    max_queue: int = 1024
+    max_draft: int = 16
+    max_kept: int = MAX_VERIFY_ITEMS
+    max_kept_s: float = 600.0
+    looks_up: bool = False
+    share_between_owners: bool = False
+    policy: Policy = Policy.AUTO
 
 
-def _refused(name: str, text: str, expected: str) -> ConfigError:
-    return ConfigError(f"--vllm-option {name}={text!r}: expected {expected}")
+def set_environment(options: VllmOptions, num_threads: int) -> None:
+    """Sets what vLLM reads from the environment. Call it before vLLM is imported. num_threads: 0 leaves it to vLLM."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_BY_ONEDNN))
+    os.environ[RUNNER_VARIABLE] = "1" if options.runner == "v2" else "0"
+    if num_threads:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
 
 
 def engine_arguments(
@@ -163,14 +168,11 @@ def engine_arguments(
     if options.runner == "v2":  # it knows no `custom_class`; `v2.install` silences the n-gram proposer
         arguments["speculative_config"] = {"num_speculative_tokens": options.max_draft, "method": "ngram"}
         arguments["logits_processors"] = [LOGITS_PROCESSOR]
-    if options.quantization:
-        arguments["quantization"] = options.quantization
-    if options.max_model_len is not None:
-        arguments["max_model_len"] = options.max_model_len
-    if options.block_size is not None:
-        arguments["block_size"] = options.block_size
-    if options.gpu_memory_utilization is not None:
-        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-    else:
-        arguments["kv_cache_memory_bytes"] = kv_cache_bytes
-    return arguments
+    optional = {
+        "quantization": options.quantization or None,
+        "max_model_len": options.max_model_len,
+        "block_size": options.block_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "kv_cache_memory_bytes": kv_cache_bytes if options.gpu_memory_utilization is None else None,
+    }
+    return arguments | {name: value for name, value in optional.items() if value is not None}

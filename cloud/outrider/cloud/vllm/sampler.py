@@ -15,21 +15,13 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from outrider.cloud.vllm.terms import params_of
-from outrider.cloud.vllm.worker_choosers import (
-    Found,
-    RequestChooser,
-    RequestChoosers,
-    WorkerGrammars,
-    make_request_chooser,
-)
-from outrider.models.errors import RequestError
+from outrider.cloud.vllm.terms import Terms, terms_of
+from outrider.cloud.vllm.worker_choosers import FOUND, Found, RequestChoosers, WorkerGrammars
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.picks.sampling_torch import pick_rows
 
 _NONE: Final = -1
-"""No token: vLLM's placeholder, and `scheduler.FAULTY` for a row that is not finite."""
-_MAX_CACHED: Final = 4096
+"""No token: vLLM's placeholder, and `faulty_rows.FAULTY` for a row that is not finite."""
 
 
 class Rows:
@@ -37,10 +29,8 @@ class Rows:
 
     def __init__(self, runner: Any, grammars: WorkerGrammars) -> None:
         self._runner = runner
-        self._grammars = grammars
-        self._params: dict[str, SamplingParams] = {}
-        self._choosings = RequestChoosers()
-        self.found = Found()  # in the present step
+        self._terms: dict[str, Terms | None] = {}
+        self.choosers = RequestChoosers(grammars)
 
     def chosen(self, index: int, logits: torch.Tensor, drafted: Sequence[int]) -> list[int] | None:
         """The tokens of the batch's request at `index`, from its rows [len(drafted) + 1, V]; None: picks are enough.
@@ -50,43 +40,30 @@ class Rows:
         if index >= self._runner.input_batch.num_reqs:  # vLLM's profiling run
             return None
         name = self._runner.input_batch.req_ids[index]
+        terms = self._terms_of(name)
+        if terms is None or not terms.needs_chooser:
+            return None
         state = self._runner.requests[name]
         prompt = state.prompt_token_ids
+        rows, tokens = logits.float().cpu().numpy(), [*prompt, *state.output_token_ids]
+        return self.choosers.choose(name, terms, rows, drafted, tokens, len(prompt)) or [_NONE]
 
-        def make() -> RequestChooser | None:
-            self._choosings.keep(self._runner.requests.keys())
-            return make_request_chooser(state.sampling_params.extra_args, prompt, logits.shape[1], self._grammars)
-
-        try:
-            choosing = self._choosings.of(name, make)
-        except RequestError as error:
-            self.found.refuse(name, error)
-            return [_NONE]
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
-            self.found.refuse_fault(name, error)
-            return [_NONE]
-        if choosing is None:
-            return None
-        tokens = [*prompt, *state.output_token_ids]
-        return choosing.choose(logits.float().cpu().numpy(), drafted, tokens, name, self.found) or [_NONE]
-
-    def batch(self) -> tuple[list[SamplingParams], list[int]]:
-        """For each request of the batch: its parameters, and the position of its next token."""
+    def batch(self, count: int) -> tuple[list[SamplingParams], list[int]]:
+        """For each of `count` requests: its parameters, and the position of its next token."""
         batch = self._runner.input_batch
-        count = batch.num_reqs
-        requests = batch.req_ids[:count]
-        return [self._params_of(each) for each in requests], [int(n) for n in batch.num_tokens_no_spec[:count]]
+        if batch.num_reqs < count:  # vLLM's profiling run has no requests
+            return [SamplingParams()] * count, [0] * count
+        found = [self._terms_of(each) for each in batch.req_ids[: batch.num_reqs]]
+        positions = [int(n) for n in batch.num_tokens_no_spec[: batch.num_reqs]]
+        return [SamplingParams() if terms is None else terms.params for terms in found], positions
 
-    def _params_of(self, request_id: str) -> SamplingParams:
-        params = self._params.get(request_id)
-        if params is None:
-            if len(self._params) >= _MAX_CACHED:
-                self._params.clear()
-            params = params_of(self._runner.requests[request_id].sampling_params.extra_args)
-            self._params[request_id] = params
-        return params
+    def _terms_of(self, name: str) -> Terms | None:
+        if name not in self._terms:
+            for gone in self._terms.keys() - self._runner.requests.keys():
+                del self._terms[gone]
+                self.choosers.forget(gone)
+            self._terms[name] = terms_of(self._runner.requests[name].sampling_params.extra_args)
+        return self._terms[name]
 
 
 def until_wrong(picks: Sequence[int | None], drafted: Sequence[int]) -> list[int]:
@@ -110,9 +87,7 @@ class OutriderSampler(Sampler):
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *_: Any, **__: Any) -> SamplerOutput:
         """The picks, int32 [requests, 1]."""
-        params, positions = self._rows.batch()
-        if len(params) < logits.shape[0]:  # vLLM's profiling run has no requests
-            params, positions = [SamplingParams()] * logits.shape[0], [0] * logits.shape[0]
+        params, positions = self._rows.batch(logits.shape[0])
         picks = [_NONE if token is None else token for token in pick_rows(logits.float(), params, positions)]
         for index in range(len(picks)):
             chosen = self._rows.chosen(index, logits[index : index + 1], ())
@@ -131,10 +106,8 @@ class OutriderVerifier(RejectionSampler):
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
         """The committed tokens, int32 [requests, most drafted + 1], the rest _NONE; logits: [drafted + requests, V]."""
-        params, positions = self._rows.batch()
         counts: list[int] = metadata.num_draft_tokens
-        if len(params) < len(counts):  # vLLM's profiling run has no requests
-            params, positions = [SamplingParams()] * len(counts), [0] * len(counts)
+        params, positions = self._rows.batch(len(counts))
         row_params: list[SamplingParams] = []
         row_positions: list[int] = []
         for own, position, count in zip(params, positions, counts, strict=True):
@@ -155,15 +128,17 @@ class OutriderVerifier(RejectionSampler):
         return SamplerOutput(sampled_token_ids=out.to(logits.device), logprobs_tensors=None)
 
 
-def attach_found(runner: Any, rows: Rows) -> None:
-    """Has each step's output carry what choosers found beside the tokens."""
-    sample_tokens = runner.sample_tokens
+def install(runner: Any, grammars: WorkerGrammars) -> None:
+    """Replaces the runner's samplers, and has each step's output carry what choosers found beside the tokens."""
+    rows, sample_tokens = Rows(runner, grammars), runner.sample_tokens
+    runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
+    runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
 
     def with_found(grammar_output: Any) -> Any:
-        rows.found = Found()
+        rows.choosers.found = Found()
         output = sample_tokens(grammar_output)
         if output is not None:
-            rows.found.attach(output, str)
+            setattr(output, FOUND, rows.choosers.found)
         return output
 
     runner.sample_tokens = with_found

@@ -6,40 +6,28 @@ sequence's events come from one place and in order. Synchronous scheduling only:
 
 from __future__ import annotations
 
-import logging
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-import zmq
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import core
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.cloud.pending.estimators import StepSize
-from outrider.cloud.pending.policy import Policy
+from outrider.cloud.seam import CommitEvent
 from outrider.cloud.vllm import engine_messages as wire
-from outrider.cloud.vllm.book import Book, Pass, Served
+from outrider.cloud.vllm.book import Book, Served, seconds_to_wait
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
-from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
+from outrider.cloud.vllm.engine_process import ServerLink, ask_for_no_drafts, silence_dumps
+from outrider.cloud.vllm.faulty_rows import FAULTY, FaultyRows
+from outrider.cloud.vllm.parent import end_with_parent
 from outrider.cloud.vllm.step_shares import StepShares
-from outrider.cloud.vllm.terms import Refusal, terms_of
-from outrider.cloud.vllm.worker_choosers import FAULTS, LOGPROBS, REFUSALS, Logprobs
-from outrider.models.faults import log_fault
-from outrider.models.wire.tree_draft import TreeDraft
-
-_log = logging.getLogger("outrider.cloud")
+from outrider.cloud.vllm.terms import terms_of
+from outrider.cloud.vllm.worker_choosers import FOUND, Found
 
 _SLICE_S: Final = 0.002
 """While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
-_READ_S: Final = 0.02
-"""How long drafts are read before a step: a flood of them holds up no step for longer."""
-FAULTY: Final = -1
-"""What the samplers give for a row of logits that is not finite."""
 
 
 class OutriderScheduler(Scheduler):
@@ -54,38 +42,29 @@ class OutriderScheduler(Scheduler):
         ask_for_no_drafts()
         super().__init__(*args, **kwargs)
         refuse("vLLM's scheduler", missing_attributes(self, SCHEDULER_STATE))
-        place = Path(os.environ[PLACE_VARIABLE])
-        settings = msgspec.json.decode((place / wire.SETTINGS_NAME).read_bytes(), type=wire.Settings)
-        context = self._context = zmq.Context()
-        self._orders = wire.open_socket(context, zmq.PULL, wire.MAX_ORDERS)
-        self._orders.bind(wire.orders_address(place))
-        self._reports = wire.open_socket(context, zmq.PUSH)
-        self._reports.connect(wire.reports_address(place))
+        self._link = ServerLink()
+        config = self._link.config
         self._book = Book(
-            max_draft=settings.max_draft,
-            policy=Policy(settings.policy),
-            looks_up=settings.looks_up,
-            clock=time.monotonic,
+            max_draft=config.max_draft, policy=config.policy, looks_up=config.looks_up, clock=time.monotonic
         )
         self._num_slots = self.max_num_active_reqs
-        self._places = StepShares(settings.max_running, self.max_num_scheduled_tokens)
-        self._num_promised = 0  # blocks for newcomers of the present step
+        self._places = StepShares(config.max_running, self.max_num_scheduled_tokens)
+        self._of_request: dict[str, Served] = {}
+        self._faulty_rows = FaultyRows(self, self._of_request)
+        self._ends: list[wire.End] = []
+        # Of the present step.
+        self._num_promised = 0  # blocks for newcomers
         self._shares: dict[str, int] = {}  # prompt tokens, drafts of an item included, by request
         self._first_drafts: dict[str, list[int]] = {}  # verified with the end of a prompt
-        self._num_left = 0  # tokens that the present step still has room for
-        self._of_request: dict[str, Served] = {}
-        self._passes: dict[Served, Pass] = {}  # of the present step
-        self._ends: list[wire.End] = []
-        self._again: list[Request] = []
-        self._logprobs: dict[str, Logprobs] = {}  # of the present step
-        self._refusals: dict[str, Refusal] = {}
-        self._spoiled: set[int] = set()  # blocks to zero before the next step
+        self._num_left = 0  # tokens that there is still room for
+        self._passes: dict[Served, CommitEvent] = {}
+        self._found = Found()
         self._ordered_s = self._overhead_s = 0.0
 
     def shutdown(self) -> None:
         """Closes the sockets."""
         super().shutdown()
-        self._context.destroy(linger=0)
+        self._link.close()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -114,44 +93,21 @@ class OutriderScheduler(Scheduler):
         del self._of_request[request_id]
         self._places.close(served)
         self._book.close(served)
-        usage = served.usage
-        self._ends.append(
-            wire.End(
-                number=served.terms.number,
-                reason=reason,
-                passes=usage.target_passes,
-                accepted=usage.accepted_tokens,
-                rejected=usage.rejected_tokens,
-                looked_up=usage.looked_up_tokens,
-                cached_prompt_tokens=usage.cached_prompt_tokens,
-                waited_s=usage.waited_s,
-                refusal=served.refusal,
-            )
-        )
+        self._ends.append(wire.End(served.terms.number, reason, served.usage, served.refusal))
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Schedules a step with the drafts that are here; sequences that wait for better ones sit it out."""
         started = time.monotonic()
-        self._read_orders(0.0)
+        self._link.read_orders(self._book, 0.0)
         sitting = self._sitting(started)
         if sitting and len(sitting) == len(self.running) and not self.waiting and not self.kv_holding_waiting:
             waits = [served for request in sitting if (served := self._of_request.get(request.request_id))]
-            self._read_orders(min(_SLICE_S, self._book.next_deadline(waits, started)))
+            self._link.read_orders(self._book, min(_SLICE_S, seconds_to_wait(waits, started)))
             sitting = self._sitting(time.monotonic())
         output = self._schedule_fairly(sitting, throttle_prefills)
-        for request_id, count in output.num_scheduled_tokens.items():
-            served = self._of_request.get(request_id)
-            if served is not None and served.is_rerun:
-                request = self.requests[request_id]
-                computed = request.num_computed_tokens - count
-                groups = self.kv_cache_manager.get_block_ids(request_id)
-                for blocks, group in zip(groups, self.kv_cache_config.kv_cache_groups, strict=True):
-                    self._spoiled.update(blocks[-(-computed // group.kv_cache_spec.block_size) :])  # the new ones
-        if self._spoiled:
-            output.new_block_ids_to_zero = sorted(self._spoiled.union(output.new_block_ids_to_zero or ()))
-            self._spoiled.clear()
+        self._faulty_rows.zero_blocks(output)
         for new in output.scheduled_new_reqs:
             served = self._of_request.get(new.req_id)
             if served is not None and not served.drafts.committed:
@@ -170,31 +126,20 @@ class OutriderScheduler(Scheduler):
         seconds = time.monotonic() - self._ordered_s
         scheduled = scheduler_output.num_scheduled_tokens
         size, is_probe = StepSize(), bool(scheduled)
-        self._logprobs = getattr(model_runner_output, LOGPROBS, {})
-        self._refusals = getattr(model_runner_output, REFUSALS, {})
+        self._found = getattr(model_runner_output, FOUND, None) or Found()
         for request_id, count in scheduled.items():
             request = self.requests.get(request_id)
             if request is not None:
                 size += StepSize.of(count, max(0, request.num_computed_tokens - count))
-                is_probe &= self._is_probe(request_id)
-                self._take_faults(request, model_runner_output)
+                served = self._of_request.get(request_id)
+                is_probe &= served is not None and served.terms.is_probe
+                self._faulty_rows.take(request, model_runner_output, self._found)
         self._passes.clear()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._run_again()
+        self._faulty_rows.run_again()
         if size.tokens:
             self._book.stepped(size, seconds, self._overhead_s, num_sequences=len(scheduled), is_probe=is_probe)
-        commits = [
-            wire.Commit(
-                served.terms.number,
-                done.base,
-                list(done.tokens),
-                done.accepted,
-                done.proposed,
-                done.looked_up,
-                served.take_logprobs(),
-            )
-            for served, done in self._passes.items()
-        ]
+        commits = [wire.Commit(served.terms.number, done) for served, done in self._passes.items()]
         if commits or self._ends or size.tokens:
             self._report(commits)
         return outputs
@@ -214,15 +159,16 @@ class OutriderScheduler(Scheduler):
         if FAULTY in new_token_ids:
             request.status = RequestStatus.FINISHED_ERROR
             self._book.totals.faults += 1
-            self._forget_blocks(request)
+            self._faulty_rows.forget_blocks(request)
             self._end(request.request_id, served, "fault")
             return [], True
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
         self._places.committed(served)
-        served.logprobs += self._logprobs.get(request.request_id, [])[: len(new_token_ids)]
+        logprobs = self._found.logprobs.get(request.request_id, ())[: len(new_token_ids)]
         crowding = self._places.crowding(served)
-        done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding)
+        done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding, logprobs=logprobs)
         if served.terms.once:
+            served.logprobs += logprobs
             if not is_over and served.is_answered:
                 request.status, is_over = RequestStatus.FINISHED_STOPPED, True
                 reason = "once"
@@ -237,79 +183,7 @@ class OutriderScheduler(Scheduler):
             self._end(request.request_id, served, reason)
         return new_token_ids, is_over
 
-    def _take_faults(self, request: Request, model_runner_output: Any) -> None:
-        """Handles rows of logits that are not finite.
-
-        Keys that are not finite, of a wrong guess or left in a block by another sequence, reach the rows beside them,
-        and neither may end a sequence. So the request gets new blocks and is run again; if that fails too, it ends.
-        """
-        ids = model_runner_output.sampled_token_ids
-        if not ids or request.num_computed_tokens < request.num_tokens:
-            return  # a part of a prompt
-        served = self._of_request.get(request.request_id)
-        index = model_runner_output.req_id_to_index.get(request.request_id)
-        if served is None or index is None:
-            return
-        served.refusal = self._refusals.get(request.request_id)
-        if served.refusal is not None:
-            ids[index] = [FAULTY]
-            return
-        own, num_fine = ids[index], len(ids[index])
-        if self.use_v2_model_runner:
-            found = getattr(model_runner_output, FAULTS, {}).get(request.request_id)
-            if found is None or found - request.num_tokens >= len(own):
-                return
-            num_fine = found - request.num_tokens
-        elif own and own[0] != FAULTY:  # V1: `OutriderVerifier` leaves what is before such a row
-            return
-        else:
-            num_fine = 0
-        if served.is_rerun and num_fine == 0:
-            ids[index] = [FAULTY]
-        else:
-            ids[index] = own[:num_fine]
-            self._again.append(request)
-
-    def _run_again(self) -> None:
-        """Takes the blocks of requests whose step had a fault, so that it is computed anew."""
-        for request in self._again:
-            served = self._of_request.get(request.request_id)
-            if served is not None and not request.is_finished():
-                served.is_rerun = True
-                self._forget_blocks(request)
-                self.running.remove(request)
-                self._preempt_request(request, time.monotonic())
-        self._again.clear()
-
-    def _forget_blocks(self, request: Request) -> None:
-        """Has the blocks of a request that had a fault zeroed before they are used again; no other request finds them.
-
-        A kernel may multiply what it masks by 0, which leaves what is not finite as it is. Blocks that others use too
-        were full, and in use, before.
-        """
-        pool = self.kv_cache_manager.block_pool
-        groups = self.kv_cache_manager.get_block_ids(request.request_id)
-        own = {block for group in groups for block in group if pool.blocks[block].ref_cnt == 1}
-        self.kv_cache_manager.evict_blocks(own)
-        self._spoiled |= own
-
     # -- drafts ------------------------------------------------------------------------------------------------------
-
-    def _read_orders(self, wait_s: float) -> None:
-        """Merges the drafts that have arrived; waits up to `wait_s` for the first."""
-        wait_ms, until = round(wait_s * 1e3), time.monotonic() + wait_s + _READ_S
-        while time.monotonic() < until and self._orders.poll(wait_ms):
-            wait_ms = 0
-            message = self._orders.recv()
-            try:
-                order = wire.decode_order(message)
-                if isinstance(order, wire.PathsOrder):
-                    self._book.take_paths(order.number, order.base, order.paths, order.arrived)
-                else:
-                    tree = TreeDraft(order.base, order.first, order.tokens, order.parents, order.levels)
-                    self._book.take_tree(order.number, tree, order.arrived)
-            except Exception as error:  # only a bug of ours; no message may end the engine, and a draft may be lost
-                log_fault(error)
 
     def _decoding(self) -> list[tuple[Request, Served]]:
         """Running requests of ours whose prompt is complete: they commit at least one token in their next step."""
@@ -338,9 +212,9 @@ class OutriderScheduler(Scheduler):
         self._places.not_admitted([served for served in newcomers if served not in chosen])
         newcomers = [served for served in newcomers if served in chosen]
         hidden = [r for r in self.running if r in away or self._of_request[r.request_id] not in chosen]
-        with self._without(hidden):
+        with _hidden_from(self, hidden):
             newcomers = self._choose(newcomers)
-            self._queue_first([self.requests[served.name] for served in newcomers])
+            _queue_first(self.waiting, [self.requests[served.name] for served in newcomers])
             self.max_num_active_reqs = len(self.running) + len(newcomers)
             output = super().schedule(throttle_prefills)
         scheduled = output.num_scheduled_tokens
@@ -385,26 +259,6 @@ class OutriderScheduler(Scheduler):
         served = self._of_request.get(request.request_id)
         if served is not None:
             self._places.returned(served)
-
-    def _queue_first(self, requests: list[Request]) -> None:
-        """Moves requests to the front of the queue."""
-        if requests:
-            first = set(requests)
-            rest = [request for request in self.waiting if request not in first]
-            self.waiting.clear()
-            self.waiting.extend([*requests, *rest])
-
-    @contextmanager
-    def _without(self, hidden: list[Request]) -> Iterator[None]:
-        """Hides requests from a step. They keep their blocks."""
-        away, before = set(hidden), self.running
-        self.running = [request for request in before if request not in away]
-        try:
-            yield
-        finally:
-            now, known = set(self.running), set(before)
-            stayed = [request for request in before if request in away or request in now]
-            self.running = stayed + [request for request in self.running if request not in known]
 
     def _choose(self, newcomers: list[Served]) -> list[Served]:
         """Sets the drafts of the running requests and the shares of prompts; gives the newcomers that have one."""
@@ -492,14 +346,11 @@ class OutriderScheduler(Scheduler):
 
     def _report(self, commits: list[wire.Commit]) -> None:
         ends, self._ends = self._ends, []
-        self._reports.send(wire.encode(wire.Report(commits, ends, self._gauges())))
-
-    def _gauges(self) -> wire.Gauges:
         curve, pool = self._book.drafting.curve, self.kv_cache_manager.block_pool
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
         running, queued = self.get_request_counts()
-        return wire.Gauges(
-            totals=wire.totals_list(self._book.totals),
+        gauges = wire.Gauges(
+            totals=self._book.totals,
             running=running,
             queued=queued,
             num_blocks=pool.num_gpu_blocks - 1,  # vLLM keeps one for itself
@@ -510,37 +361,37 @@ class OutriderScheduler(Scheduler):
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
             distributions=self._book.drafting.distributions.numbers(),
         )
-
-    def _is_probe(self, request_id: str) -> bool:
-        served = self._of_request.get(request_id)
-        return served is not None and served.terms.is_probe
+        self._link.report(wire.Report(commits, ends, gauges))
 
 
-def silence_dumps() -> None:
-    """Replaces vLLM's dump of a step that raised: it holds drafts and parameters, so guesses of clients' texts."""
-    core.dump_engine_exception = _log_failed_step
+def _queue_first(waiting: Any, requests: list[Request]) -> None:
+    """Moves requests to the front of a queue."""
+    if requests:
+        first = set(requests)
+        rest = [request for request in waiting if request not in first]
+        waiting.clear()
+        waiting.extend([*requests, *rest])
 
 
-def ask_for_no_drafts() -> None:
-    """Spares each step a message to the worker and back: vLLM asks for its proposer's drafts there, and has none."""
-    core.EngineCore.post_step = _after_step
-
-
-def _after_step(engine: Any, model_executed: bool) -> None:
-    """Nothing: `_choose` sets the drafts at the start of a step."""
-
-
-def _log_failed_step(config: Any, scheduler_output: Any, stats: Any) -> None:
-    counts = scheduler_output.num_scheduled_tokens
-    _log.error("a step failed: %d requests, %d tokens", len(counts), sum(counts.values()))
+@contextmanager
+def _hidden_from(scheduler: OutriderScheduler, hidden: Iterable[Request]) -> Iterator[None]:
+    """Hides requests from a step. They keep their blocks."""
+    away, before = set(hidden), scheduler.running
+    scheduler.running = [request for request in before if request not in away]
+    try:
+        yield
+    finally:
+        now, known = set(scheduler.running), set(before)
+        stayed = [request for request in before if request in away or request in now]
+        scheduler.running = stayed + [request for request in scheduler.running if request not in known]
 
 
 def _reason(request: Request) -> str:
     return "stop" if request.status == RequestStatus.FINISHED_STOPPED else "full"
 
 
-def _whole(served: Served) -> Pass:
+def _whole(served: Served) -> CommitEvent:
     """All passes of a /v1/verify item as one."""
-    tokens, draft = served.drafts.committed, served.terms.draft
+    tokens, draft = tuple(served.drafts.committed), served.terms.draft
     proposed = min(len(draft), served.terms.max_tokens - 1)
-    return Pass(0, tokens, len(tokens) - 1, proposed, 0)
+    return CommitEvent(0, tokens, len(tokens) - 1, proposed, logprobs=tuple(served.logprobs))

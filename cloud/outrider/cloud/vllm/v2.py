@@ -3,7 +3,7 @@
 The pick is a logits processor of the runner's public interface: it leaves only the picked token of each row standing,
 so that the stock argmax and the stock greedy verification (accept if and only if equal) do the rest. The runner takes
 the number of drafts from the scheduler, and their values from `req_states.draft_tokens` on the device: one copy before
-each step joins the two. Not public: what `ATTRIBUTES` names.
+each step joins the two. Not public: what `extension.V2_RUNNER_ATTRIBUTES` names.
 
 vLLM loads this module in the server's process too, to validate requests: torch is imported where it is needed.
 """
@@ -14,38 +14,20 @@ from typing import Any, Final
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from outrider.cloud.vllm.terms import needs_chooser, params_of
-from outrider.cloud.vllm.worker_choosers import Found, RequestChooser, WorkerGrammars, make_request_chooser
-from outrider.models.errors import RequestError
+from outrider.cloud.vllm.terms import Terms, terms_of
+from outrider.cloud.vllm.worker_choosers import FOUND, Found, RequestChoosers, WorkerGrammars
 from outrider.models.picks.sampling import SamplingParams
 
-ATTRIBUTES: Final = (
-    "update_requests",
-    "sample_tokens",
-    "req_states.draft_tokens",
-    "req_states.req_id_to_index",
-    "speculator.propose",
-    "speculator.drafts",
-    "scheduler_config.async_scheduling",
-    "kv_block_zeroer",
-    "_init_kv_zero_meta",
-)
-"""What `install` touches of the runner."""
-
-_found: Final = Found()
-"""In the present step, by the request's slot."""
-_grammars: Final[list[WorkerGrammars]] = []
-"""The worker's, once `install` has run: vLLM makes the logits processors itself, before."""
+_choosers: Final = RequestChoosers()
+"""By slot. They get the worker's grammars from `install`: vLLM makes the logits processors itself, before."""
 
 
 class OutriderPick(LogitsProcessor):
     """Computes the pick of every row, drafted ones included."""
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self._params = [SamplingParams()] * req_states.max_num_reqs
         self._states = req_states
-        self._extra: list[Any] = [None] * req_states.max_num_reqs
-        self._choosings: list[RequestChooser | None] = [None] * req_states.max_num_reqs
+        self._terms: list[Terms | None] = [None] * req_states.max_num_reqs
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -55,10 +37,8 @@ class OutriderPick(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Takes a slot for a request."""
-        extra = sampling_params.extra_args
-        self._params[req_idx] = params_of(extra)
-        self._extra[req_idx] = extra if needs_chooser(extra) else None
-        self._choosings[req_idx] = None
+        self._terms[req_idx] = terms_of(sampling_params.extra_args)
+        _choosers.forget(req_idx)
         return True
 
     def apply(self, logits: Any, ctx: Any) -> Any:
@@ -70,11 +50,13 @@ class OutriderPick(LogitsProcessor):
         slots: list[int] = ctx.expanded_idx_mapping.tolist()
         # Of the row's input token; the pick is for the position after it.
         positions = [position + 1 for position in ctx.pos.tolist()]
-        found = pick_rows(logits, [self._params[slot] for slot in slots], positions)
+        terms = [self._terms[slot] for slot in slots]
+        found = pick_rows(logits, [SamplingParams() if each is None else each.params for each in terms], positions)
         self._choose(logits, ctx, slots, positions, found)
+        faults = _choosers.found.faults
         for slot, position, token in zip(slots, positions, found, strict=True):
             if token is None:
-                _found.faults[slot] = min(position, _found.faults.get(slot, position))
+                faults[slot] = min(position, faults.get(slot, position))
         picks = torch.tensor([token or 0 for token in found], device=logits.device)
         logits.fill_(-torch.inf)
         return logits.scatter_(1, picks.unsqueeze(1), 0.0)
@@ -86,45 +68,26 @@ class OutriderPick(LogitsProcessor):
             slot, end = slots[row], row + 1
             while end < len(slots) and slots[end] == slot:
                 end += 1
-            if self._extra[slot] is not None:
+            terms, position = self._terms[slot], positions[row]
+            length = int(self._states.prompt_len.np[slot])
+            # Before the prompt's end vLLM drops the token.
+            if terms is not None and terms.needs_chooser and position >= length:
                 drafted = ctx.input_ids[row + 1 : end].tolist()
-                self._choose_for(slot, logits[row:end], drafted, positions[row], picks, row)
+                tokens: list[int] = self._states.all_token_ids.gpu[slot, :position].tolist()
+                own = logits[row:end].float().cpu().numpy()
+                chosen = _choosers.choose(slot, terms, own, drafted, tokens, length)
+                if chosen is None:
+                    picks[row] = None
+                else:
+                    picks[row : row + len(chosen)] = chosen
             row = end
-
-    def _choose_for(
-        self, slot: int, logits: Any, drafted: list[int], position: int, picks: list[int | None], row: int
-    ) -> None:
-        length = int(self._states.prompt_len.np[slot])
-        if position < length:
-            return  # a part of a prompt, whose token vLLM drops
-        tokens: list[int] = self._states.all_token_ids.gpu[slot, :position].tolist()
-        choosing = self._choosings[slot]
-        if choosing is None:
-            grammars = _grammars[0]
-            try:
-                choosing = make_request_chooser(self._extra[slot], tokens[:length], logits.shape[1], grammars)
-            except RequestError as error:
-                _found.refuse(slot, error)
-                return
-            except (KeyboardInterrupt, SystemExit):
-                raise
-            except BaseException as error:
-                _found.refuse_fault(slot, error)
-                return
-            assert choosing is not None
-            self._choosings[slot] = choosing
-        chosen = choosing.choose(logits.float().cpu().numpy(), drafted, tokens, slot, _found)
-        if chosen is not None:
-            picks[row : row + len(chosen)] = chosen
-        elif slot not in _found.refusals:
-            picks[row] = None
 
 
 def install(runner: Any, grammars: WorkerGrammars) -> None:
     """Joins the scheduler's drafts with the runner's, and reports rows that are not finite."""
     import torch
 
-    _grammars[:] = [grammars]
+    _choosers.grammars = grammars
     states, speculator = runner.req_states, runner.speculator
     update_requests, sample_tokens = runner.update_requests, runner.sample_tokens
     nothing = torch.full_like(speculator.drafts, -1)
@@ -144,11 +107,11 @@ def install(runner: Any, grammars: WorkerGrammars) -> None:
             target[index] = torch.tensor(rows, dtype=target.dtype, device=target.device)
 
     def with_faults(grammar_output: Any) -> Any:
-        _found.clear()
+        _choosers.found = Found()
         output = sample_tokens(grammar_output)
         if output is not None:
             names = {slot: request for request, slot in states.req_id_to_index.items()}
-            _found.attach(getattr(output, "model_runner_output", output), names.get)
+            setattr(getattr(output, "model_runner_output", output), FOUND, _choosers.found.by_name(names))
         return output
 
     runner.update_requests, runner.sample_tokens = with_drafts, with_faults

@@ -7,7 +7,7 @@ what vLLM has kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.row_choosers import chooser_of
-from outrider.cloud.vllm.terms import Mark, Refusal, grammar_number, request_of
+from outrider.cloud.vllm.terms import Mark, Refusal, Terms
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.grammar.building import Built, build, deep_pool
@@ -28,28 +28,24 @@ from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import WornOut
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.process.heap import HeapTrimmer
-from outrider.models.processors.chooser import TokenChooser
+from outrider.models.processors.chooser import TokenChooser, TokenLogprobs
 from outrider.models.text.tokenizer import Tokenizer
 
-LOGPROBS: Final = "outrider_logprobs"
-"""The attribute of vLLM's `ModelRunnerOutput`, by request: of each token itself, its logprob, the likeliest tokens and
-theirs.
-"""
-REFUSALS: Final = "outrider_refusals"
-"""The same: the refusal of a request whose processors leave no token, or whose grammar is too costly."""
-FAULTS: Final = "outrider_faults"
-"""The same, of the V2 runner: the first position whose logits are not finite."""
-
-Logprobs = list[tuple[int, float, list[int], list[float]]]
+FOUND: Final = "outrider_found"
+"""The attribute of vLLM's `ModelRunnerOutput` with what the step's choosers found beside the tokens, by request."""
 FIRST_WAIT_S: Final = 0.01
 """That a worker waits for a grammar, once: nearly all take less, and another look costs a step."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What a step's choosers found, by request (V2: by its slot)."""
+    """What a step's choosers found, by request (V2: by its slot).
 
-    logprobs: dict[Any, Logprobs] = field(default_factory=dict)
+    logprobs: of each token. refusals: of requests whose processors leave no token, or whose grammar is too costly.
+    faults: of the V2 runner, the first position whose logits are not finite.
+    """
+
+    logprobs: dict[Any, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     refusals: dict[Any, Refusal] = field(default_factory=dict)
     faults: dict[Any, int] = field(default_factory=dict)
 
@@ -58,27 +54,10 @@ class Found:
         mark: Mark = "slow" if isinstance(error, TookTooLong) else "worn" if isinstance(error, WornOut) else ""
         self.refusals[key] = error.code, str(error), mark
 
-    def refuse_fault(self, key: Any, error: BaseException) -> None:
-        """The same for a bug, ours or a library's: it costs the text that met it, not vLLM's engine."""
-        log_fault(error)
-        self.refuse(key, RequestError("internal_error", "the server failed on this request; its log has the details"))
-
-    def clear(self) -> None:
-        """Begins a step."""
-        self.logprobs.clear()
-        self.refusals.clear()
-        self.faults.clear()
-
-    def attach(self, output: Any, names: Callable[[Any], str | None]) -> None:
-        """Puts it on the runner's output. names: the request of a key."""
-        everything: tuple[tuple[str, dict[Any, Any]], ...] = (
-            (LOGPROBS, self.logprobs),
-            (REFUSALS, self.refusals),
-            (FAULTS, self.faults),
-        )
-        for attribute, found in everything:
-            if found:
-                setattr(output, attribute, {name: v for key, v in found.items() if (name := names(key)) is not None})
+    def by_name(self, names: Mapping[Any, str]) -> Found:
+        """The same by the requests' names; what has none is left out."""
+        everything: tuple[dict[Any, Any], ...] = (self.logprobs, self.refusals, self.faults)
+        return Found(*({names[key]: each for key, each in found.items() if key in names} for found in everything))
 
 
 class WorkerGrammars:
@@ -157,84 +136,75 @@ class WorkerGrammars:
 class RequestChooser:
     """One request's chooser, and where its text begins in its tokens."""
 
-    def __init__(self, chooser: TokenChooser, first: int, stop_ids: frozenset[int]) -> None:
-        self._chooser: TokenChooser | None = chooser
-        self._first = first
-        self._stop_ids = stop_ids
+    def __init__(self, chooser: TokenChooser, first: int) -> None:
+        self.chooser: TokenChooser | None = chooser
+        self.first = first
 
     def let_go(self) -> None:
         """Frees what it holds: its text is over."""
-        self._chooser = None
+        self.chooser = None
+
+
+class RequestChoosers:
+    """The choosers of a worker, by request (V2: by its slot), and what they found in the present step."""
+
+    def __init__(self, grammars: WorkerGrammars | None = None) -> None:
+        self.grammars = grammars
+        self.found = Found()
+        self._choosers: dict[Any, RequestChooser] = {}
+
+    def forget(self, key: Any) -> None:
+        """Lets a request's go."""
+        self._choosers.pop(key, None)
 
     def choose(
-        self, rows: NDArray[np.float32], drafted: Sequence[int], tokens: Sequence[int], key: Any, found: Found
+        self,
+        key: Any,
+        terms: Terms,
+        rows: NDArray[np.float32],
+        drafted: Sequence[int],
+        tokens: Sequence[int],
+        first: int,
     ) -> list[int] | None:
         """The tokens that follow `tokens`, prompt and text; None if a row is not finite, or there is a refusal.
 
-        rows: [len(drafted) + 1, V]. key: under which `found` gets the rest.
+        rows: [len(drafted) + 1, V]. first: tokens of the request's prompt.
         """
-        parents = range(-1, len(drafted) - 1)
         try:
-            if self._chooser is None:
+            kept = self._choosers.get(key) or self._make(key, terms, tokens[:first], rows.shape[1])
+            if (chooser := kept.chooser) is None:
                 raise _let_go()
-            self._chooser.follow(tokens, self._first)
-            branch = self._chooser.choose(rows, drafted, parents, len(tokens), stop_ids=self._stop_ids)
+            chooser.follow(tokens, kept.first)
+            parents = range(-1, len(drafted) - 1)
+            branch = chooser.choose(rows, drafted, parents, len(tokens), stop_ids=terms.stop_ids)
         except ModelFault:
             return None
         except RequestError as error:
-            found.refuse(key, error)
+            self.found.refuse(key, error)
             return None
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a library's bugs are raised past Exception, too
-            found.refuse_fault(key, error)
+            # Ours or a library's: it ends that text only, and not vLLM's engine.
+            log_fault(error)
+            said = "the server failed on this request; its log has the details"
+            self.found.refuse(key, RequestError("internal_error", said))
             return None
-        logprobs = [
-            (each.token, each.logprob, [token for token, _ in each.top], [value for _, value in each.top])
-            for each in self._chooser.logprobs
-        ]
-        if logprobs:
-            found.logprobs[key] = logprobs
+        if chooser.logprobs:
+            self.found.logprobs[key] = tuple(chooser.logprobs)
         return branch.tokens
 
-
-def make_request_chooser(
-    extra_args: Any, prompt: Sequence[int], vocab_size: int, grammars: WorkerGrammars
-) -> RequestChooser | None:
-    """None where a plain pick is enough, and for a request that is not ours. prompt: of the request.
-
-    Raises RequestError for a grammar that was let go, or excludes the text so far.
-    """
-    request = request_of(extra_args, grammars.compiled)
-    if request is None:
-        return None
-    chooser = chooser_of(request, prompt, vocab_size)
-    if chooser is None:
-        return None
-    choosing = RequestChooser(chooser, len(prompt) - request.num_generated, request.stop_ids)
-    if (number := grammar_number(extra_args)) is not None:
-        grammars.follow(number, choosing)
-    return choosing
+    def _make(self, key: Any, terms: Terms, prompt: Sequence[int], vocab_size: int) -> RequestChooser:
+        """Raises RequestError for a grammar that was let go, or excludes the text so far."""
+        assert self.grammars is not None, "`install` comes first"
+        chooser = chooser_of(terms.request(self.grammars.compiled), prompt, vocab_size)
+        assert chooser is not None, "`Terms.needs_chooser`"
+        made = self._choosers[key] = RequestChooser(chooser, len(prompt) - terms.num_generated)
+        if terms.grammar is not None:
+            self.grammars.follow(terms.grammar, made)
+        return made
 
 
 def _let_go() -> RequestError:
     """For a request that the server ended while vLLM began it, or goes on with it: nobody reads it."""
     return RequestError("internal_error", "the request's grammar was let go")
-
-
-class RequestChoosers:
-    """The choosers of a worker, by request."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, RequestChooser | None] = {}
-
-    def of(self, name: str, make: Callable[[], RequestChooser | None]) -> RequestChooser | None:
-        """A request's; made when it is first asked for."""
-        if name not in self._found:
-            self._found[name] = make()
-        return self._found[name]
-
-    def keep(self, names: Collection[str]) -> None:
-        """Forgets those of all other requests."""
-        for name in [each for each in self._found if each not in names]:
-            del self._found[name]
