@@ -1,15 +1,16 @@
 """Compares a cascade of three (draft on the device, mid-size verifier, target) with two (draft on the device, target).
 
-Four ways to the same text, each at every round trip: the target alone, two levels, the mid without a device's draft,
-three levels. Two levels cross both distances at once: device to mid, and mid to target. Texts are compared token by
-token. The target's passes do not depend on how busy the machine is.
+Four ways to the same text, each at every round trip: the target alone, two levels, the mid-size verifier without a
+device's draft, three levels. Two levels cross both distances at once: device to mid-size verifier, and that to target.
+Texts are compared token by token. The target's passes do not depend on how busy the machine is.
 
     python -m bench.cascade                                # emulated: steps and drafts sleep for exact times
     python -m bench.cascade --real [--widen 1450] [--mid BUNDLE]
 
---real has the reference pair: its draft, its target as the mid, and the target widened, which picks the same tokens, so
-its mid is never contradicted; `--mid` names another bundle of the same family, such as one in INT4. Emulated, the mid's
-logits are the target's plus `--mid-noise` times the emulated draft's noise. Exits 1 where a text differs.
+--real has the reference pair: its draft, its target as the mid-size verifier, and the target widened, which picks the
+same tokens, so nothing is ever contradicted; `--mid` names another bundle of the same family, such as one in INT4.
+Emulated, the mid-size verifier's logits are the target's plus `--mid-noise` times the emulated draft's noise. Exits 1
+where a text differs.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ _COUNTERS: Final = ("provisional", "confirmed", "contradicted")
 class Cell:
     """One way at one pair of round trips. passes: of the target, per token. different: texts that are not the target's.
 
-    confirmed: of the mid's provisional tokens, the share that the target confirmed where it answered.
+    confirmed: of the mid-size verifier's provisional tokens, the share that the target confirmed where it answered.
     """
 
     device_ms: float
@@ -84,7 +85,7 @@ class Cell:
 
 
 class EmulatedMid(EmulatedTarget):
-    """The mid: the emulated target's logits plus noise."""
+    """The mid-size verifier: the emulated target's logits plus noise."""
 
     def __init__(self, emulation: Emulation, share: float) -> None:
         super().__init__(emulation)
@@ -151,7 +152,7 @@ def real(options: argparse.Namespace) -> Iterator[tuple[str, Drafter, CorePlan]]
 
 @contextmanager
 def mid_of(options: argparse.Namespace, upstream: str, cores: CorePlan) -> Iterator[str]:
-    """The mid before the target at `upstream`."""
+    """The mid-size verifier before the target at `upstream`."""
     if options.real:
         bundle = options.mid or verifier_of(options).pair(None).target
         opened = cloud_process(bundle, cores.agent, (*ALONE, "--tree", "line", "--upstream", upstream))
@@ -261,12 +262,12 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--real", action="store_true", help="the reference pair; default: emulated")
     cli.add_argument("--widen", type=float, default=1450.0, help="with --real: MB of the widened FP32 target")
-    cli.add_argument("--mid", type=Path, help="with --real: another bundle as the mid")
+    cli.add_argument("--mid", type=Path, help="with --real: another bundle as the mid-size verifier")
     cli.add_argument("--step", type=float, default=120.0, help="emulated: ms of a step of the target")
-    cli.add_argument("--mid-step", type=float, default=20.0, help="of the mid")
+    cli.add_argument("--mid-step", type=float, default=20.0, help="of the mid-size verifier")
     cli.add_argument("--draft-step", type=float, default=4.0, help="of the draft")
     cli.add_argument("--extra", type=float, default=0.3, help="of a further token of a step")
-    cli.add_argument("--mid-noise", type=float, default=0.25, help="of the mid, over the draft's")
+    cli.add_argument("--mid-noise", type=float, default=0.25, help="of the mid-size verifier, over the draft's")
     cli.add_argument("--rtt-device", type=float, nargs="+", default=[0.0, 5.0])
     cli.add_argument("--rtt-upstream", type=float, nargs="+", default=[25.0, 50.0])
     cli.add_argument("--prompts", type=int, default=3)

@@ -79,7 +79,7 @@ class HardDrafter(ModelDrafter):
         self._table = np.random.default_rng(0).standard_normal(2 * size, np.float32)
 
     def _best(self, logits: NDArray[np.float32], branch: Sequence[int], width: int) -> list[Guess]:
-        position = len(self._text) + len(branch)
+        position = self.length + len(branch)
         if position in self.hard and self.noise:
             row = logits[: len(self._table) // 2]
             # Another part of the table at each position and after each branch, the same in every setting.

@@ -32,11 +32,11 @@ import typer
 from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
+from tools.tiny_sources import make_tiny_model, make_tiny_tokenizer
 
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions, RuntimeName
-from outrider.export.source.tiny import make_tiny_model, make_tiny_tokenizer
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_sequence_runtime

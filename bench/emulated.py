@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from bench.rank_files import read_ranks
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -287,7 +288,7 @@ def main() -> None:
         _serve(options)
         return
     for temperature in (0.8, 0.0):
-        measured = Ranks.read(options.data / f"ranks_{temperature}.json")
+        measured = read_ranks(options.data / f"ranks_{temperature}.json")
         Console(width=90).print(fit_table(measured, emulated_ranks(temperature), f"T {temperature:g}"))
 
 

@@ -39,10 +39,10 @@ from bench.report import write_json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tests.faulty_proxy import FaultyProxy, ProxyOptions
 
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import plan_cores
-from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.reference import load_prompts
 
@@ -302,7 +302,7 @@ def link_throttled(scene: Scene) -> Iterator[Row]:
             agent = stack.enter_context(started(scene.agent([proxy.url], "", None, "--depth", depth)))
             before = list[tuple[int, int]]()
 
-            def throttle(proxy: DelayProxy = proxy, before: list[tuple[int, int]] = before) -> None:
+            def throttle(proxy: FaultyProxy = proxy, before: list[tuple[int, int]] = before) -> None:
                 proxy.throttle(RATE_KBIT_S)
                 before.append((proxy.bytes_up, proxy.bytes_down))
 
@@ -394,8 +394,8 @@ FAULTS: Final = {
 }
 
 
-def _line(cloud: Program, port: int = 0) -> DelayProxy:
-    return DelayProxy("127.0.0.1", cloud.port, ProxyOptions(RTT_MS), port)
+def _line(cloud: Program, port: int = 0) -> FaultyProxy:
+    return FaultyProxy("127.0.0.1", cloud.port, ProxyOptions(RTT_MS), port)
 
 
 def _num_struck(agent: Program) -> int:

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.export.recipes import RuntimeName
+from outrider.export.recipes import ExportOptions, RuntimeName
 
 MOST_DISK_MB: Final = 300.0
 MOST_START_S: Final = 3.0
@@ -76,7 +76,7 @@ class Footprint:
 
 def measure(runtime: RuntimeName, options: argparse.Namespace, wheel: Path | None) -> Footprint:
     """One runtime's footprint. wheel: to install."""
-    pair = export_reference_pair(draft_runtime=runtime)
+    pair = export_reference_pair(draft=ExportOptions("draft", runtime=runtime))
     with ExitStack() as stack:
         place = Path(stack.enter_context(TemporaryDirectory()))
         python, disk_mb, largest = sys.executable, None, dict[str, float]()

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 from tests.always_wrong import AlwaysWrongDrafter
 from tests.faulty_posts import FaultRates, FaultyPosts
+from tests.faulty_proxy import FaultyProxy
 
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
-from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
@@ -142,7 +142,7 @@ class _Line:
     By the events that come, not by the tokens that the agent has seen: on a busy machine it sees them all at once.
     """
 
-    def __init__(self, url: str, proxy: DelayProxy | None) -> None:
+    def __init__(self, url: str, proxy: FaultyProxy | None) -> None:
         self._proxy = proxy
         self.url = proxy.url if proxy is not None else url
 
@@ -161,5 +161,5 @@ def _line(url: str, *, is_cut: bool) -> Iterator[_Line]:
         return
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None
-    with DelayProxy(parts.hostname, parts.port) as proxy:
+    with FaultyProxy(parts.hostname, parts.port) as proxy:
         yield _Line(url, proxy)

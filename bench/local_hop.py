@@ -57,7 +57,7 @@ from outrider.edge.serve.state import LocalCore, LocalSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
-from outrider.models.http.answer_text import TextAssembler
+from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
     """The agent in this process; its commits become text as they arrive."""
 
     async def ask(question: Question) -> Call:
-        assembler = TextAssembler(tokenizer.detokenizer(context=question.tokens), (), frozenset())
+        assembler = TextAssembler(tokenizer.detokenizer(context=question.tokens), TextStyle())
         pieces: list[str] = []
         began = time.perf_counter()
         first_s = 0.0

@@ -61,9 +61,9 @@ from rich.table import Table
 
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import Outcome, path, simulate
+from outrider.export.report.simulation.world import Form, Plan, Times
 from outrider.models.bundle.speed_up import Reach
 
 FLOOR, OF_COMPUTED = 0.97, 0.9
@@ -129,7 +129,7 @@ def _computed(place: Place, ranks: Ranks | None, extra_ms: float, form: Form) ->
     if ranks is None:
         return None
     times = place.times(extra_ms)
-    plan = Plan(form=form, bytes_per_token=BYTES_PER_TOKEN, hints="levels")
+    plan = Plan(form=form, bytes_per_token=BYTES_PER_TOKEN)
     alone = replace(place.times(extra_ms, PATH), nodes_per_call=1)  # a path's nodes come one after the other
     return Computed(
         times,

@@ -25,9 +25,9 @@ from bench.report import write_json
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
+from tools.tiny_sources import make_tiny_source
 
 from outrider.export.check.runner import BatchSteps, SequenceSteps
-from outrider.export.source.tiny import make_tiny_source
 from outrider.export.source.torch_source import load_source_model, source_logits
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError

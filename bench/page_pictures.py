@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.chromium import CTRL, Browser, Page, open_browser
 
-from outrider.edge.cli.exporter import export_reference_pair
+from outrider.edge.cli.draft_source import export_reference_pair
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import plan_cores, running_on

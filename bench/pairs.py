@@ -23,7 +23,7 @@ from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.report.simulation.plan import Form
+from outrider.export.report.simulation.world import Form
 from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams

@@ -18,8 +18,8 @@ from bench.changed_bundle import TURNS, change_bundle
 from rich.console import Console
 
 from outrider.edge.cli.chat import chat_here
-from outrider.edge.cli.chat_options import ChatOptions
-from outrider.edge.cli.exporter import export_reference_pair
+from outrider.edge.cli.command_options import ChatOptions
+from outrider.edge.cli.draft_source import export_reference_pair
 from outrider.edge.cli.line_editor import PROMPT as TYPES
 from outrider.edge.cli.run import run_once
 from outrider.edge.cli.run_options import RunOptions

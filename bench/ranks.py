@@ -22,6 +22,7 @@ from typing import Annotated, Final
 
 import numpy as np
 import typer
+from bench.rank_files import write_ranks
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -107,7 +108,7 @@ def show(temperature: float, measured: Measured) -> None:
         shares = [f"{(inside == guess).mean():.3f}" if inside.size else "-" for guess in range(4)]
         table.add_row(name, f"{inside.size / found.size:.3f}", *shares)
     console.print(table)
-    by_rank = ", ".join(f"{share:.3f}" for share in ranks.shares)
+    by_rank = ", ".join(f"{(found == guess).mean():.3f}" for guess in range(MOST_GUESSES))
     console.print(f"  share of picks at rank 0 to {MOST_GUESSES - 1}: {by_rank}")
     halves = np.array([index % 2 for index, text in enumerate(ranks.texts) for _ in text])
     hits = found == 0
@@ -134,7 +135,7 @@ def main(
     own = reference_directories()
     source = PairPaths(draft or own.draft, target or own.target)
     pair = export_reference_pair(
-        source=source, draft_precision="fp32", progress=lambda event: console.print(str(event))
+        source=source, draft=ExportOptions("draft", "fp32"), progress=lambda event: console.print(str(event))
     )
     tokenizer = Bundle.open(pair.target).tokenizer()
     prompts = [tokenizer.encode(prompt.text)[-LONGEST_PROMPT:] for prompt in load_prompts(first + texts)[first:]]
@@ -149,7 +150,7 @@ def main(
         for temperature in TEMPERATURES:
             chosen = [text for text in written if text.params.temperature == temperature]
             measured = measure(runtime, chosen, tokenizer.size)
-            measured.ranks.write(out / f"ranks_{temperature}.json")
+            write_ranks(measured.ranks, out / f"ranks_{temperature}.json")
             show(temperature, measured)
 
 

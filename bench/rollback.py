@@ -21,11 +21,11 @@ from bench.draft_loop import SIZES, THREADS
 from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
+from tools.tiny_sources import make_tiny_model, make_tiny_tokenizer
 
 from outrider.export.check.runner import open_draft
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.source.tiny import make_tiny_model, make_tiny_tokenizer
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.runtimes.base import SequenceRuntime
 

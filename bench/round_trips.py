@@ -30,8 +30,8 @@ from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.check.acceptance import Continuation
-from outrider.export.report.simulation.plan import Times
 from outrider.export.report.simulation.ranks import Ranks
+from outrider.export.report.simulation.world import Times
 from outrider.models.bundle.speed_up import Setting
 
 PATH: Final = "path"

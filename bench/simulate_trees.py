@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from bench.rank_files import read_ranks
 from bench.tree_beside import beside
 
-from outrider.export.report.simulation.plan import Form, Plan, Times
-from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, Outcome, path, simulate
+from outrider.export.report.simulation.world import Form, Plan, Times
 
 DATA: Final = Path(__file__).parent / "data"
 ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 100.0, 200.0)
@@ -39,17 +39,10 @@ def plans(plan: Plan) -> dict[str, Plan]:
 def variants(plan: Plan) -> dict[str, Plan]:
     """The plan with one change each, by name."""
     changes: dict[str, dict[str, object]] = {
-        "holds late leaves": {"holds_late": True},
-        "line by sum of survivals": {"by_path": True},
-        "hints in 16 levels": {"hints": "levels"},
-        "hints by rank": {"hints": "rank"},
-        "no hints": {"hints": "none"},
         "no budget of bytes": {"bytes_per_token": None},
-        "drafts what it may not send": {"drafts_unsent": True},
     }
     changes |= {f"width {width}": {"width": width} for width in (2, 3, 4, 6, 8)}
     changes |= {f"floor {floor:g}": {"floor": floor} for floor in (0.002, 0.004, 0.01, 0.02, 0.05)}
-    changes |= {f"a message per {every:g} ms": {"message_every_ms": every} for every in (2.0, 4.0, 10.0, 20.0)}
     return {name: replace(plan, **change) for name, change in changes.items()}  # type: ignore[arg-type]
 
 
@@ -114,13 +107,12 @@ def main() -> None:
     cli.add_argument("--width", type=int, default=plan.width, help="guesses per position")
     cli.add_argument("--budget", type=int, default=plan.budget, help="nodes of a tree at most")
     cli.add_argument("--floor", type=float, default=plan.floor, help="no node is expanded that is less likely")
-    cli.add_argument("--message-every-ms", type=float, default=plan.message_every_ms)
     cli.add_argument("--bytes", type=_budget, nargs="+", help="budgets of bytes per token, or none: prints the curve")
     cli.add_argument("--variants", action="store_true", help="prints what single changes do")
     o = cli.parse_args()
-    ranks = Ranks.read(o.data / f"ranks_{o.temp}.json")
+    ranks = read_ranks(o.data / f"ranks_{o.temp}.json")
     times = Times(o.step_ms, o.extra_ms, o.draft_ms, o.nodes_per_call, o.call_extra)
-    plan = Plan(width=o.width, budget=o.budget, floor=o.floor, message_every_ms=o.message_every_ms)
+    plan = Plan(width=o.width, budget=o.budget, floor=o.floor)
     near = beside(ranks, times)
     print(
         f"T {o.temp}, step {o.step_ms:g} + {o.extra_ms:g} ms per verified token, draft {o.draft_ms:g} ms for up to "

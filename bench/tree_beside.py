@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.export.report.simulation.plan import Times
 from outrider.export.report.simulation.ranks import Ranks
+from outrider.export.report.simulation.world import Times
 
 MOST_DRAFTED: Final = 24
 FLOORS: Final = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)

@@ -122,10 +122,12 @@ def reference_pair(reference_cache: Path) -> PairPaths:
 @pytest.fixture(scope="session")
 def npu_pair(reference_cache: Path) -> PairPaths:
     """The pair that `outrider demo --emulate-npu --widen 0` runs: that target, and an INT8 draft for an NPU."""
-    from outrider.edge.cli.exporter import NPU_SHAPES
+    from outrider.edge.cli.draft_source import NPU_SHAPES
     from outrider.export.make.reference_pair import export_reference_pair
+    from outrider.export.recipes import ExportOptions
 
-    return export_reference_pair(reference_cache, draft_device="npu", draft_shapes=NPU_SHAPES)
+    draft = ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
+    return export_reference_pair(reference_cache, draft=draft)
 
 
 @pytest.fixture(scope="session")

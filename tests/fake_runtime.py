@@ -231,8 +231,8 @@ class FakeSequenceRuntime(OneSequence):
     def open_sequence(self) -> FakeSequenceRuntime:
         """Another sequence of the same language and agreement; `opened` has all of them."""
         another = FakeSequenceRuntime(
-            vocab_size=self._limits.vocab_size,
-            max_positions=self._limits.max_positions,
+            vocab_size=self.limits.vocab_size,
+            max_positions=self.limits.max_positions,
             seed=int(self._seed),
             agreement=self._agreement,
             on_step=self._on_step,
@@ -295,7 +295,7 @@ class FakeSequenceRuntime(OneSequence):
         # An independent hash of the context decides whether this draft knows the answer here.
         dissent = _mix64(contexts ^ np.uint64(_GOLDEN))
         is_known = dissent.astype(np.float64) * 2.0**-64 < self._agreement
-        return _logits(np.where(is_known, contexts, dissent), self._limits.vocab_size)
+        return _logits(np.where(is_known, contexts, dissent), self.limits.vocab_size)
 
     def close(self) -> None:
         """Nothing to release; `is_closed` is for tests."""

@@ -20,7 +20,7 @@ from tests.serving import TIMEOUT_S, FakeServer, StepGate, serve_fake
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.recent.store import RecentStore
-from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
+from outrider.cloud.replicas.front import Front, FrontServer
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.trust import ForwardedOwners
 from outrider.models.ingress.connection_limits import ConnectionLimits
@@ -87,7 +87,7 @@ class RunningFront:
 @contextmanager
 def serve_front(
     group: Sequence[FakeReplica],
-    settings: FrontSettings | None = None,
+    settings: ServerSettings | None = None,
     limits: ConnectionLimits | None = None,
     drain: Callable[[], None] = lambda: None,
 ) -> Iterator[RunningFront]:
@@ -108,7 +108,7 @@ def serve_front(
         number = next(numbers)
         loop.call_soon_threadsafe(queue.put_nowait, [replace(each, number=number) for each in newest])
 
-    front = Front(Members(), settings or FrontSettings())
+    front = Front(Members(), settings or ServerSettings())
     server = FrontServer(front, reports, drain=drain, limits=limits or ConnectionLimits())
     with open_socket("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-front")

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from tests.quantized import Blocks
+from tools.tiny_sources import make_tiny_tokenizer
 
 from outrider.export.convert.onnx_builder import CONFIG_FILE, build_with_genai
 from outrider.export.convert.onnx_quantize import quantize_weights
-from outrider.export.source.tiny import make_tiny_tokenizer
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
 from outrider.models.runtimes.torch_reference import load_causal_lm
 

@@ -30,9 +30,9 @@ from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_cascade
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.serving import VerifierServer
-from outrider.cloud.upstream.cascade_text import UpstreamRetry
 from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.engine import CascadeEngine
+from outrider.cloud.upstream.upstream import UpstreamRetry
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams, pick

@@ -14,7 +14,7 @@ from tests.drafts import make_draft
 from tests.serving import StepGate, serve_fake
 from tools.api_page import CURL, PAGE, document, page
 
-from outrider.cloud.api.error_codes import shared_codes
+from outrider.cloud.api.openapi import shared_codes
 from outrider.cloud.api.state import ServerSettings
 from outrider.models.http.keys import KeyRing
 

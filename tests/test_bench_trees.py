@@ -11,13 +11,13 @@ from bench.attacks.tree_bytes import chain, fan, tree_bytes
 from bench.beside import EmulatedPair, Stop, Turns
 from bench.emulated import Emulation, emulated_draft, emulated_ranks
 from bench.never_slower import Comparison, goals, misses
+from bench.rank_files import read_ranks
 from bench.round_trips import PATH, TREE, WRONG, Cell, Place, Yardstick, rate_of
 from bench.server_overhead import DRAFT_TOKENS, SUCCESSOR, TREES, Bodies
 
 from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.check.acceptance import Continuation
-from outrider.export.report.simulation.ranks import Ranks
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import BranchingRuntime
 from outrider.models.wire.tree_draft import ROOT, decode_tree
@@ -56,7 +56,7 @@ def test_ranks_are_measured_along_the_given_texts() -> None:
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
 def test_the_emulated_pair_has_the_ranks_of_the_measured_one(temperature: float) -> None:
     """Within 0.06 for the draft's own pick and its best two, four and eight."""
-    measured = Ranks.read(DATA / f"ranks_{temperature}.json")
+    measured = read_ranks(DATA / f"ranks_{temperature}.json")
     emulated = emulated_ranks(temperature, num_texts=6, num_tokens=120)
     for width in (1, 2, 4, 8):
         assert emulated.hits(width) == pytest.approx(measured.hits(width), abs=0.06)

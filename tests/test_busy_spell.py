@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.cloud.api.step_times import StepTimes
+from outrider.cloud.api.stream import StepTimes
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.pending_drafts import PendingDrafts

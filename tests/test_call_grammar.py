@@ -17,12 +17,11 @@ from tests.test_tool_calls import CITY, is_allowed
 
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.http.call_grammar import grammar_of_call
+from outrider.models.http.call_grammar import FREE_TEXT, grammar_of_call, tool_grammar
 from outrider.models.http.chat_reader import ChatStyle
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest
-from outrider.models.http.tool_grammar import FREE_TEXT, tool_grammar
-from outrider.models.http.tools import Tool
+from outrider.models.http.openai_fields import Tool
 
 USER: Any = [{"role": "user", "content": "zip"}]
 CITIES: Any = {

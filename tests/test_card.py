@@ -22,10 +22,10 @@ from tests.export_cli import run_export
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 from outrider.export.check import timing
-from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
+from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_ranks, play_rounds, summarize
 from outrider.export.check.runner import SequenceSteps, measure_agreement, open_draft
 from outrider.export.cli.display import print_report
-from outrider.export.make.pair import PairPaths, encode_judging, export_pair
+from outrider.export.make.pair import Judging, PairOptions, PairPaths, encode_judging, export_pair
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.report import card
@@ -118,7 +118,7 @@ def continuation(prompt: tuple[int, ...], text: tuple[int, ...], temperature: fl
 def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
     """The prompt in one piece, then a token at a time, as drafting goes; matches at three of four positions."""
     draft = OneHot([0, 0, 5, 6, 9, 8])
-    (measured,) = measure_acceptance(draft, [continuation((1, 2), (5, 6, 7, 8))], num_ids=16, target_name="t")
+    (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 6, 7, 8))], num_ids=16), "t")
     assert draft.fed == [2, 1, 1, 1]
     assert (measured.rate, measured.tested_tokens, measured.target) == (0.75, 4, "t")
     assert [(row.depth, row.rate) for row in measured.by_depth] == [(1, 0.6667), (2, 1.0), (4, 0.6667)]
@@ -142,7 +142,7 @@ class Graded(OneHot):
 def test_ranks_and_leads_are_counted_in_the_same_reading() -> None:
     """Among the best 1, 2, 4 and 8; by the lead of the best over the second, where there are tokens."""
     draft = Graded([0, 0, 5, 5, 5, 5], [0, 0, 0.1, 0.2, 3.0, 9.0])
-    (measured,) = measure_acceptance(draft, [continuation((1, 2), (5, 9, 3, 5))], num_ids=16, target_name="t")
+    (measured,) = summarize(measure_ranks(draft, [continuation((1, 2), (5, 9, 3, 5))], num_ids=16), "t")
     assert draft.fed == [2, 1, 1, 1] and measured.rate == 0.5
     assert [(row.width, row.rate) for row in measured.by_width] == [(1, 0.5), (2, 0.75), (4, 1.0), (8, 1.0)]
     rows = [(row.from_gap, row.share, row.rates) for row in measured.by_gap]
@@ -154,24 +154,24 @@ def test_the_error_is_that_of_texts_which_differ() -> None:
     """Two texts, one always and one never accepted: a third is unknown."""
     draft = OneHot([0, 5, 5, 5])
     texts = [continuation((1,), (5, 5)), continuation((1,), (6, 6))]
-    (measured,) = measure_acceptance(draft, texts, num_ids=16, target_name="t")
+    (measured,) = summarize(measure_ranks(draft, texts, num_ids=16), "t")
     assert measured.rate == 0.5 and measured.error == pytest.approx(np.sqrt(2 * 1.0**2) / 4, abs=1e-4)
 
 
 def test_padding_columns_are_no_tokens() -> None:
     """A padded vocabulary's columns beyond the tokenizer's ids are never picked."""
     draft = OneHot([0, 15])
-    (measured,) = measure_acceptance(draft, [continuation((1,), (0,))], num_ids=8, target_name="t")
+    (measured,) = summarize(measure_ranks(draft, [continuation((1,), (0,))], num_ids=8), "t")
     assert measured.rate == 1.0  # all real columns are equal, and ties go to the lowest id
 
 
 def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
     """An NPU's draft may be compiled for short sequences; if nothing fits, an error says so."""
     texts = [continuation((1,), (5,)), continuation((1, 1, 1), (5, 5))]
-    (measured,) = measure_acceptance(OneHot([5] * 9, max_positions=3), texts, num_ids=16, target_name="t")
+    (measured,) = summarize(measure_ranks(OneHot([5] * 9, max_positions=3), texts, num_ids=16), "t")
     assert measured.tested_tokens == 1
     with pytest.raises(ExportError, match=f"no prompt fits 1 positions with {NEW_TOKENS} new tokens"):
-        measure_acceptance(OneHot([5] * 9, max_positions=1), texts, num_ids=16, target_name="t")
+        summarize(measure_ranks(OneHot([5] * 9, max_positions=1), texts, num_ids=16), "t")
 
 
 def test_an_export_in_full_precision_agrees_with_its_source(
@@ -294,7 +294,7 @@ def test_the_targets_times_can_be_given(reference_pair: PairPaths) -> None:
     with pytest.raises(ExportError, match="--step-ms"):
         TargetTimes.resolve(None, None, 1.0)
     with pytest.raises(ConfigError, match=r"step takes -1\.0 ms"):
-        TargetTimes.require_sense(-1.0, None)
+        Judging(step_ms=-1.0)
 
 
 def test_a_forecast_is_the_prediction_from_the_measured_rounds() -> None:
@@ -664,13 +664,15 @@ def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_pat
         strangers.draft,
         strangers.target,
         out,
-        draft_options=ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
-        target_options=ExportOptions("target", "fp32", "torch", num_threads=1),
+        options=PairOptions(
+            ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
+            ExportOptions("target", "fp32", "torch", num_threads=1),
+        ),
     )
     with pytest.raises(ExportError, match=r"expected at least 0\.3"):
         export()
     assert not out.exists()
-    draft, _ = export(is_forced=True, step_ms=20.0)
+    draft, _ = export(judging=Judging(step_ms=20.0, is_forced=True))
     found = judged(draft.manifest.report.acceptance)
     assert found is not None and found.rate < 0.3
     assert "little" in warnings_of(Bundle.open(out / "draft").manifest)[0]
@@ -683,7 +685,7 @@ def test_picks_of_the_judge_are_those_of_the_sampler() -> None:
     flat = OneHot([0] * 9)
     flat.extend = lambda tokens: _flat(flat, tokens)  # type: ignore[method-assign]
     wanted = tuple(pick(np.zeros(16, np.float32), params, position) for position in (2, 3, 4))
-    (measured,) = measure_acceptance(flat, [Continuation((1, 2), wanted, params)], num_ids=16, target_name="t")
+    (measured,) = summarize(measure_ranks(flat, [Continuation((1, 2), wanted, params)], num_ids=16), "t")
     assert measured.rate == 1.0 and len(set(wanted)) > 1
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.export_cli import run_export
 
-from outrider.export.make.pair import PairPaths, export_pair
+from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
 from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card_html import PageWriter, card_html, write_card_html
@@ -81,9 +81,8 @@ def test_a_page_that_cannot_be_written_leaves_no_bundle(
             strangers.draft,
             strangers.target,
             out,
-            draft_options=draft,
-            target_options=target,
-            is_forced=True,
+            options=PairOptions(draft, target),
+            judging=Judging(is_forced=True),
             page=PageWriter(out / "report.html"),
         )
     assert not out.exists()

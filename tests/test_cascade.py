@@ -1,6 +1,7 @@
 """A cascade's text is the target's own, whatever the mid-size verifier commits first, and whatever fails.
 
-Two real verifiers on loopback ports speak the fake language; the mid's agrees with the target's as often as asked.
+Two real verifiers on loopback ports speak the fake language; the mid-size verifier agrees with the
+target as often as asked.
 """
 
 from __future__ import annotations
@@ -35,17 +36,11 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
-from outrider.cloud.upstream.cascade_text import (
-    CascadeCounts,
-    CascadedText,
-    Upstream,
-    UpstreamRetry,
-    wire_item,
-    wire_request,
-)
+from outrider.cloud.upstream.cascade_text import CascadedText
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
+from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamRetry, wire_item, wire_request
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -82,7 +77,7 @@ class MidRuntime(FakeBatchRuntime):
 
 @dataclass(frozen=True)
 class Cascade:
-    """Both servers. client: of the mid."""
+    """Both servers. client: of the mid-size verifier."""
 
     big: FakeServer
     mid: FakeServer
@@ -90,7 +85,7 @@ class Cascade:
 
     @property
     def engine(self) -> CascadeEngine:
-        """The mid's."""
+        """The mid-size verifier's."""
         engine = self.mid.core.engine
         assert isinstance(engine, CascadeEngine)
         return engine
@@ -134,7 +129,7 @@ def asking(params: SamplingParams = SETTINGS[1], **more: object) -> dict[str, ob
 
 
 def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams) -> tuple[list[int], SessionEnd]:
-    """A session's tokens and end. The target takes a step when the mid is ahead of it, however busy the machine is."""
+    """A session's tokens and end. The target steps when the mid-size verifier is ahead, however busy the machine is."""
     tokens: list[int] = []
     with running.client.stream("POST", "/v1/sessions", json=asking(params)) as response:
         events = read_events(response)
@@ -167,7 +162,7 @@ def usual() -> Iterator[Cascade]:
     [(0.0, TreeForm.LINE), (0.8, TreeForm.LINE), (0.8, TreeForm.TREE), (1.0, TreeForm.LINE)],
 )
 def test_the_text_is_the_targets(agreement: float, form: TreeForm) -> None:
-    """Whatever the mid commits, the tokens are those of the target alone."""
+    """Whatever the mid-size verifier commits, the tokens are those of the target alone."""
     gate = StepGate()
     with cascade(agreement, form=form, big_gate=gate) as running:
         num_passes = 0
@@ -192,7 +187,7 @@ def test_an_engine_that_cannot_rewind_is_cancelled_and_resumed(monkeypatch: pyte
 
 
 def test_what_the_mid_commits_saves_passes_of_the_target() -> None:
-    """The target verifies what the mid committed, several tokens a pass."""
+    """The target verifies what the mid-size verifier committed, several tokens a pass."""
     gate = StepGate()
     with (
         cascade(1.0, big_gate=gate) as running,
@@ -201,7 +196,7 @@ def test_what_the_mid_commits_saves_passes_of_the_target() -> None:
         events = read_events(response)
         assert isinstance(next(events), SessionOpen)
         most = num_tokens = 0
-        while most < 4:  # the target runs step by step, the mid as it likes
+        while most < 4:  # the target runs step by step, the mid-size verifier as it likes
             ahead = min(LENGTH - 8, num_tokens + 12)
             running.mid.wait_until(lambda ahead=ahead: running.engine.counts.provisional >= ahead)  # type: ignore[misc]
             running.mid.wait_until(lambda: all(not text._posts for text in list(running.engine._texts.values())))
@@ -269,7 +264,7 @@ def test_completions_only_give_confirmed_text(usual: Cascade, is_streamed: bool)
 
 
 def test_a_devices_drafts_reach_the_mid() -> None:
-    """Paths and trees count from the confirmed text; the mid verifies them."""
+    """Paths and trees count from the confirmed text; the mid-size verifier verifies them."""
     truth = target_tokens(PROMPT, LENGTH, SETTINGS[1])
     gate, big_gate = StepGate(), StepGate()
     with (
@@ -299,7 +294,7 @@ def test_a_devices_drafts_reach_the_mid() -> None:
 
 
 def test_nodes_that_still_follow_the_text_go_to_the_next_sequence() -> None:
-    """After the mid has gone back: under their numbers, by the new sequence's base; the others do not."""
+    """After the mid-size verifier has gone back: under their numbers, by the new sequence's base; the others do not."""
     drafts = DeviceDrafts()
     drafts.begin(0, lambda position: -1)
     text = [10, 11, 12, 13, 14]
@@ -318,7 +313,7 @@ def test_nodes_that_still_follow_the_text_go_to_the_next_sequence() -> None:
 
 
 def test_a_lost_upstream_ends_a_text_with_an_error_and_confirms_nothing_more() -> None:
-    """What the mid alone has committed is never text: the end has `upstream_lost`."""
+    """What the mid-size verifier alone has committed is never text: the end has `upstream_lost`."""
     gate = StepGate()
     with cascade(1.0, big_gate=gate, retry=SOON) as running:
         with running.client.stream("POST", "/v1/sessions", json=asking()) as response:
@@ -353,7 +348,7 @@ def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
                     text += event.tokens
                     if num_cut < 3 and len(text) > 40 * (num_cut + 1):
                         num_cut += 1
-                        for session in list(running.big.core.sessions._sessions.values()):
+                        for session in list(running.big.core.sessions.values()):
                             running.big.core.engine.cancel(session.sequence_id)
                         gate.allow(1)  # the engine sees the end between two steps
                         running.mid.wait_until(lambda least=num_cut: running.engine.counts.losses >= least)  # type: ignore[misc]
@@ -364,7 +359,7 @@ def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
 
 
 def test_a_stop_id_ends_the_text_where_the_target_has_it(usual: Cascade) -> None:
-    """The mid's own stop ends nothing."""
+    """The mid-size verifier's own stop ends nothing."""
     truth = target_tokens(PROMPT, LENGTH, SETTINGS[1])
     stop = truth[20]
     session = run_session(usual.client, asking(stop_ids=[stop]))
@@ -419,7 +414,7 @@ def test_a_client_that_leaves_frees_both_servers(usual: Cascade) -> None:
 
 
 def test_owners_share_no_prompt_cache_upstream() -> None:
-    """Two of the mid's keys are one key upstream, and still two to its prompt cache."""
+    """Two of the mid-size verifier's keys are one key upstream, and still two to its prompt cache."""
     ring = KeyRing(["first-key-of-a-client", "second-key-of-a-client"])
     with cascade(1.0, settings=ServerSettings(keys=ring)) as running:
         prompt = [1 + i % 200 for i in range(120)]
@@ -558,7 +553,7 @@ def test_a_mid_that_refuses_a_request_leaves_the_text_to_the_target() -> None:
         mid = running.engine._mid
 
         def refuse(*_: object) -> int:
-            raise RequestError("token_out_of_range", "logit_bias has an id beyond the mid's vocabulary")
+            raise RequestError("token_out_of_range", "logit_bias has an id beyond the mid-size verifier's vocabulary")
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mid, "submit", refuse)

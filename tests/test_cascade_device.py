@@ -105,7 +105,7 @@ def test_provisional_tokens_that_nobody_asked_for_break_the_protocol() -> None:
 
 
 def test_only_the_last_provisional_token_waits_to_be_expanded() -> None:
-    """The draft goes on where the mid is; a commit moves the root along, and drops what it contradicts."""
+    """The draft goes on from the provisional text; a commit moves the root along, and drops what it contradicts."""
     tree = GuessTree(lambda cell: 0.5)
     tree.add_trunk([7, 8, 9])
     (tip,) = tree.take_best(4, 0.5, 8)

@@ -36,10 +36,10 @@ from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.scripted import ScriptedRuntime
 from tests.serving import FakeServer, StepGate, serve_fake
 from tools import fields_page
+from tools.fields_page import IGNORED, VLLM, state_of
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.http.fields import IGNORED, VLLM, state_of
 from outrider.models.http.openai import ChatRequest
 from outrider.models.http.security import KeyRing
 

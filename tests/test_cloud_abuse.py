@@ -65,7 +65,8 @@ from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
 from outrider.models.http.security import KeyRing
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer
+from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest
+from outrider.models.wire.verify import VerifyAnswer
 
 ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 MESSAGES: dict[str, type[BaseModel]] = {
@@ -383,7 +384,7 @@ def test_an_owner_has_one_worker_at_a_time() -> None:
         for job in jobs:
             job.end()
         assert await asyncio.gather(*tasks) == ["done"] * 4
-        assert workers.turns.is_unused
+        assert not workers.turns.num_users
 
     asyncio.run(run())
 
@@ -405,7 +406,7 @@ def test_a_cancelled_callers_thread_keeps_its_place() -> None:
         await begun(jobs[2])
         jobs[2].end()
         assert await third == "done" and not jobs[1].has_begun.is_set()
-        assert workers.turns.is_unused
+        assert not workers.turns.num_users
 
     asyncio.run(run())
 
@@ -440,7 +441,7 @@ def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.Monke
         tasks = [asyncio.create_task(read(b"a", each * large)) for each in (b"1", b"2", b"3")]
         tasks += [asyncio.create_task(read(b"b", b"4" * large)), asyncio.create_task(read(b"a", b"5"))]
         await asyncio.gather(*tasks)
-        while not bodies.turns.is_unused:
+        while bodies.turns.num_users:
             await asyncio.sleep(0)
 
     monkeypatch.setattr(requests_module, "load", read_json)
@@ -483,9 +484,9 @@ def test_bodies_that_wait_are_bounded() -> None:
                 held.enter_context(bodies.hold(owner, body))
             assert is_refused(owner)
         assert is_refused(b"another")
-    assert bodies.num_held_bytes == 0
+    assert bodies.held.total == 0
     with bodies.hold(b"another", body):
-        assert bodies.num_held_bytes == len(body)
+        assert bodies.held.total == len(body)
 
 
 def test_calls_that_wait_hold_few_bytes() -> None:
@@ -500,12 +501,12 @@ def test_calls_that_wait_hold_few_bytes() -> None:
             return httpx.post(server.url + VERIFY, content=body, headers=JSON, timeout=60, verify=False).status_code
 
         waiting = [pool.submit(call) for _ in range(most)]
-        server.wait_until(lambda: bodies.num_held_bytes == most * 900)
+        server.wait_until(lambda: bodies.held.total == most * 900)
         assert call() == 503
         gate.open()
         assert [each.result() for each in waiting] == [200] * most
         server.wait_until(lambda: is_idle(server))
-        assert bodies.num_held_bytes == 0
+        assert bodies.held.total == 0
 
 
 def test_a_stream_does_not_keep_its_body() -> None:

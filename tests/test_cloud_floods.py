@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -14,14 +14,17 @@ from starlette.responses import JSONResponse
 from tests.serving import serve_fake
 
 from outrider.cloud.api import openapi
+from outrider.cloud.api.draft_posts import DraftsEndpoint
 from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.seam import EngineStats, Totals
 from outrider.models.errors import RequestError
 from outrider.models.http import answers, security, shapes
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
 from outrider.models.http.logprobs import PackedLogprobs
-from outrider.models.http.security import KeyRing, Paced, PacedRefusals
+from outrider.models.http.security import Gate, GatePaths, GateSettings, KeyRing
+from outrider.models.process.tally import RequestTally
 
 KEY = "a-key-of-this-test"
 
@@ -39,14 +42,19 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch:
         pass
 
     def asked(num: int, path: str = "/v1/models", key: str = "", address: str = "10.0.0.1") -> list[float]:
-        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-        scope = {"type": "http", "path": path, "headers": headers, "client": (address, 1)}
+        headers = [(b"host", b"localhost"), *([(b"authorization", f"Bearer {key}".encode())] if key else [])]
+        scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "client": (address, 1)}
         waits.clear()
         for _ in range(num):
-            asyncio.run(paced(scope, None, None))  # type: ignore[arg-type]
+            try:
+                asyncio.run(paced(scope, None, None))  # type: ignore[arg-type]
+            except RequestError as error:
+                if error.code != "unauthorized":
+                    raise
         return list(waits)
 
-    paced = Paced(app, KeyRing([KEY]), ["/health"])
+    probes = GatePaths(probes=frozenset({"/health"}))
+    paced = Gate(app, GateSettings(KeyRing([KEY])), probes)
     paced._requests = Pacer(100.0, 3, clock=lambda: 0.0)
     paced._strangers = Pacer(10.0, 3, clock=lambda: 0.0)
     paced._probes = Pacer(10.0, 1, clock=lambda: 0.0)
@@ -59,7 +67,7 @@ def test_a_clients_requests_are_spaced_and_probes_are_never_refused(monkeypatch:
         asked(2)
     assert asked(1, key=KEY) == [0.01]
     assert asked(6, "/health") == [0.1, 0.2, 0.3, 0.4, 0.5]
-    paced = Paced(app, KeyRing(), ["/health"])
+    paced = Gate(app, GateSettings(), probes)
     paced._requests = Pacer(10.0, 1, clock=lambda: 0.0)
     assert asked(2) == [0.1]
 
@@ -72,18 +80,31 @@ def test_refused_drafts_wait_and_accepted_ones_do_not(monkeypatch: pytest.Monkey
     async def sleep(seconds: float) -> None:
         waits.append(round(seconds, 6))
 
-    async def app(*_: Any) -> None:
+    async def deliver(*_: Any) -> Any:
         if refusal is not None:
             raise refusal
+        return {"type": "http.response.start", "status": 204, "headers": []}, b""
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status", statuses[-1:]))
 
     def asked(num: int, address: str = "10.0.0.1") -> list[float]:
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", b"9")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/sessions/a/drafts", "headers": headers}
         waits.clear()
+        statuses.clear()
         for _ in range(num):
-            with suppress(RequestError):
-                asyncio.run(paced({"type": "http", "client": (address, 1)}, None, None))  # type: ignore[arg-type]
+            asyncio.run(paced({**scope, "client": (address, 1)}, receive, send))
+        assert statuses[0] == (204 if refusal is None else refusal.status)
         return [each for each in waits if each]
 
-    paced = PacedRefusals(app)
+    statuses: list[Any] = []
+    paced = DraftsEndpoint(
+        ServerSettings(), GatePaths(), RequestTally(), find=lambda *_: None, deliver=deliver, num_dropped=Counter()
+    )
     paced._refused = Pacer(10.0, 3, clock=lambda: 0.0)
     monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]
     assert asked(5) == [0.1, 0.2] and asked(3, "10.0.0.2") == []
@@ -182,17 +203,17 @@ def test_an_owners_answers_hold_so_many_logprobs_together(monkeypatch: pytest.Mo
             return answer.status_code, answer.json().get("error", {}).get("code")
 
         assert asked(40) == (200, None)
-        server.wait_until(lambda: held.num_bytes == 0)  # the client has the last byte before the server goes on
+        server.wait_until(lambda: held.total == 0)  # the client has the last byte before the server goes on
         with monkeypatch.context() as patched:
             patched.setattr(shapes.CompletionShape, "whole", lambda *_: 1 / 0)
-            assert asked(40) == (500, "internal_error") and held.num_bytes == 0
-        assert asked(400) == (400, "answer_too_large") and held.num_bytes == 0
+            assert asked(40) == (500, "internal_error") and held.total == 0
+        assert asked(400) == (400, "answer_too_large") and held.total == 0
         owner = b"127.0.0.1"
-        held.add(owner, 9_000, 0)
-        assert asked(40) == (503, "too_many_bytes") and held.num_bytes == 9_000
-        held.release(owner, 9_000)
+        held.add(owner, 9_000)
+        assert asked(40) == (503, "too_many_bytes") and held.total == 9_000
+        held.add(owner, -9_000)
         assert asked(40) == (200, None)
-        server.wait_until(lambda: held.num_bytes == 0)
+        server.wait_until(lambda: held.total == 0)
 
 
 def test_packed_logprobs_are_a_fraction_of_their_json() -> None:

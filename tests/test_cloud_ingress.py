@@ -20,22 +20,23 @@ import httpx
 import pytest
 import uvicorn
 from packaging.requirements import Requirement
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from tests.serving import TIMEOUT_S, FakeServer, StepGate, run_session, serve_fake, target_tokens
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.server.access import page_policy_of
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.serve import page_policy_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter, Slots
-from outrider.models.http.security import OWNER, Gate, KeyRing, PagePolicy
+from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
+from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
-from outrider.models.ingress.bounded_server import freed
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.connections import ConnectionTable, reserve_files
 from outrider.models.ingress.sockets import TlsFiles
+from outrider.models.process.tally import RequestTally
 
 KEY = "a-key-of-this-test"
 PROMPT = [5, 17, 99, 3]
@@ -322,7 +323,7 @@ def test_a_stalled_event_loop_costs_nobody_a_connection() -> None:
             self.seen.append((now, late_s))
 
     table, loop, connection = ConnectionTable(ConnectionLimits()), Loop(), Connection()
-    table.watch(connection)
+    table.watch(connection.check)
     table.start(loop)  # type: ignore[arg-type]
     for now in (100.6, 112.0, 112.6):
         loop.now = now
@@ -358,12 +359,12 @@ def test_one_client_leaves_room_for_others() -> None:
     hosts = ("2001:db8::1", "2001:db8::2:0:0:2", "2001:db8::3", "2001:db8:0:1::1", "192.0.2.1", "::ffff:192.0.2.1")
     tickets = [table.admit(host) for host in hosts]
     assert [ticket is not None for ticket in tickets] == [True, True, False, True, True, True]
-    assert table.admit("192.0.2.9") is None and len(table) == 5 and table.num_clients == 3
+    assert table.admit("192.0.2.9") is None and len(table) == 5 and len(table.by_client) == 3
     for ticket in tickets:
         if ticket is not None:
             ticket.release()
             ticket.release()
-    assert len(table) == table.num_clients == 0
+    assert len(table) == len(table.by_client) == 0
 
 
 def test_the_limit_on_open_files_bounds_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,16 +385,16 @@ def test_unfinished_bodies_are_bounded() -> None:
         table = server.server.table
         with Raw(server) as first, Raw(server) as second:
             first.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
-            server.wait_until(lambda: table.num_body_bytes == 30_001)
+            server.wait_until(lambda: table.body_bytes.total == 30_001)
             second.send(post("/v1/verify", b"{" + b" " * 30_000, "Content-Length: 40000"))
             assert second.refusal() == (503, "too_many_bytes")
-            assert table.num_body_bytes == 30_001
+            assert table.body_bytes.total == 30_001
             first.send(b" " * 9_999)
             assert first.answer()[0] == 400
-            assert table.num_body_bytes == 0
+            assert table.body_bytes.total == 0
             first.send(post("/v1/verify", b" " * 39_000))  # in several pieces of one read
             assert first.answer()[0] == 400
-            assert table.num_body_bytes == 0
+            assert table.body_bytes.total == 0
         assert is_well(server)
 
 
@@ -421,15 +422,19 @@ def test_a_long_pipeline_is_closed(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_request_s_scope_is_emptied_but_for_what_uvicorn_reads_after_it(fails: bool) -> None:
-    """Its own answer to an application that failed needs the method."""
+    """Its own answer, where not even the error could be sent, needs the method."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
         if fails:
             raise ValueError
 
-    scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000}
-    with nullcontext() if not fails else pytest.raises(ValueError):
-        asyncio.run(freed(application)(scope, None, None))  # type: ignore[arg-type]  # it uses neither
+    async def send(_: Message) -> None:
+        raise ConnectionError
+
+    scope: Scope = {"type": "http", "method": "GET", "path": "/" + "a" * 1000, "headers": []}
+    served = ServedRequests(application, RequestTally(), lambda scope: "unmatched")
+    with nullcontext() if not fails else pytest.raises(ConnectionError):
+        asyncio.run(served(scope, None, send))  # type: ignore[arg-type]  # it reads nothing
     assert scope == {"method": "GET"}
 
 
@@ -763,8 +768,7 @@ def test_without_keys_the_owner_is_the_address() -> None:
 
         headers = [(b"host", b"localhost"), (b"x-forwarded-for", b"203.0.113.7"), (b"forwarded", b"for=203.0.113.7")]
         headers += [(b"authorization", f"Bearer {KEY}".encode()), (b"x-real-ip", b"203.0.113.7")]
-        pages = PagePolicy(is_keyless=not len(keys))
-        gate = Gate(app, keys, RateLimiter(0.0), pages=pages, open_paths=(), probe_paths=(), costly_paths=())
+        gate = Gate(app, GateSettings(keys), GatePaths())
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": client}
         await gate(scope, None, None)  # type: ignore[arg-type]
         return seen[0]
@@ -812,20 +816,20 @@ def test_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter, slots = RateLimiter(2.0, clock=lambda: now), Slots(2)
     for number in range(1000):
         now += 0.01
-        limiter.spend(b"%d" % number)
+        limiter.take(b"%d" % number)
         slots.take(b"%d" % number)
         slots.release(b"%d" % number)
         with pytest.raises(RequestError):
             slots.take(b"%d" % number, 3)
     assert len(limiter) <= 201
     for _ in range(3):
-        limiter.spend(b"999")
+        limiter.take(b"999")
     with pytest.raises(RequestError):
-        limiter.spend(b"999")  # a bucket that is not full is kept
+        limiter.take(b"999")  # a bucket that is not full is kept
     assert slots.num_taken == 0 and not slots._taken
-    monkeypatch.setattr(limiter._buckets, "_most", 10)
+    monkeypatch.setattr(limiter, "_most", 10)
     for number in range(100):
-        limiter.spend(b"x%d" % number)
+        limiter.take(b"x%d" % number)
     assert len(limiter) <= 10
 
 

@@ -17,7 +17,7 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, fake_tokenizer, se
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
-from outrider.models.http.answer_text import TextAssembler
+from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.http.encoding import encode_chat
 from outrider.models.http.openai import RenderRequest
 from outrider.models.picks.sampling import SamplingParams
@@ -363,7 +363,7 @@ def test_text_does_not_depend_on_how_commits_are_cut(tokens: list[int], cuts: li
     """Text, number of tokens and stop are the same however tokens arrive; no stop string is in the text."""
 
     def assemble(pieces: list[list[int]]) -> tuple[str, int, bool]:
-        assembler = TextAssembler(fake_tokenizer().detokenizer(), stops, frozenset())
+        assembler = TextAssembler(fake_tokenizer().detokenizer(), TextStyle(tuple(stops)))
         text = "".join(assembler.push(piece) for piece in pieces) + assembler.finish()
         return text, assembler.num_tokens, assembler.is_stopped
 

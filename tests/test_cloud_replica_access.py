@@ -30,18 +30,17 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.replicas.charges import SharedBudget
 from outrider.cloud.replicas.cluster import Scale
-from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Report
 from outrider.cloud.replicas.registry import Registry
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.server import replicated
+from outrider.cloud.server.access import Access
 from outrider.cloud.server.options import EngineName, OwnSource, ServeOptions
-from outrider.cloud.server.replicated import FRONT_OPTIONS, Access, OpenReplica
+from outrider.cloud.server.replicated import FRONT_OPTIONS, OpenReplica, front_server
 from outrider.cloud.server.serve import audit_log_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import KEYS_VARIABLE, ApiKey, KeyRing
-from outrider.models.http.limits import RateLimiter
-from outrider.models.http.security import Gate, PagePolicy
+from outrider.models.http.security import Gate, GatePaths, GateSettings
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.process import watched_files
 from outrider.models.wire.protocol import SessionEnd
@@ -80,7 +79,7 @@ def served(
     settings = given.pop("settings", ServerSettings())
     with (
         replicas(count, gate=gate, settings=replace(settings, audit=audit), **given) as group,
-        serve_front(group, FrontSettings(keys, audit=audit)) as front,
+        serve_front(group, ServerSettings(keys, audit=audit)) as front,
         httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as client,
     ):
         try:
@@ -102,8 +101,7 @@ def test_a_replicas_gate_takes_its_front_only() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope)
 
-    options: dict[str, Any] = {"open_paths": (), "probe_paths": (), "costly_paths": ()}
-    gate = Gate(app, ring, RateLimiter(0.0), pages=PagePolicy(is_keyless=False), **options)
+    gate = Gate(app, GateSettings(ring), GatePaths(), is_paced=False)
 
     def call(*headers: tuple[bytes, bytes]) -> None:
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": ("10.0.0.1", 1)}
@@ -472,9 +470,9 @@ def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         access = Access.of(options)
         audit = stack.enter_context(audit_log_of(options.audit_log))
         is_ready = threading.Event()
-        front = access.server("a", drain=lambda: None, on_ready=is_ready.set, audit=audit)
+        front = front_server(access, "a", drain=lambda: None, on_ready=is_ready.set, audit=audit)
         public = stack.enter_context(open_socket("127.0.0.1", 0))
-        stack.enter_context(access.watching(front))
+        stack.enter_context(access.watching(front.tls, front.revoke))
         for server, each in ((opened.server, sock), (front, public)):
             thread = threading.Thread(target=server.run, args=([each],))
             thread.start()

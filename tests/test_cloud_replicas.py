@@ -25,20 +25,20 @@ from typer.testing import CliRunner
 
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.recent_texts import Recalled
-from outrider.cloud.api.state import Core, ServedModel
+from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.replicas.cluster import Scale
-from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main, replicated
+from outrider.cloud.server.access import Access
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.replicated import Access, OpenReplica, require_gpus, scale_of
+from outrider.cloud.server.replicated import OpenReplica, front_server, require_gpus, scale_of
 from outrider.cloud.server.target import LoadedTarget
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
@@ -279,8 +279,10 @@ def test_where_no_replica_has_the_target_the_device_says_so() -> None:
                 gate.allow(5)
                 await asyncio.wait_for(begun.wait(), TIMEOUT_S)
                 front.publish([group[1].report])
-                gate.open()
-                return await text
+                try:
+                    return await text
+                finally:
+                    gate.open()  # not before: the first replica could end the text
 
         with pytest.raises(TargetMismatch, match=r"began with fake \(target 0{16}\).*target 0{15}7"):
             run(scenario())
@@ -321,7 +323,7 @@ def test_a_kept_prefix_is_asked_where_it_is_held(group: list[FakeReplica], front
 
 def test_a_front_asks_for_keys_and_hands_no_client_header_on(group: list[FakeReplica]) -> None:
     """A replica takes its own front only, and the owner that the front found."""
-    settings = FrontSettings(KeyRing(KEYS))
+    settings = ServerSettings(KeyRing(KEYS))
     with serve_front(group, settings) as front:
         with httpx.Client(base_url=front.url) as client:
             assert client.post("/v1/sessions", json=BODY).status_code == 401
@@ -346,7 +348,7 @@ def test_a_session_is_its_owners_through_the_front() -> None:
     mine, theirs = ({"authorization": f"Bearer {key}"} for key in KEYS)
     with ExitStack() as stack:
         front = stack.enter_context(
-            serve_front(stack.enter_context(replicas(1, gate=gate)), FrontSettings(KeyRing(KEYS)))
+            serve_front(stack.enter_context(replicas(1, gate=gate)), ServerSettings(KeyRing(KEYS)))
         )
         client = stack.enter_context(httpx.Client(base_url=front.url, timeout=TIMEOUT_S))
         stream = stack.enter_context(client.stream("POST", "/v1/sessions", json=BODY, headers=mine))
@@ -379,14 +381,14 @@ def test_a_keyless_client_is_known_by_its_address() -> None:
 def test_the_front_bounds_rates_bodies_and_floods(group: list[FakeReplica]) -> None:
     """Before anything reaches a replica."""
     limits = DraftLimits(session_per_s=1.0, session_burst=2.0, delay_s=0.01)
-    settings = FrontSettings(max_body_bytes=4096, rate_per_s=0.5, draft_limits=limits)
+    settings = ServerSettings(max_body_bytes=4096, rate_per_s=0.5, draft_limits=limits)
     with serve_front(group, settings) as front, httpx.Client(base_url=front.url) as client:
         assert client.post("/v1/verify", json={"items": [{"prefix": [1] * 5000}]}).status_code == 413
         statuses = [client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]}).status_code for _ in range(3)]
         assert 429 in statuses
         draft = {"base": 0, "paths": [[1]]}
         sent = [client.post("/v1/sessions/000001x/drafts", json=draft) for _ in range(4)]
-        assert [each.status_code for each in sent] == [404, 404, 429, 429] and front.front.num_dropped == 2
+        assert [each.status_code for each in sent] == [404, 404, 429, 429] and front.front.num_dropped.total() == 2
         assert client.get("/v1/model", headers={"host": "evil.example"}).status_code == 403
         assert client.get("/v1/model", headers={"origin": "http://evil.example"}).status_code == 403
 
@@ -468,7 +470,7 @@ def test_the_limits_of_a_key_hold_in_a_replica(group: list[FakeReplica]) -> None
     digest = ApiKey.plain(KEYS[0]).digest.hex()
     keys = KeyRing([ApiKey.parse(f"sha256:{digest} tokens-per-minute=8 priority=7")])
     headers = {"authorization": f"Bearer {KEYS[0]}"}
-    with serve_front(group[:1], FrontSettings(keys)) as front, httpx.Client(base_url=front.url) as client:
+    with serve_front(group[:1], ServerSettings(keys)) as front, httpx.Client(base_url=front.url) as client:
         answers = [client.post("/v1/completions", json=BODY, headers=headers) for _ in range(2)]
     assert [each.status_code for each in answers] == [200, 429]
     assert answers[1].json()["error"]["code"] == "tokens_exhausted"
@@ -587,8 +589,8 @@ def test_the_front_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.Monk
     access = Access.of(ServeOptions("x", ray=True, host="0.0.0.0", api_key_file=path))
     first, second = (f"Bearer {key}".encode() for key in KEYS)
     path.write_text(KEYS[1])  # while the replicas load
-    server = access.server("x", drain=lambda: None, on_ready=lambda: None, audit=None)
-    with access.watching(server) as watch:
+    server = front_server(access, "x", drain=lambda: None, on_ready=lambda: None, audit=None)
+    with access.watching(server.tls, server.revoke) as watch:
         until_s = time.monotonic() + TIMEOUT_S
         while not watch.counts["keys", "ok"]:
             assert time.monotonic() < until_s

@@ -38,7 +38,7 @@ from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import VerifierServer
-from outrider.edge.cli.exporter import draft_kind
+from outrider.edge.cli.draft_source import draft_kind
 from outrider.edge.devices.placement import DraftChoice
 from outrider.models.bundle.manifest import FileEntry
 from outrider.models.bundle.reference_export import export_arguments
@@ -354,9 +354,9 @@ def test_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest
     keys = KeyRing.load(path)
     assert len(keys) == 3
     owners = {
-        keys.owner(b"Bearer first-key-of-the-file"),
-        keys.owner(b"bearer second-key-of-the-file"),
-        keys.owner(b"Bearer third-from-the-environment"),
+        keys.find(b"Bearer first-key-of-the-file"),
+        keys.find(b"bearer second-key-of-the-file"),
+        keys.find(b"Bearer third-from-the-environment"),
     }
     assert len(owners) == 3
     path.write_text("# none\n")

@@ -15,9 +15,11 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_s
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
 from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.models.http.inbox import Inbox
 from outrider.models.http.sse import EventStream
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import MAX_STOP_IDS, TREES_SINCE, Commit, SessionEnd, SessionOpen
+from outrider.models.wire.fields import MAX_STOP_IDS
+from outrider.models.wire.protocol import TREES_SINCE, Commit, SessionEnd, SessionOpen
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
@@ -270,12 +272,9 @@ def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.MonkeyP
     """The interval begins with the last write, not with the last look at the clock."""
     now, delays, pokes = [100.0], list[float](), list[float]()
 
-    class Reader:
+    class Reader(Inbox[bytes]):
         def poke(self) -> None:
             pokes.append(now[0])
-
-        def close(self) -> None:
-            """Nobody waits."""
 
     async def nothing() -> AsyncIterator[bytes]:
         yield b""

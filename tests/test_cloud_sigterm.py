@@ -36,6 +36,7 @@ def load(*_):
     lock(mutex)  # for ever, in native code, and again after each signal
 
 target = object.__new__(embedded.BundleTarget)
+target.path, target.source_name, target.model = None, "slow", None
 target._bundle = SimpleNamespace(manifest=SimpleNamespace(runtime="openvino"), model_file=None)
 target._loading = None
 target._options = ServeOptions("slow")

@@ -198,7 +198,7 @@ def test_others_add_their_metrics() -> None:
     counts = metrics.add_counter("store_lookups", "Lookups.", "outcome", ("hit", "miss"))
     metrics.add_counts("reloads", "Files.", ("file", "result"), lambda: {("keys", "read"): 3})
     metrics.add_gauge("store_up", "Whether it answers.", lambda: gauges[0])
-    counts.add("hit", 2)
+    counts["hit"] += 2
     text = read(metrics)
     assert 'outrider_store_lookups_total{outcome="hit"} 2.0' in text and 'outcome="miss"} 0.0' in text
     assert 'outrider_reloads_total{file="keys",result="read"} 3.0' in text
@@ -206,7 +206,7 @@ def test_others_add_their_metrics() -> None:
     gauges[0] = 1.0
     assert "outrider_store_up 1.0" in read(metrics)
     with pytest.raises(KeyError):
-        counts.add("made by a client")
+        counts["made by a client"] += 1
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------

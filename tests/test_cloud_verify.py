@@ -12,7 +12,7 @@ import pytest
 from tests.serving import JSON, FakeServer, serve_fake, target_tokens
 
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import VerifyAnswer, VerifyResult
+from outrider.models.wire.verify import VerifyAnswer, VerifyResult
 
 PREFIX = [5, 17, 99, 3]
 SAMPLED = {"temperature": 0.9, "seed": 11}

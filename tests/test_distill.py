@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.tiny_sources import make_tiny_model, make_tiny_source, make_tiny_tokenizer
 from typer.testing import CliRunner
 
 from outrider.export.cli import main as cli
@@ -26,7 +27,6 @@ from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import make_tiny_model, make_tiny_source, make_tiny_tokenizer
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ConfigError, DiskFull, ExportError, ModelFault, RuntimeUnavailable, TokenizerMismatch
 
@@ -255,7 +255,9 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
     (folder,) = work.glob("pool-*")
     (folder / "texts.json").unlink()
     (folder / ".texts.json.partial").symlink_to("/dev/full")
-    with pytest.raises(DiskFull, match=r"the disk is full.*run the same command again"):
+    with pytest.raises(
+        DiskFull, match=r"the disk is full; the same command goes on from .* the destination is unchanged"
+    ):
         distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
     assert hashes(out) == before
     again = distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))

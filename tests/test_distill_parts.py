@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tools import tiny_sources as tiny
 
 from outrider.export.check.acceptance import Rounds
 from outrider.export.distill.prompts import split_prompts
 from outrider.export.interruption import Interruption
-from outrider.export.source import tiny
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
@@ -42,7 +42,7 @@ from outrider.export.distill.trainer import (  # noqa: E402
 )
 from outrider.export.distill.trainer.distill import distill  # noqa: E402
 from outrider.export.distill.trainer.files import load_tensors, save_json, save_tensors  # noqa: E402
-from outrider.export.distill.trainer.optim import Average, MatrixOptimizer, Rates  # noqa: E402
+from outrider.export.distill.trainer.optim import MatrixOptimizer, Rates, moving_average  # noqa: E402
 from outrider.export.distill.trainer.plan import DistillPlan  # noqa: E402
 from outrider.export.distill.trainer.pool import Pool  # noqa: E402
 from outrider.export.distill.trainer.training import Trainer  # noqa: E402
@@ -253,8 +253,10 @@ def gradient(model: Any, pools: Sequence[Pool], **choices: Any) -> Any:
     """The gradient of the first step on the pools, as one vector."""
     student = copy.deepcopy(model)
     optimizer = Gradients(student, Rates())
-    plan = DistillPlan(seed=1, steps=1, is_compiled=False, skip_positions=0, match_k=8, **choices)
-    Trainer(student, optimizer, Average(student, 0.9), pools, (0.5, 1.0), plan, 300, print).train(0.5)
+    plan = DistillPlan(
+        seed=1, steps=1, is_compiled=False, skip_positions=0, match_k=8, temperatures=(0.5, 1.0), **choices
+    )
+    Trainer(student, optimizer, moving_average(student, 0.9), pools, plan, 300, print).train(0.5)
     return optimizer.last
 
 
@@ -277,7 +279,7 @@ def test_pools_without_their_rows_are_refused(model: Any, tmp_path: Path) -> Non
     """Two pools need two numbers of rows per step."""
     pool = stored_pool(tmp_path, [sample(model, top_k=16)])
     with pytest.raises(ValueError, match="2 pools, and rows per step for 1"):
-        distill(model, [pool, pool], (0.5, 1.0), DistillPlan(seed=1, steps=1))
+        distill(model, [pool, pool], DistillPlan(seed=1, steps=1))
 
 
 def small_pass(model: Any, rows: Any) -> tuple[Any, Any]:
@@ -351,22 +353,17 @@ def test_every_family_has_its_tables_trained_by_adamw(tmp_path: Path) -> None:
         assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_judging_the_average_leaves_the_weights_alone(model: Any) -> None:
-    """While the average stands in, the model computes with it; afterwards every weight is what it was, bit for bit."""
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    average = Average(model, decay=0.9)
+def test_the_average_follows_the_weights_over_a_growing_horizon() -> None:
+    """It begins at the first weights that it sees; then it moves as far as its horizon says, and changes no weight."""
+    model = torch.nn.Linear(2, 2)
+    average = moving_average(model, decay=0.5)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    average.update(model)
-    with average.in_place_of(model):
-        inside = [parameter.detach().clone() for parameter in model.parameters()]
-    after = [parameter.detach() for parameter in model.parameters()]
-    for was, mixed, now in zip(before, inside, after, strict=True):
-        assert torch.equal(now, was + 1.0) and not torch.equal(mixed, now) and not torch.equal(mixed, was)
-    with torch.no_grad():
-        for parameter, was in zip(model.parameters(), before, strict=True):
-            parameter.copy_(was)
+        for value, expected in ((1.0, 1.0), (3.0, 1.0 + 2.0 * (1 - 2 / 12)), (3.0, 3.0 - 2.0 * 2 / 12 * 3 / 13)):
+            for parameter in model.parameters():
+                parameter.fill_(value)
+            average.update_parameters(model)
+            assert all(torch.allclose(own, torch.tensor(expected)) for own in average.module.parameters())
+            assert all(bool((own == value).all()) for own in model.parameters())
 
 
 def test_memory_bounds_set_the_rows(model: Any) -> None:

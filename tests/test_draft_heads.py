@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.engine_harness import Clock, Collector
 from tests.requests import flat_request
+from tools.tiny_sources import make_tiny_source
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.server.embedded import _heads
@@ -19,10 +20,9 @@ from outrider.cloud.server.identity import target_identity
 from outrider.export.distill.heads import HeadOptions, add_heads
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.source.tiny import make_tiny_source
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.draft_heads import HEADS_FILE, DraftHeads
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import HiddenRuntime, RuntimeOptions, SequenceSlice
@@ -95,9 +95,12 @@ def test_heads_for_another_model_are_refused(bundle: Bundle, tmp_path: Path) -> 
     assert Bundle.open(bundle.path).manifest == bundle.manifest
     with pytest.raises(ConfigError, match="expected 1 to 5"):
         replace(OPTIONS, count=9)
-    for wrong in ({"steps": 0}, {"steps": None, "minutes": -1.0}, {"steps": None, "minutes": float("nan")}):
-        with pytest.raises(ConfigError, match="the training has"):
+    nothing = ({"steps": 0}, {"steps": None, "minutes": -1.0}, {"steps": None, "minutes": float("nan")})
+    for wrong in (*nothing, {"tokens": 0}, {"rate": 0.0}, {"seed": -1}, {"heldout": 0.9}):
+        with pytest.raises(ConfigError, match=f"{list(wrong)[-1]}.* is .*; expected"):
             replace(OPTIONS, **wrong)
+    with pytest.raises(RuntimeUnavailable, match=r"torch cannot use 'abacus' here \(.+\); use --device cpu"):
+        replace(OPTIONS, device="abacus")
     with pytest.raises(ConfigError, match="give --minutes or --steps"):
         replace(OPTIONS, minutes=1.0)
 

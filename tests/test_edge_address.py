@@ -44,7 +44,7 @@ def test_an_address_in_capitals_is_the_same_server(monkeypatch: pytest.MonkeyPat
         shown.append(certificate)
         return ssl.create_default_context()
 
-    monkeypatch.setattr("outrider.models.client.client.system_tls", tls)
+    monkeypatch.setattr("outrider.models.client.http_endpoint.system_tls", tls)
     VerifierClient("HTTPS://A.example", ClientOptions(certificate=certificate))
     assert shown == [certificate]
 

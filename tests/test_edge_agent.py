@@ -19,6 +19,7 @@ import pytest
 from tests.always_wrong import AlwaysWrongDrafter
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.faulty_posts import FaultRates, FaultyPosts
+from tests.faulty_proxy import FaultyProxy, ProxyOptions
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
@@ -28,7 +29,6 @@ from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedD
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
-from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.sender import Posts
 from outrider.edge.modes.assemble import make_depth
@@ -409,7 +409,7 @@ def test_the_models_own_end_is_left_to_the_server(server: FakeServer) -> None:
 def test_a_cut_session_goes_on_as_if_nothing_had_happened(mode: Mode) -> None:
     """Connections are cut while they open, and in the middle of lines; each time the text goes on."""
     request = asking(seed=5, max_tokens=60)
-    with serve_fake() as server, DelayProxy(*_address(server.url)) as proxy:
+    with serve_fake() as server, FaultyProxy(*_address(server.url)) as proxy:
         mark = b"data: " if mode is Mode.STREAM else b"tokens"
         proxy.cut_after(mark, *range(1, 9))
         result = run(generate([proxy.url], request, drafter(), mode=mode))
@@ -423,7 +423,7 @@ def test_chunks_that_cut_their_connection_at_random_change_nothing() -> None:
     request = asking(seed=6)
     # Steps that take time: without it a fast machine sends the whole text in a chunk or two, and none of these is lost.
     with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.003))) as server:
-        with DelayProxy(*_address(server.url), ProxyOptions(cut_chance=0.4, seed=1)) as proxy:
+        with FaultyProxy(*_address(server.url), ProxyOptions(cut_chance=0.4, seed=1)) as proxy:
             result = run(generate([proxy.url], request, drafter(), retry=RetryPolicy(max_failures=500)))
         assert result.tokens == truth(request) and result.num_sessions > 1
         server.wait_until(lambda: is_at_rest(server))
@@ -435,7 +435,7 @@ def test_the_next_endpoint_takes_over_when_the_first_is_gone(mode: Mode) -> None
     request = asking(seed=7)
     with serve_fake() as second, ExitStack() as first:
         server = first.enter_context(serve_fake())
-        proxy = first.enter_context(DelayProxy(*_address(server.url)))
+        proxy = first.enter_context(FaultyProxy(*_address(server.url)))
         num_seen = 0
 
         def stop_the_first(batch: TokenBatch) -> None:
@@ -568,7 +568,7 @@ def test_bytes_are_counted_as_they_cross(server: FakeServer, mode: Mode) -> None
 
     Not in stream mode, whose last drafts may still be in flight when the text ends.
     """
-    with DelayProxy(*_address(server.url)) as proxy:
+    with FaultyProxy(*_address(server.url)) as proxy:
         draft = drafter() if mode is Mode.STOP_AND_WAIT else None
         result = run(generate([proxy.url], asking(seed=11), draft, mode=mode))
         wire = result.wire

@@ -30,7 +30,8 @@ from outrider.edge.chat.conversation import Conversation, continued, read_facts
 from outrider.edge.chat.messages import Message, load_chat, save_chat
 from outrider.edge.cli import chat as chat_module
 from outrider.edge.cli.chat import ChatScreen, chat_here
-from outrider.edge.cli.chat_options import ChatOptions
+from outrider.edge.cli.command_options import ChatOptions
+from outrider.edge.cli.draft_source import Notes
 from outrider.edge.cli.line_editor import PipeReader, TerminalReader
 from outrider.edge.cli.terminal import ALTERNATIVE_STYLE, TokenPrinter
 from outrider.edge.drafting.drafter import ModelDrafter
@@ -497,8 +498,9 @@ def chat(url: str, *messages: str | Callable[[], str | None], **options: Any) ->
 
     async def scenario() -> Conversation:
         chosen = ChatOptions(seed=5, max_tokens=MAX_TOKENS, **options)
-        screen = ChatScreen(chosen, "a fake draft", out, about, Typed(*messages))
-        async with conversing(url, on_note=screen.note) as conversation:
+        notes = Notes(about)
+        screen = ChatScreen(chosen, "a fake draft", out, notes, Typed(*messages))
+        async with conversing(url, on_note=notes.line) as conversation:
             await screen.run(conversation)
             return conversation
 

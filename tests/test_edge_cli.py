@@ -20,8 +20,8 @@ from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.cli import main as cli
+from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison
-from outrider.edge.cli.demo_options import DemoOptions
 from outrider.edge.cli.run import Ran, _lines, make_request
 from outrider.edge.cli.run import _document as as_document
 from outrider.edge.cli.run_options import RunOptions

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.fake_runtime import FakeBatchRuntime
+from tests.faulty_proxy import FaultyProxy
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
 from tests.test_edge_config import KEY, key_file
@@ -19,7 +20,6 @@ from tests.test_edge_serve import DRAFTS, PROMPT, SURE, body, expected, run_main
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.breaker import Breaker
-from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.fleet import Fleet, text_ms
 from outrider.edge.setup.endpoints import Endpoint, Keys
 from outrider.models.client.client import VerifierClient
@@ -278,7 +278,7 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
         address = httpx.URL(first.url)
         assert address.port is not None
         with ExitStack() as link:
-            proxy = link.enter_context(DelayProxy(address.host, address.port))
+            proxy = link.enter_context(FaultyProxy(address.host, address.port))
             local = stack.enter_context(serve_local([proxy.url, second.url], DRAFTS))
             fleet = local.core.upstream.fleet
             port = proxy.port
@@ -291,7 +291,7 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
             assert fleet.is_down(proxy.url) and second.runtime.num_steps > 0
             steps = first.runtime.num_steps
             assert post(local, PROMPT, 8) == expected(PROMPT, 8) and first.runtime.num_steps == steps
-        with DelayProxy(address.host, address.port, listen_port=port) as again:
+        with FaultyProxy(address.host, address.port, listen_port=port) as again:
             assert again.url == proxy.url
             local.wait_until(lambda: not fleet.is_down(proxy.url))
             assert post(local, PROMPT, 8) == expected(PROMPT, 8) and first.runtime.num_steps > steps
@@ -334,7 +334,7 @@ def test_a_silent_cloud_is_left_within_seconds_by_all_its_texts() -> None:
     with replicas(gate) as (first, second):
         address = httpx.URL(first.url)
         assert address.port is not None
-        with DelayProxy(address.host, address.port) as proxy, serve_local([proxy.url, second.url], DRAFTS) as local:
+        with FaultyProxy(address.host, address.port) as proxy, serve_local([proxy.url, second.url], DRAFTS) as local:
             concurrent(local, first, proxy.hold)
             assert local.core.upstream.fleet.is_down(proxy.url)
             gate.open()

@@ -21,8 +21,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli import main as cli
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
-from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
-from outrider.edge.setup.key_file import read_key_file
+from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints, read_key_file
 from outrider.edge.setup.settings import Settings, expectation
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.client.address import without_password
@@ -113,9 +112,9 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
     (config.parent / "my.key").write_text(KEY, encoding="ascii")
     (config.parent / "my.key").chmod(0o600)
     called = []
-    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: called.append(given))
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: called.append((options, options.keys())))
     assert run_main(monkeypatch, "run", "text", "--temperature", "0") == 0, capsys.readouterr().err
-    ((options, _, _, keys),) = called
+    ((options, keys),) = called
     assert (options.effort, options.lookup, options.depth, options.params.top_p) == ("low", False, "3", 0.9)
     assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
     assert options.cloud == ["http://a", "http://b"] and options.draft == [str(Path.home() / "drafts" / "x")]
@@ -322,7 +321,7 @@ def test_a_key_and_a_key_file_from_one_place_are_refused(
     assert "leave one of them out" in capsys.readouterr().err
     monkeypatch.setenv("OUTRIDER_API_KEY", OTHER_KEY)
     asked = []
-    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: asked.append(given[3]))
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: asked.append(options.keys()))
     assert run_main(monkeypatch, "run", "text", "--key-file", str(path)) == 0
     assert run_main(monkeypatch, "run", "text") == 0
     assert asked == [Keys(KEY, is_asked=True), Keys(OTHER_KEY, is_asked=True)]

@@ -32,10 +32,16 @@ from outrider.edge.doctor import examine as examination
 from outrider.edge.doctor import probe
 from outrider.edge.doctor.bundles import Bundles, cached_drafts, check_bundle
 from outrider.edge.doctor.cloud import Cloud, CloudReport, Facts, check_tokenizer
-from outrider.edge.doctor.examine import check_packages, check_python
+from outrider.edge.doctor.examine import (
+    check_disk,
+    check_memory,
+    check_packages,
+    check_power,
+    check_python,
+    check_runtimes,
+)
 from outrider.edge.doctor.findings import Finding, guarded, without_secrets
-from outrider.edge.doctor.hardware import check_disk, check_memory, check_power, check_runtimes
-from outrider.edge.doctor.probe import ProbeFailed, Profile, ask_runtime, profile_draft
+from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, profile_draft
 from outrider.edge.store.shelf import PulledFor, Shelf
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.sockets import TlsFiles
@@ -44,7 +50,7 @@ from outrider.models.wire.protocol import PROTOCOL_VERSION
 __all__ = ["bundle", "config"]  # fixtures
 
 CPU = FoundDevice("CPU", "Some Processor", "cpu")
-PROFILE = Profile("int8, OpenVINO on the CPU", 0.5, 10.0, 2.0, 3.0, 8.0)
+PROFILE = TimedDraft(words="int8, OpenVINO on the CPU", open_s=0.5, token_ms=2.0, worst_ms=3.0, eight_ms=8.0)
 NGRAM = DraftChoice("ngram")
 Capture = pytest.CaptureFixture[str]
 
@@ -311,7 +317,7 @@ def test_a_certificate_of_another_time_points_at_the_clock(monkeypatch: pytest.M
             error.verify_message = "certificate is not yet valid"
             raise error
 
-    monkeypatch.setattr("outrider.edge.doctor.cloud.tls_context", Context)
+    monkeypatch.setattr("outrider.edge.doctor.cloud.system_tls", Context)
     with socket.socket() as unused:
         finding = CloudReport(Cloud("https://a"))._check_tls(unused, "a")
     assert finding.status == "fault" and finding.advice == "set this machine's clock"
@@ -381,7 +387,7 @@ def test_what_is_slow_is_named(
     token_ms: float, step_ms: float | None, round_trip_ms: float, status: str, found: str
 ) -> None:
     """Draft, target or network, with all three times."""
-    profile = Profile("int8", 0.5, 10.0, token_ms, token_ms, 4 * token_ms)
+    profile = TimedDraft(words="int8", open_s=0.5, token_ms=token_ms, worst_ms=token_ms, eight_ms=4 * token_ms)
     finding = examination.judge_speed(profile, step_ms, round_trip_ms)
     assert finding.status == status and found in finding.found and bool(finding.advice) == (found[:10] != "the target")
 
@@ -507,18 +513,18 @@ def test_bundles_of_the_cache_are_checked(bundle: Path, tmp_path: Path, monkeypa
     found = list(bundles.findings())
     assert [each.status for each in found] == ["ok", "warning"]
     chosen = bundles.for_target(fake_tokenizer().fingerprint)
-    assert chosen is not None and chosen.size_bytes > 0
+    assert chosen is not None and chosen.manifest.files
     assert bundles.for_target("f" * 64) is chosen  # shows why nothing fits
-    wrong = check_bundle(target, is_used=True).finding
+    wrong = check_bundle(target, is_used=True)[0]
     assert wrong.status == "fault" and "is a target bundle" in wrong.found
-    assert check_bundle(tmp_path / "none", is_used=True).finding.status == "fault"
+    assert check_bundle(tmp_path / "none", is_used=True)[0].status == "fault"
 
 
 def test_the_pulled_draft_is_examined(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that `run` takes for the server's target, before the reference draft; damaged, `outrider pull` helps."""
     profiled: list[str] = []
 
-    def profile(path: str, *_: object) -> Profile:
+    def profile(path: str, *_: object) -> TimedDraft:
         profiled.append(path)
         return PROFILE
 

@@ -308,7 +308,7 @@ class Acting(ModelDrafter):
         self._act = act
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        self._act([[*self._text[3:], *branch] for branch in branches])
+        self._act([[*self._text.tokens[3:], *branch] for branch in branches])
         return super().guess(branches, width)
 
 

@@ -35,8 +35,9 @@ from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
-from outrider.models.client.client import ClientOptions, VerifierClient, longest_silence_s
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
+from outrider.models.client.http_endpoint import longest_silence_s
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.sse import KEEP_ALIVE
 from outrider.models.wire.protocol import SessionOpen

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.chromium import CTRL, SHIFT, Browser, Page, open_browser
+from tests.faulty_proxy import FaultyProxy
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
@@ -20,13 +21,12 @@ from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.tree import GuessTree
 from outrider.edge.drafting.view import look
-from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.serve.app import COSTLY_PATHS
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
 from outrider.edge.serve.page_routes import GENERATE
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
-from outrider.edge.serve.text_watch import MAX_GUESSES
+from outrider.edge.serve.watched_text import MAX_GUESSES
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.http.security import KeyRing
@@ -324,7 +324,7 @@ def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: 
     """With --offline-ok. Once a cloud answers, a button has the target check the text, in a chat too."""
     address = httpx.URL(cloud.url)
     assert address.port is not None
-    with DelayProxy(address.host, address.port) as away:
+    with FaultyProxy(address.host, address.port) as away:
         port = away.port
     draft = OfflineSettings("a-draft", 4096)
     with (
@@ -342,7 +342,7 @@ def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: 
         page.js("document.getElementById('verify').click()")
         page.wait("document.body.dataset.runs === '2'")
         assert text_of(page, "error") and page.js("document.getElementById('unverified').checkVisibility()")
-        with DelayProxy(address.host, address.port, listen_port=port):
+        with FaultyProxy(address.host, address.port, listen_port=port):
             page.js("document.getElementById('verify').click()")
             runs(page, 3)
             assert not page.js("document.getElementById('unverified').checkVisibility()")

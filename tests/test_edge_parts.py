@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.faulty_posts import FaultRates, FaultyPosts
+from tests.faulty_proxy import FaultyProxy, ProxyOptions
 
-from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.edge.link.sender import DraftSender
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import Mode, Source, TokenBatch
@@ -212,7 +212,7 @@ def echo_server() -> Iterator[tuple[str, int]]:
 def test_the_proxy_delivers_every_byte_in_order_and_counts_both_ways() -> None:
     """Chunks in flight keep their order; closing one side closes the other."""
     sent = b"".join(b"%05d," % i for i in range(2000))
-    with echo_server() as address, DelayProxy(*address, ProxyOptions(rtt_ms=4.0)) as proxy:
+    with echo_server() as address, FaultyProxy(*address, ProxyOptions(rtt_ms=4.0)) as proxy:
         with socket.create_connection(("127.0.0.1", proxy.port)) as client:
             for start in range(0, len(sent), 97):
                 client.sendall(sent[start : start + 97])
@@ -224,7 +224,7 @@ def test_the_proxy_delivers_every_byte_in_order_and_counts_both_ways() -> None:
 
 def test_the_proxy_takes_another_round_trip() -> None:
     """What comes after the change takes the new one; an impossible one is refused."""
-    with echo_server() as address, DelayProxy(*address, ProxyOptions(rtt_ms=60_000.0)) as proxy:
+    with echo_server() as address, FaultyProxy(*address, ProxyOptions(rtt_ms=60_000.0)) as proxy:
         with pytest.raises(ConfigError, match="rtt_ms is -1"):
             proxy.set_rtt_ms(-1.0)
         proxy.set_rtt_ms(0.0)
@@ -235,7 +235,7 @@ def test_the_proxy_takes_another_round_trip() -> None:
 
 def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
     """The client sees its connection end; the next one works."""
-    with echo_server() as address, DelayProxy(*address) as proxy:
+    with echo_server() as address, FaultyProxy(*address) as proxy:
         with socket.create_connection(("127.0.0.1", proxy.port)) as client:
             client.sendall(b"x")
             assert client.recv(10) == b"x"
@@ -251,7 +251,7 @@ def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
 
 def test_a_cut_after_a_mark_delivers_it_and_loses_the_rest() -> None:
     """Also where all was read at once; the next number counts from there."""
-    with echo_server() as address, DelayProxy(*address, ProxyOptions(rtt_ms=20.0)) as proxy:
+    with echo_server() as address, FaultyProxy(*address, ProxyOptions(rtt_ms=20.0)) as proxy:
         with pytest.raises(ConfigError, match="comes \\(3, 0\\) times; expected one byte or more, 1 time or more"):
             proxy.cut_after(b"ab", 3, 0)
         proxy.cut_after(b"ab", 3, 2)
@@ -275,7 +275,7 @@ def test_connections_share_the_rate_of_a_throttled_link() -> None:
     for first_kbit_s in (64.0, 0.0):
         with ExitStack() as stack:
             address = stack.enter_context(echo_server())
-            proxy = stack.enter_context(DelayProxy(*address, ProxyOptions(kbit_s=first_kbit_s)))
+            proxy = stack.enter_context(FaultyProxy(*address, ProxyOptions(kbit_s=first_kbit_s)))
             connect = functools.partial(socket.create_connection, ("127.0.0.1", proxy.port))
             clients = [stack.enter_context(connect()) for _ in range(2)]
             proxy.throttle(64.0)
@@ -302,7 +302,7 @@ def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
     with echo_server() as address:
         for _ in range(5):
             connected = threading.Event()
-            with DelayProxy(*address) as proxy:
+            with FaultyProxy(*address) as proxy:
                 client = threading.Thread(target=connect_until_refused, args=(proxy.port,))
                 client.start()
                 assert connected.wait(10.0)

@@ -23,7 +23,7 @@ from tests.test_edge_cli import run_main
 
 from outrider.cloud.api.download_slots import DownloadLimits
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.cli.draft_source import clouds_of, find_drafts
+from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
 from outrider.edge.cli.pull import show_offered
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
@@ -647,7 +647,7 @@ def test_without_a_pulled_draft_a_run_takes_the_reference(
     about = Console(file=io.StringIO())
 
     def found(draft: str, url: str = server.url, choice: DraftChoice = AS_BUNDLED) -> str | Path:
-        (path,) = find_drafts([draft], choice, clouds_of([url], Keys()), about)
+        (path,) = find_drafts([draft], choice, clouds_of([url], Keys()), Notes(about))
         return path
 
     assert RunOptions("x").draft == [AUTO]

@@ -19,7 +19,7 @@ from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_cli import run_main
 from tests.test_edge_pull import files_of
 
-from outrider.edge.cli.draft_source import clouds_of, find_drafts
+from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import RetryPolicy
@@ -179,7 +179,9 @@ def test_a_draft_is_found_for_the_first_cloud_that_says_its_target(
     pulled = Path(capsys.readouterr().out.strip())
     shown = io.StringIO()
     with gateway() as old:
-        found = find_drafts([AUTO], AS_BUNDLED, clouds_of([old, server.url], Keys()), Console(file=shown, width=200))
+        found = find_drafts(
+            [AUTO], AS_BUNDLED, clouds_of([old, server.url], Keys()), Notes(Console(file=shown, width=200))
+        )
         assert found == [pulled]
     assert shown.getvalue() == f"draft: cpu, pulled from {server.url}\n"
 

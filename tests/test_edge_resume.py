@@ -28,19 +28,9 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import CloudError
-from outrider.models.wire.protocol import (
-    Commit,
-    ReadyAnswer,
-    SessionEnd,
-    SessionOpen,
-    SessionRequest,
-    Usage,
-    VerifyAnswer,
-    VerifyItem,
-    VerifyRequest,
-    VerifyResult,
-)
+from outrider.models.wire.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, SessionRequest, Usage
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.wire.verify import VerifyAnswer, VerifyItem, VerifyRequest, VerifyResult
 
 EOS = 9
 PROMPT = (1, 2, 3)

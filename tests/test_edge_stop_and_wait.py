@@ -23,7 +23,7 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import VerifierClient
 from outrider.models.runtimes.base import ModelLimits
-from outrider.models.wire.protocol import VerifyAnswer, VerifyRequest, VerifyResult
+from outrider.models.wire.verify import VerifyAnswer, VerifyRequest, VerifyResult
 
 VOCAB = fake_tokenizer().size
 PERIOD = 5

@@ -12,18 +12,20 @@ import httpx
 import pytest
 from rich.console import Console
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.faulty_proxy import FaultyProxy
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.server import identity
 from outrider.cloud.server.identity import target_identity
+from outrider.edge.cli.draft_source import Notes
 from outrider.edge.cli.run import _generate
 from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
@@ -34,7 +36,8 @@ from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import TargetMismatch
 from outrider.models.errors import CloudError
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.wire.protocol import ReadyAnswer, SessionOpen, VerifyAnswer
+from outrider.models.wire.protocol import ReadyAnswer, SessionOpen
+from outrider.models.wire.verify import VerifyAnswer
 
 VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)
@@ -50,7 +53,7 @@ def begun(stack: ExitStack, cut: ExitStack) -> tuple[FakeServer, str]:
     server = stack.enter_context(serve_fake(gate=gate))
     address = httpx.URL(server.url)
     assert address.port is not None
-    return server, cut.enter_context(DelayProxy(address.host, address.port)).url
+    return server, cut.enter_context(FaultyProxy(address.host, address.port)).url
 
 
 def other(stack: ExitStack, name: str = "other") -> FakeServer:
@@ -224,7 +227,9 @@ def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_nam
         a, b = stack.enter_context(serve_fake()), other(stack, "\x1b]0;[bold]other\x07")
         options = RunOptions("x", cloud=[a.url, b.url], mode=Mode.CLOUD_ONLY)
         clouds = [(url, ClientOptions()) for url in options.cloud]
-        ran = asyncio.run(_generate(options, clouds, REQUEST, None, None, console))
+        notes = Notes(console)
+        notes.printer = TokenPrinter(Console(file=io.StringIO()), fake_tokenizer().detokenizer())
+        ran = asyncio.run(_generate(options, clouds, REQUEST, fake_tokenizer(), None, None, None, notes))
     assert ran.result.tokens == tuple(target_tokens(PROMPT, 60))
     (line,) = about.getvalue().splitlines()
     assert r"and \x1b]0;[bold]other\x07 (target" in line and "are different targets" in line

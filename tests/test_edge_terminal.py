@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from tests.serving import fake_tokenizer
 
-from outrider.edge.cli.chat_options import ChatOptions
+from outrider.edge.cli.command_options import ChatOptions
 from outrider.edge.cli.main import main
 from outrider.edge.cli.run import _printer
 from outrider.edge.cli.run_options import RunOptions
@@ -102,7 +102,7 @@ def test_what_happens_beside_a_text_does_not_reach_a_file(
     tokenizer = fake_tokenizer()
     text = tuple(tokenizer.encode("\tdef naïve(東京):\r\n  pass"))
 
-    def print_text(options: RunOptions | ChatOptions, out: Console, about: Console, keys: object) -> None:
+    def print_text(options: RunOptions | ChatOptions, out: Console, about: Console) -> None:
         assert about.stderr
         if isinstance(options, RunOptions):
             printer = _printer(out, options, tokenizer.detokenizer())

@@ -16,9 +16,8 @@ import httpx
 import pytest
 from tests.serving import StepGate, serve_fake
 
-from outrider.edge.cli.cloud_flags import certificate_in_use
+from outrider.edge.cli.command_options import PullOptions
 from outrider.edge.cli.draft_source import clouds_of
-from outrider.edge.cli.pull_options import PullOptions
 from outrider.models.client.certificate import ClientCertificate
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, lost
@@ -102,7 +101,7 @@ def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, m
             ):
                 opened = await anext(stream)
                 assert isinstance(opened, SessionOpen)
-                (session,) = server.core.sessions._sessions.values()
+                (session,) = server.core.sessions.values()
                 assert session.owner.startswith(b"subject:")
                 await own.post_drafts(opened.session, drafts)
                 with pytest.raises(EndpointLost, match="unknown_session"):
@@ -185,16 +184,15 @@ def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     both.write_bytes(certificate.read_bytes() + locked.read_bytes())
     both.chmod(0o600)
     with pytest.raises(ConfigError, match="without a password"):
-        certificate_in_use(both)
+        PullOptions(tls_client_cert=both).keys()
     with pytest.raises(ConfigError, match="without a password"):
         TlsFiles(certificate, locked)
     both.write_bytes(certificate.read_bytes() + key.read_bytes())
     if os.name == "posix":
         both.chmod(0o644)
         with pytest.raises(ConfigError, match="chmod 600"):
-            certificate_in_use(both)
+            PullOptions(tls_client_cert=both).keys()
     both.chmod(0o600)
-    assert certificate_in_use(both) == ClientCertificate(both)
     (cloud,) = clouds_of(["https://cloud.example"], PullOptions(tls_client_cert=both).keys())
     assert cloud[1].certificate == ClientCertificate(both)
     with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):

@@ -21,12 +21,12 @@ from filelock import FileLock
 from tests.export_cli import run_export
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
-from outrider.export.check.acceptance import continue_prompts, measure_acceptance
+from outrider.export.check.acceptance import continue_prompts, measure_ranks, summarize
 from outrider.export.cli.display import show_progress
 from outrider.export.convert import openvino_ir
 from outrider.export.make import build
 from outrider.export.make import reference_pair as cache
-from outrider.export.make.pair import PairPaths, export_pair
+from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.progress import StageEvent
@@ -58,10 +58,8 @@ def pair(sources: PairPaths, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         sources.draft,
         sources.target,
         out,
-        draft_options=ExportOptions("draft", num_threads=1),
-        target_options=ExportOptions("target", "fp32", num_threads=1),
-        prompts=["def f(x):\n", "The target's output"],
-        is_forced=True,  # two random models do not agree
+        options=PairOptions(ExportOptions("draft", num_threads=1), ExportOptions("target", "fp32", num_threads=1)),
+        judging=Judging(["def f(x):\n", "The target's output"], is_forced=True),  # two random models do not agree
     )
 
 
@@ -113,7 +111,7 @@ def test_a_model_is_its_own_perfect_draft(pair: tuple[Bundle, Bundle]) -> None:
         closing(open_batch_runtime("openvino", path, options)) as target,
     ):
         texts = continue_prompts(target, prompts, num_ids=tokenizer.size, stop_ids=())
-        found = measure_acceptance(draft, texts, num_ids=tokenizer.size, target_name="itself")
+        found = summarize(measure_ranks(draft, texts, num_ids=tokenizer.size), "itself")
         assert [measured.temperature for measured in found] == [0.0, 0.5, 0.8]
         for measured in found:
             assert (measured.rate, measured.error, measured.tested_tokens) == (1.0, 0.0, 120)
@@ -377,11 +375,12 @@ def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
 def test_drafts_for_one_target_share_it(sources: PairPaths, tmp_path: Path, counted_exports: list[Path]) -> None:
     """Another runtime, device or precision of the draft exports no target again; a default and its name are one."""
     first = export_reference_pair(tmp_path, source=sources)
-    onnx = export_reference_pair(tmp_path, source=sources, draft_runtime="onnxruntime")
-    npu = export_reference_pair(tmp_path, source=sources, draft_device="npu")
+    onnx = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", runtime="onnxruntime"))
+    npu = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", device="npu"))
     assert first.target == onnx.target == npu.target
     assert counted_exports == [first.target, first.draft, onnx.draft, npu.draft] and len(set(counted_exports)) == 4
-    assert export_reference_pair(tmp_path, source=sources, draft_runtime="openvino", draft_precision="int8") == first
+    named = ExportOptions("draft", "int8", "openvino")
+    assert export_reference_pair(tmp_path, source=sources, draft=named) == first
     assert len(counted_exports) == 4
 
 
@@ -435,6 +434,8 @@ def test_inspect_shows_the_report_card(
     [
         (["inspect", "nowhere"], "not a directory"),
         (["pair", "only-one"], "only one model was given"),
+        (["pair", "reference", "--rtt-ms", "20"], "--rtt-ms and --keep are for several drafts; add --sweep"),
+        (["pair", "reference", "--keep"], "--rtt-ms and --keep are for several drafts; add --sweep"),
         (["target", "nowhere", "--out", "x"], "is not a directory"),
         (["draft", "Qwen/Qwen3-0.6B", "--out", "x"], "offline mode is on"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.tiny_models import make_unknown
+from tools.tiny_sources import make_tiny_source
 
 from outrider.export.convert import openvino_ir, upstream_repairs
 from outrider.export.make.pipeline import export_model, stage_export
@@ -18,7 +19,6 @@ from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import warnings_of
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import make_tiny_source
 from outrider.models.bundle.manifest import Parity, Precision, Role
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.runtimes import open_batch_runtime

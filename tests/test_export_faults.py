@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export.check.parity import ParityReference, SequencePair
-from outrider.export.check.source_logits import Truth
+from outrider.export.check.source_logits import ParityReference, SequencePair, Truth
 from outrider.export.convert.openvino_ir import finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.disk import require_room, telling_of_full_disks

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiny_models import make_unknown
+from tools.tiny_sources import make_tiny_source
 
 from outrider.export.check import parity
 from outrider.export.make.pipeline import export_model, stage_export
@@ -19,7 +20,6 @@ from outrider.export.progress import silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source import config_reader
 from outrider.export.source.model_source import SourceModel, read_source
-from outrider.export.source.tiny import make_tiny_source
 from outrider.export.source.torch_source import load_source_model, source_logits
 from outrider.models.errors import ExportError, ParityFailure
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import transformers
 from tests.tiny_models import make_unknown
+from tools.tiny_sources import make_tiny_source
 
 from outrider.export.check.advice import advise
 from outrider.export.convert.onnx_dynamo import _find_shapes
@@ -18,7 +19,6 @@ from outrider.export.progress import silent
 from outrider.export.quiet import quiet_upstream
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import make_tiny_source
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import ExportError, RuntimeUnavailable
 from outrider.models.runtimes import npu_compile

@@ -13,7 +13,8 @@ import pytest
 from tests.test_parity import Exact, source
 from tests.tiny_models import make_tiny_tokenizer, make_unknown
 
-from outrider.export.check.parity import check_parity, make_reference
+from outrider.export.check.parity import check_parity
+from outrider.export.check.source_logits import make_reference
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.convert.weight_check import require_close_weights
 from outrider.export.make import build

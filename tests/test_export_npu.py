@@ -20,20 +20,21 @@ from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
 from tests.quantized import dequantized, read_symmetric
 from tests.tiny_models import export_openvino, make_tiny_model
+from tools.tiny_sources import make_tiny_source
 
 from outrider.export.convert import symmetric
 from outrider.export.convert.ahead_of_time import compile_ahead
 from outrider.export.convert.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
 from outrider.export.convert.openvino_ir import save_ir
 from outrider.export.convert.symmetric import (
+    GROUP,
     SymmetricWeights,
+    compress_int4_symmetric,
     compress_int8_symmetric,
     quantize_symmetric,
 )
-from outrider.export.convert.symmetric_int4 import GROUP, compress_int4_symmetric
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.source.tiny import make_tiny_source
 from outrider.models.bundle.manifest import Quantization, StaticShapes
 from outrider.models.errors import BundleError, ExportError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams, pick

@@ -16,13 +16,13 @@ import onnx
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, load_fp32, truth_of, worst_delta
 from tests.quantized import read_blocks
+from tools.tiny_sources import make_tiny_model
 
 from outrider.export.convert.onnx_attention import Recording, recording_attention
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
 from outrider.export.convert.onnx_quantize import quantize_weights
 from outrider.export.make import build
 from outrider.export.recipes import ExportOptions
-from outrider.export.source.tiny import make_tiny_model
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from tools import families
 from tools.families import as_markdown, measure, updated, ways_of
+from tools.tiny_sources import list_tiny_families
 from typer.testing import CliRunner
 
 from outrider.export.check.measured import Cell, SupportTable, load_measured, works_somewhere
 from outrider.export.cli.main import app
 from outrider.export.source.family_facts import FAMILIES
-from outrider.export.source.tiny import list_tiny_families
 
 ROOT = Path(__file__).parent.parent
 

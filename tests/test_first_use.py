@@ -7,6 +7,8 @@ import io
 import json
 import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,18 +23,16 @@ from outrider.edge.cli.compare import (
     CLOUD_ONLY,
     DRAFTED,
     Comparison,
-    _LoadBesideServers,
     compare_modes,
     measured_load,
     typical,
 )
 from outrider.edge.cli.devices_screen import show_devices
-from outrider.edge.cli.exporter import NPU_SHAPES, default_draft, draft_kind
+from outrider.edge.cli.draft_source import NPU_SHAPES, default_draft, draft_kind
 from outrider.edge.cli.run import _printer, run_once
 from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.cli.summary import summary_lines
+from outrider.edge.cli.summary import summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter
-from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.belief import CommitOutcome
@@ -44,13 +44,13 @@ from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
 from outrider.export.cli import main as export_cli
-from outrider.export.make.pair import PairPaths
+from outrider.export.make.pair import PairOptions, PairPaths, reference_directories
 from outrider.export.recipes import ExportOptions
 from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.client.client import VerifierClient, verifier_url
 from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.process.machine_load import Counters, MachineLoad
+from outrider.models.process.machine_load import Counters, MachineLoad, read_counters
 
 
 def result(num_tokens: int = 40, tokens_per_s: float = 50.0, **changes: Any) -> GenerationResult:
@@ -193,11 +193,13 @@ def test_modes_are_measured_in_turn() -> None:
 def test_a_server_on_this_machine_is_not_somebody_else() -> None:
     """Its time belongs to the measurement; a server elsewhere takes nothing here."""
     with serve_fake() as server, measured_load([server.url, "http://192.0.2.1:1"]) as load:
-        assert load._pids == [os.getpid()]  # type: ignore[attr-defined]
-        used_s = load._servers_s()  # type: ignore[attr-defined]
-        assert used_s == pytest.approx(sum(os.times()[:2]), abs=0.5) and used_s > 0.0
-    with measured_load(["http://192.0.2.1:1"]) as elsewhere:
-        assert elsewhere._pids == []  # type: ignore[attr-defined]
+        assert load.beside == (os.getpid(),)
+        assert read_counters(load.beside).own_s == pytest.approx(read_counters().own_s, abs=0.5)  # not counted twice
+    assert measured_load(["http://192.0.2.1:1"]).beside == ()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as other:
+        other_pid = other.pid
+        other.communicate(b"\n")
+    assert read_counters([other_pid]).own_s > 0.0  # one that has ended is no error
     plain = MachineLoad()
     with plain:
         pass
@@ -206,14 +208,12 @@ def test_a_server_on_this_machine_is_not_somebody_else() -> None:
 
 def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the counters give to others is less by what the servers used meanwhile; never below nothing."""
-    load = _LoadBesideServers([1])
-    spent = iter((5.0, 8.0, 8.0, 9.0))
-    monkeypatch.setattr(load, "_servers_s", lambda: next(spent))
+    load = MachineLoad([1])
     readings = iter(
-        Counters(clock_s=clock_s, busy_s=(busy_s,), stolen_s=(0.0,), own_s=0.0, processors=frozenset({0}))
-        for clock_s, busy_s in ((0.0, 0.0), (10.0, 4.0), (10.0, 4.0), (20.0, 4.5))
+        Counters(clock_s=clock_s, busy_s=(busy_s,), stolen_s=(0.0,), own_s=spent_s, processors=frozenset({0}))
+        for clock_s, busy_s, spent_s in ((0.0, 0.0, 5.0), (10.0, 4.0, 8.0), (10.0, 4.0, 8.0), (20.0, 4.5, 9.0))
     )
-    monkeypatch.setattr("outrider.models.process.machine_load.read_counters", lambda: next(readings))
+    monkeypatch.setattr("outrider.models.process.machine_load.read_counters", lambda beside: next(readings))
     with load:
         pass
     assert load.other_share == pytest.approx(0.1)  # 4 s were busy, 3 of them the server's, in 10
@@ -314,8 +314,8 @@ def test_the_reference_target_is_widened_unless_asked_otherwise(
     """Said on the screen where it was not asked for; the next command is printed; others' pairs stay as they are."""
     seen: list[ExportOptions] = []
 
-    def export(*_: object, target_options: ExportOptions, **__: object) -> tuple[()]:
-        seen.append(target_options)
+    def export(*_: object, options: PairOptions, **__: object) -> tuple[()]:
+        seen.append(options.target)
         return ()
 
     monkeypatch.setattr(export_cli, "export_pair", export)
@@ -324,6 +324,21 @@ def test_the_reference_target_is_widened_unless_asked_otherwise(
     assert [(options.widen_mb, options.precision) for options in seen] == [(widen_mb, precision)]
     assert ("is widened to 700 MB" in shown.err) == (widen_mb == 700.0)
     assert shown.out.endswith("Serve it: outrider-cloud serve bundles/target\n")
+
+
+def test_a_draft_of_ones_own_is_exported_with_the_reference_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name stands for the one model in its place, as it does for `distill`; nothing is widened unasked."""
+    seen: list[tuple[object, ...]] = []
+
+    def export(*given: object, options: PairOptions, **_: object) -> tuple[()]:
+        seen.append((*given[:2], options.target.widen_mb))
+        return ()
+
+    monkeypatch.setattr(export_cli, "export_pair", export)
+    assert run_export(monkeypatch, "pair", "mine", "reference") == 0
+    assert run_export(monkeypatch, "pair", "reference", "theirs") == 0
+    pair = reference_directories()
+    assert seen == [("mine", pair.target, None), (pair.draft, "theirs", None)]
 
 
 def test_the_cached_pair_is_printed_as_json(
@@ -340,10 +355,10 @@ def test_the_cached_pair_is_printed_as_json(
     choice = DraftChoice(emulate_npu=True)
     assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(choice))) == 0
     assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
-    assert (seen["widen_mb"], seen["target_precision"], seen["draft_device"]) == (700.0, "fp32", "npu")
-    assert seen["draft_shapes"] == NPU_SHAPES
+    assert (seen["widen_mb"], seen["target_precision"]) == (700.0, "fp32")
+    assert seen["draft"] == ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
     assert run_export(monkeypatch, *export_arguments(0.0, *draft_kind(DraftChoice("onnxruntime")))) == 0
-    assert seen["widen_mb"] is None and seen["draft_shapes"] is None and seen["draft_runtime"] == "onnxruntime"
+    assert seen["widen_mb"] is None and seen["draft"] == ExportOptions("draft", runtime="onnxruntime")
     assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
     assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
 
@@ -378,7 +393,7 @@ def test_the_cached_pair_names_every_option_that_it_refuses(
 
 def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of advice: to name one."""
-    monkeypatch.setattr("outrider.edge.cli.exporter.is_installed", lambda name: name != "torch")
+    monkeypatch.setattr("outrider.edge.cli.draft_source.is_installed", lambda name: name != "torch")
     with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Get a draft from your server with"):
         default_draft(AS_BUNDLED)
 

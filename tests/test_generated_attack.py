@@ -21,7 +21,7 @@ from tests.local_endpoint import serve_local
 from tests.serving import FakeServer, serve_fake
 from tools.api_page import KEYLESS, application
 
-from outrider.cloud.api.error_codes import own_codes, shared_codes
+from outrider.cloud.api.openapi import own_codes, shared_codes
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.client.exchange import Exchange
@@ -139,7 +139,7 @@ def test_the_verifier_answers_as_documented(cloud: FakeServer, verifier: Request
                 assert code in (*own, *shared.get(answer.status_code, ())), (case, answer.text)
                 assert answer.status_code != 500, (case, answer.text)
     cloud.wait_until(lambda: holds_parked_prefixes_only(cloud))
-    assert cloud.core.bodies.num_held_bytes == 0
+    assert cloud.core.bodies.held.total == 0
 
 
 def test_without_a_key_every_route_refuses_or_is_open(verifier: Requests) -> None:

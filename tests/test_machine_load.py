@@ -21,7 +21,7 @@ BURN = "import time\nwhile time.process_time() < {seconds}: pass"
 def load_between(monkeypatch: pytest.MonkeyPatch, *readings: Counters) -> MachineLoad:
     """A load that has read these counters, two for each measurement."""
     waiting = list(readings)
-    monkeypatch.setattr(machine_load, "read_counters", lambda: waiting.pop(0))
+    monkeypatch.setattr(machine_load, "read_counters", lambda beside: waiting.pop(0))
     load = MachineLoad()
     while waiting:
         with load:

@@ -40,7 +40,7 @@ from tests.weight_bounds import (
 from outrider.export.convert.openvino_ir import IR_NAME, finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.make.pair import PairPaths, reference_directories
-from outrider.export.source.weight_range import BF16_MAX, FP16_MAX, require_range
+from outrider.export.source.weight_files import BF16_MAX, FP16_MAX, require_range
 from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.errors import ExportError
 

@@ -18,7 +18,7 @@ from tests.scripted import ScriptedRuntime
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api import sessions
-from outrider.cloud.api.session_text import SessionText
+from outrider.cloud.api.stream import SessionText
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.pending.policy import Policy
 from outrider.edge.link.endpoints import Endpoints
@@ -28,7 +28,7 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle, _StopString
-from outrider.models.http.choices import best_choices, choice_seed
+from outrider.models.http.call_texts import best_choices, choice_seed
 from outrider.models.http.encoding import fill_in_prompt
 from outrider.models.http.errors import FieldError
 from outrider.models.picks.sampling import SamplingParams

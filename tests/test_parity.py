@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ from numpy.typing import NDArray
 from tests.tiny_models import make_tiny_tokenizer
 
 from outrider.export.check.measured import load_measured
-from outrider.export.check.parity import LEAST_POSITIONS, THRESHOLDS, ParityReference, check_parity, make_reference
-from outrider.export.check.runner import Checked
+from outrider.export.check.parity import THRESHOLDS, check_parity
+from outrider.export.check.runner import usual_delta
+from outrider.export.check.source_logits import LEAST_POSITIONS, ParityReference, make_reference
 from outrider.export.recipes import ExportOptions
+from outrider.export.source.model_source import SourceModel
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.text.tokenizer import Tokenizer
 
@@ -122,7 +126,7 @@ def test_beyond_a_window_all_is_run_again(far_reference: ParityReference) -> Non
     assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
     assert parity.stages[-1].name == f"step after rollback, beyond the window of {WINDOW}"
     assert all(stage.max_delta == 0 for stage in parity.stages)
-    far = kept.far[WINDOW]
+    far = kept.beyond[f", beyond the window of {WINDOW}"]
     assert len(set(far.main[:48])) > 20 and far.main[:48] == kept.near.main[:48]
     assert len(far.main) - len(far.main_logits) >= WINDOW
 
@@ -210,9 +214,13 @@ def test_the_usual_error_is_the_median_of_the_measured_table_and_grows_with_the_
     options = ExportOptions("target", "fp32", "openvino")
     cells = [cell for cell in load_measured().cells if cell.way == "target cpu openvino fp32"]
     errors = sorted(cell.error for cell in cells if cell.outcome == "works")
-    usual = Checked("tiny", 1, {}, 2, 64).usual_delta(options, "fp32")
+    tiny, large = (
+        cast(SourceModel, SimpleNamespace(architecture=SimpleNamespace(layers=layers, hidden_size=hidden)))
+        for layers, hidden in ((2, 64), (8, 256))
+    )
+    usual = usual_delta(tiny, options, "fp32")
     assert usual is not None and errors[0] < usual < errors[-1] < 5 * usual < 1e-5
-    assert Checked("large", 1, {}, 8, 256).usual_delta(options, "fp32") == 4 * usual
+    assert usual_delta(large, options, "fp32") == 4 * usual
 
 
 class Batched(Exact):
@@ -280,11 +288,11 @@ def test_an_original_length_is_crossed_by_single_steps(tokenizer: Tokenizer) -> 
     """A reference survives being kept in a file; one that is too long for real sequences is left to batches."""
     made = make_reference(tokenizer, source, 512, (), [90])
     kept = ParityReference.from_arrays(made.to_arrays())
-    assert kept.originals == (90,) and not kept.far
-    assert kept.crossing[90].prefill < 90 < kept.crossing[90].prefill + 8
+    assert kept.originals == (90,) and not kept.has_windows and list(kept.beyond) == list(made.beyond)
+    assert kept.beyond[", across the original length of 90"].prefill == 86
     parity = check_parity(Exact(), kept, "fp32", "Exact")
     assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
     assert parity.stages[4].name == "prefill, across the original length of 90"
     short = make_reference(tokenizer, source, 80, (), [90])
     assert len(check_parity(Exact(80), short, "fp32", "Short").stages) == 4
-    assert not make_reference(tokenizer, source, 65536, (), [32768]).crossing
+    assert not make_reference(tokenizer, source, 65536, (), [32768]).beyond

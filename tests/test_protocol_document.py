@@ -18,17 +18,16 @@ from outrider.models.wire.protocol import (
     SessionEnd,
     SessionRequest,
     Usage,
-    VerifyAnswer,
-    VerifyRequest,
     parse_event,
 )
+from outrider.models.wire.verify import VerifyAnswer, VerifyRequest
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
-# Made from an HTTP status in models/outrider/models/http/handlers.py, or by a route below the framework.
+# Made from an HTTP status in models/outrider/models/http/errors.py, or by a route below the framework.
 FROM_STATUS = {"invalid_request"}
 MESSAGES: tuple[type[BaseModel], ...] = (
     ErrorAnswer,

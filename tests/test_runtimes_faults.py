@@ -15,7 +15,8 @@ from tests.conftest import TINY_VOCAB
 from outrider.models.errors import BundleError
 from outrider.models.runtimes import torch_paged, torch_reference
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.torch_paged import BLOCK_SIZE, TorchPagedRuntime
+from outrider.models.runtimes.torch_cache import BLOCK_SIZE
+from outrider.models.runtimes.torch_paged import TorchPagedRuntime
 
 OPTIONS = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20)
 RNG = np.random.default_rng(3)

@@ -21,9 +21,9 @@ import onnxruntime as ort
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, Truth, build, load_fp32, put_back, truth_of, worst_delta
 from tests.quantized import read_blocks
+from tools.tiny_sources import make_tiny_model
 
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
-from outrider.export.source.tiny import make_tiny_model
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers
 from tests.tiny_models import make_unknown
+from tools.tiny_sources import WINDOW, make_tiny_source
 
 from outrider.export.make.pipeline import export_model
 from outrider.export.progress import StageEvent
@@ -19,7 +20,6 @@ from outrider.export.source import config_reader
 from outrider.export.source.config_reader import read_shape
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import WINDOW, make_tiny_source
 from outrider.export.source.torch_source import load_source_model
 from outrider.export.source.weight_files import find_weight_files
 from outrider.models.errors import ExportError

@@ -11,7 +11,9 @@ from pydantic import ValidationError
 from outrider.models.grammar.spec import KINDS, GrammarSpec
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest, CompletionRequest
-from outrider.models.wire.protocol import GrammarField, SessionRequest, VerifyItem
+from outrider.models.wire.fields import GrammarField
+from outrider.models.wire.protocol import SessionRequest
+from outrider.models.wire.verify import VerifyItem
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 from outrider.export.cli.display import print_comparison
 from outrider.export.make import sweep
-from outrider.export.make.pair import PairPaths
+from outrider.export.make.pair import Judging, PairOptions, PairPaths
 from outrider.export.make.pipeline import StagedExport, stage_export
 from outrider.export.make.sweep import recipes_for, sweep_pair
 from outrider.export.recipes import ExportOptions
@@ -254,7 +254,7 @@ def test_what_cannot_be_made_is_listed_with_its_reason(
     """The others are compared all the same, and without --keep only one is left."""
     monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
     drafts = ExportOptions("draft", runtime="onnxruntime", num_threads=1)
-    swept = sweep_pair(model, model, tmp_path / "out", draft_options=drafts, target_options=TARGET)
+    swept = sweep_pair(model, model, tmp_path / "out", options=PairOptions(drafts, TARGET))
     assert swept.comparison.recommended == "onnxruntime fp32" and not swept.kept
     assert [(skipped.label, skipped.reason) for skipped in swept.comparison.not_made] == [
         ("onnxruntime int8", "no int8 today"),
@@ -273,8 +273,7 @@ def test_where_nothing_can_be_made_every_reason_is_told(
             model,
             model,
             tmp_path / "out",
-            draft_options=ExportOptions("draft", "int4", "onnxruntime"),
-            target_options=TARGET,
+            options=PairOptions(ExportOptions("draft", "int4", "onnxruntime"), TARGET),
         )
     assert not (tmp_path / "out").exists()
 
@@ -283,32 +282,23 @@ def test_a_sweep_of_drafts_that_do_not_agree_is_refused(stranger: Path, model: P
     """With the best of their figures; nothing is written, also nothing of what would have been kept."""
     drafts = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
     with pytest.raises(ExportError, match=r"onnxruntime fp32, the best of 1\).*expected at least 0\.3"):
-        sweep_pair(stranger, model, tmp_path / "out", draft_options=drafts, target_options=TARGET, keeps_all=True)
+        sweep_pair(stranger, model, tmp_path / "out", options=PairOptions(drafts, TARGET), keeps_all=True)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def untouched(tmp_path: Path) -> Iterator[Path]:
-    """A directory in which nothing may have changed."""
-    yield tmp_path
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"round_trips_ms": ()}, "at least one"),
-        ({"round_trips_ms": (-1.0,)}, r"round trip time is -1\.0 ms"),
-        ({"step_ms": 0.0}, r"step takes 0\.0 ms"),
-        ({"draft_options": TARGET}, "for a target and a target; expected a draft and a target"),
+        (lambda: Judging(round_trips_ms=()), "at least one"),
+        (lambda: Judging(round_trips_ms=(-1.0,)), r"round trip time is -1\.0 ms"),
+        (lambda: Judging(step_ms=0.0), r"step takes 0\.0 ms"),
+        (lambda: PairOptions(TARGET, TARGET), "for a target and a target; expected a draft and a target"),
     ],
 )
-def test_senseless_options_are_refused_before_any_work(
-    model: Path, untouched: Path, options: dict[str, Any], message: str
-) -> None:
-    """By name."""
+def test_senseless_options_are_refused_before_any_work(make: Callable[[], object], message: str) -> None:
+    """By name, before there is anything to export with them."""
     with pytest.raises(ConfigError, match=message):
-        sweep_pair(model, model, untouched / "out", **options)
+        make()
 
 
 def test_what_is_in_the_way_is_told_before_the_work(model: Path, tmp_path: Path) -> None:
@@ -323,8 +313,7 @@ def test_what_is_in_the_way_is_told_before_the_work(model: Path, tmp_path: Path)
             model,
             model,
             tmp_path,
-            draft_options=drafts,
-            target_options=TARGET,
+            options=PairOptions(drafts, TARGET),
             keeps_all=True,
             progress=lambda event: told.append(event.stage),
         )

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.serving import fake_tokenizer
 
 from outrider.models.errors import RequestError
+from outrider.models.http.call_grammar import tool_grammar
+from outrider.models.http.call_plan import _tools_in
 from outrider.models.http.chat_reader import ChatReader, ChatStyle
-from outrider.models.http.dialects import _tools_in
-from outrider.models.http.tool_grammar import tool_grammar
-from outrider.models.http.tools import Tool, with_read_arguments
+from outrider.models.http.openai_fields import Tool, with_read_arguments
 
 PARIS = {"city": "Paris", "note": 'a "quoted" {brace} \\ and </tool_call>', "days": [1, {"n": None}]}
 ONE = f'{{"name": "weather", "arguments": {json.dumps(PARIS)}}}'
@@ -35,6 +35,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", '<tool_call>{"name": "time"}</tool_call>', "", [("time", {})]),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
     ("hermes", '<tool_call>{"name": "f", "x": 5, "arguments": {"a": 1}, "y": [1]}</tool_call>', "", [("f", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ["a", {"b": 1}]}</tool_call>', "", [("f", ["a", {"b": 1}])]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"', "", [("f", {"a": 1})]),
     ("hermes", "a <tool_call>no object</tool_call> b", "a <tool_call>no object</tool_call> b", []),
     ("hermes", '<tool_call>{"a": 1}</tool_call>', '<tool_call>{"a": 1}</tool_call>', []),
     ("hermes", "less < than <tool", "less < than <tool", []),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
 from outrider.models.errors import RequestError
-from outrider.models.wire.protocol import MAX_COUNT
+from outrider.models.wire.fields import MAX_COUNT
 from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft, decode_tree, level_of
 
 

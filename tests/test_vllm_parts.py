@@ -285,10 +285,10 @@ def test_old_ids_are_not_kept() -> None:
     kept.keep(b"b", [1])
     clock.now += 5.0
     kept.release_old()
-    assert len(kept) == 1 and kept._num_tokens == 1
+    assert len(kept) == 1 and kept._kept.size == 1
     clock.now += 5.0
     kept.keep(b"c", [1, 2])
-    assert len(kept) == 1 and kept._num_tokens == 2 and set(kept._num_of) == set(kept._tokens_of) == {b"c"}
+    assert len(kept) == 1 and kept._kept.size == 2
 
 
 # -- the book --------------------------------------------------------------------------------------------------------

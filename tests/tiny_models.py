@@ -1,4 +1,4 @@
-"""Makes tiny Hugging Face directories with random weights for tests, with the exporter's `tiny`, and their IR.
+"""Makes tiny Hugging Face directories with random weights for tests, with `tools.tiny_sources`, and their IR.
 
 `export_openvino` and `compress_int8` make the IR with upstream tools only. Heavy packages are imported on first use.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.export.source.tiny import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
+from tools.tiny_sources import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""The families in the tests of the runtimes; test_export_families exports all of `outrider.export.source.tiny`."""
+"""The families in the tests of the runtimes; test_export_families exports all of `tools.tiny_sources`."""
 
 
 CHAT_TEMPLATE = (

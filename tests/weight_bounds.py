@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tests.stored_weights import Wide
 
 from outrider.export.convert.onnx_quantize import BLOCK_SIZE
-from outrider.export.source.weight_range import FP16_MAX
+from outrider.export.source.weight_files import FP16_MAX
 
 Matrix = NDArray[np.float32]
 FP16, BF16 = 2.0**-11, 2.0**-8

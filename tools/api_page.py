@@ -19,7 +19,7 @@ from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.app import OPEN_PATHS, PROBE_PATHS, create_app
-from outrider.cloud.api.error_codes import shared_codes
+from outrider.cloud.api.openapi import shared_codes
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread

@@ -21,7 +21,7 @@ MAX_HEALTH_S: Final = 0.05
 
 def cascades(subject: Subject) -> Iterator[Row]:
     """A mid before a target, both of the reference bundle."""
-    # Its key is no client's: clients of the mid are one owner there.
+    # Its key is no client's: clients of the mid-size verifier are one owner there.
     with subject.serve() as target, subject.serve("--upstream", target.url, keys=KEYS) as mid:
         prompt = prompt_of(1, 200)
         cached = [_cached(mid, key, prompt) for key in (FIRST, SECOND, FIRST)]
@@ -59,7 +59,8 @@ def cascades(subject: Subject) -> Iterator[Row]:
     p99 = percentile(latency.values, 0.99)
     yield Row(
         "39",
-        f"{NUM_TEXTS} texts whose target stops for {STOPPED_S:g} s: GET /health/live of the mid, and what is committed",
+        f"{NUM_TEXTS} texts whose target stops for {STOPPED_S:g} s: GET /health/live of the mid-size verifier, and "
+        "what is committed",
         f"p99 {p99 * 1e3:.0f} ms; {after - before} commits meanwhile; goes on: {'yes' if resumed else 'no'}",
         f"under {MAX_HEALTH_S * 1e3:.0f} ms, 0 commits, goes on",
         p99 < MAX_HEALTH_S and after == before and resumed,

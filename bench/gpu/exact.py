@@ -16,9 +16,9 @@ from bench.gpu.needs import ROOT
 from bench.gpu.place import Run
 from bench.plain_text import Difference, first_difference, plain_texts
 from numpy.typing import NDArray
+from tools.tiny_sources import make_tiny_model
 
 from outrider.edge.results import GenerationRequest
-from outrider.export.source.tiny import make_tiny_model
 from outrider.models.picks.sampling import SamplingParams, noise_bits, pick
 from outrider.models.picks.sampling_torch import noise_bits as torch_noise_bits
 from outrider.models.picks.sampling_torch import pick_rows

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from outrider.edge.cli.draft_flags import EmulateNpu
+from outrider.edge.cli.option_groups import EmulateNpu
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.modes.assemble import open_draft_bundle, open_drafter

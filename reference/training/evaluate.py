@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.export.distill.trainer.acceptance import Acceptance, measure
+from outrider.export.distill.trainer.acceptance import Score, continue_prompts, row_logits, score, summarize
 from outrider.reference import draft_dir, load_prompts, pair_dir, target_dir
 from training import card
 from training.corpus import SourceFile
@@ -84,6 +84,37 @@ def heldout_passages(tokenizer: Tokenizer, files: Sequence[SourceFile], count: i
     return [list(text[first : first + length]) for text, first in chosen]
 
 
+def measure(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    *,
+    rows: int | None = None,
+    with_rejection: bool = True,
+) -> dict[str, object]:
+    """Acceptance over NEW_TOKENS of the target's text after each prompt, or until it ends; temperature 0 is greedy.
+
+    rows: prompts at once while the target writes, None for all. with_rejection: also measures what rejection sampling
+    would accept, for which the target reads all its text once more.
+    """
+    end = target.config.eos_token_id
+    stop_ids = end if isinstance(end, list) else [] if end is None else [end]
+    scores: list[Score] = []
+    overlap = 0.0
+    for passage in continue_prompts(target, prompts, temperature, NEW_TOKENS, stop_ids=stop_ids, rows=rows) or ():
+        found, drafted = score(draft, passage, temperature)
+        scores.append(found)
+        if with_rejection and temperature > 0.0:
+            p = torch.softmax(row_logits(target, passage.ids, passage.start) / temperature, dim=-1)
+            q = torch.softmax(drafted / temperature, dim=-1)
+            overlap += float(torch.minimum(p, q).sum())
+        else:
+            overlap += found.hits
+    summary = summarize(temperature, scores)
+    return asdict(summary) | ({"rejection": overlap / summary.positions} if with_rejection else {})
+
+
 def by_context(
     target: PreTrainedModel, draft: PreTrainedModel, passages: Sequence[Sequence[int]]
 ) -> list[dict[str, object]]:
@@ -92,10 +123,8 @@ def by_context(
     for temperature in CONTEXT_TEMPERATURES:
         for length in CONTEXTS:
             prompts = [passage[-length:] for passage in passages]
-            found = measure(target, draft, prompts, temperature, NEW_TOKENS, rows=ROWS_AT_ONCE, with_rejection=False)
-            rows.append(
-                {"context": length} | {name: value for name, value in asdict(found).items() if value is not None}
-            )
+            found = measure(target, draft, prompts, temperature, rows=ROWS_AT_ONCE, with_rejection=False)
+            rows.append({"context": length} | found)
     return rows
 
 
@@ -106,15 +135,13 @@ def evaluate(target: Path, draft: Path, num_prompts: int = NUM_PROMPTS) -> dict[
     files = load_heldout()
     prompts = [tokenizer.encode(prompt.text).ids for prompt in load_prompts(num_prompts)]
     passages = heldout_passages(tokenizer, files, min(num_prompts, NUM_PLACES), max(CONTEXTS))
-    acceptance: list[Acceptance] = []
-    for temperature in TEMPERATURES:
-        acceptance.append(measure(models["target"], models["draft"], prompts, temperature, NEW_TOKENS))
+    acceptance = [measure(models["target"], models["draft"], prompts, temperature) for temperature in TEMPERATURES]
     return {
         "parameters": {name: model.num_parameters() for name, model in models.items()},
         "heldout": {name: asdict(heldout_loss(model, tokenizer, files)) for name, model in models.items()},
         "prompts": len(prompts),
         "new_tokens": NEW_TOKENS,
-        "acceptance": [asdict(row) for row in acceptance],
+        "acceptance": acceptance,
         "places": len(passages),
         "acceptance_by_context": by_context(models["target"], models["draft"], passages),
     }

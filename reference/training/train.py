@@ -149,14 +149,13 @@ class Workshop:
         student = load_weights(recipe.new_draft(), self.work / "draft.pt")
         plans = self.recipe
         pool = Pool(self.pool_folder())
-        distill(student, pool, plans.pool.temperatures, plans.distillation, self.work / "distill.pt", report=report)
+        distill(student, pool, plans.distillation, self.work / "distill.pt", report=report)
 
     def long_distill(self) -> None:
         student = load_weights(recipe.new_draft(is_long=True), self.work / "distill.pt")
         plans = self.recipe
         pools = [Pool(self.long_pool_folder(plan)) for plan in plans.long_pools]
-        temperatures = plans.long_pools[0].temperatures
-        distill(student, pools, temperatures, plans.long_distillation, self.work / "long_distill.pt", report=report)
+        distill(student, pools, plans.long_distillation, self.work / "long_distill.pt", report=report)
 
     def package(self) -> None:
         if parallel.rank() != 0:

@@ -29,10 +29,10 @@ _NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, e
 
 
 @contextlib.contextmanager
-def telling_of_full_disks(*places: Path) -> Iterator[None]:
+def telling_of_full_disks(*places: Path, kept: str = "") -> Iterator[None]:
     """Turns what a writer raises on a full or forbidden disk into an ExportError: where, how much is free, what to do.
 
-    Everything else goes through.
+    kept: says in a clause what is kept of the work. Everything else goes through.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def telling_of_full_disks(*places: Path) -> Iterator[None]:
     except Exception as error:
         causes = list(_causes(error))
         if any(_says_no_room(cause) for cause in causes):
-            raise full_disk(places) from error
+            raise full_disk(places, kept) from error
         refused = next((cause for cause in causes if isinstance(cause, OSError) and _is_refusal(cause, places)), None)
         if refused is not None:
             raise ExportError(
@@ -51,12 +51,12 @@ def telling_of_full_disks(*places: Path) -> Iterator[None]:
         raise
 
 
-def full_disk(places: tuple[Path, ...]) -> DiskFull:
+def full_disk(places: tuple[Path, ...], kept: str = "") -> DiskFull:
     """The error to raise when one of `places` had no room left."""
     fullest_first = sorted(places, key=free_bytes)
     rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
     return DiskFull(
-        f"the disk is full; the destination is unchanged. Free after the partial files were removed: {rooms}. "
+        f"the disk is full; {kept}the destination is unchanged. Free after the partial files were removed: {rooms}. "
         "Free some space there, or write elsewhere: --out, OUTRIDER_CACHE, for downloads HF_HOME"
     )
 

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -85,7 +85,10 @@ class Admission:
             if per_minute is not None:
                 self.budget.take(owner, -len(request.prompt), per_minute)
             raise
-        followed.begin(number)
+        followed.number = number
+        with self._lock:
+            if not followed.is_over:
+                self._open[number] = followed
         if not self._keys.may_generate(owner):  # removed a moment ago
             self.revoke([owner])
         return number
@@ -94,21 +97,12 @@ class Admission:
         """The request with what is stored of the prefix that it continues. Waits for a slow disk, for a short time."""
         if request.prefix_hash is None:
             return request
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[Any] = loop.create_future()
-
-        def tell(stored: object) -> None:
-            if not found.done():
-                found.set_result(stored)
-
-        def done(stored: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, stored)
-
-        if not self._engine.seek(request.asker.owner, request.asker.name_of(request.prefix_hash), done):
+        found: Future[Any] = Future()
+        found.set_running_or_notify_cancel()  # so that one who no longer waits does not cancel it
+        if not self._engine.seek(request.asker.owner, request.asker.name_of(request.prefix_hash), found.set_result):
             return request
         try:
-            return replace(request, stored=await asyncio.wait_for(found, SEEK_S))
+            return replace(request, stored=await asyncio.wait_for(asyncio.wrap_future(found), SEEK_S))
         except TimeoutError:
             return request  # the engine answers `prefix_not_held`, and the client sends the tokens
 
@@ -133,15 +127,10 @@ class Admission:
             followed.is_revoked = True
             self._engine.cancel(number)
 
-    def _opened(self, number: int, followed: _Followed) -> None:
+    def ended(self, number: int) -> None:
+        """A sequence is over."""
         with self._lock:
-            if not followed.is_over:
-                self._open[number] = followed
-
-    def _ended(self, number: int | None) -> None:
-        with self._lock:
-            if number is not None:
-                self._open.pop(number, None)
+            self._open.pop(number, None)
 
 
 class _Followed:
@@ -151,11 +140,11 @@ class _Followed:
         "_admission",
         "_entry",
         "_num_charged",
-        "_number",
         "_per_minute",
         "_sink",
         "is_over",
         "is_revoked",
+        "number",
         "owner",
     )
 
@@ -172,17 +161,12 @@ class _Followed:
         self._per_minute = per_minute
         self._entry = entry
         self._num_charged = len(request.prompt)
-        self._number: int | None = None
+        self.number: int | None = None  # until the engine has taken the sequence
         self.owner = request.asker.owner
         self.is_over = False
         self.is_revoked = False
         if entry is not None:
             entry.submitted(len(request.prompt))
-
-    def begin(self, number: int) -> None:
-        """The engine has taken the sequence."""
-        self._number = number
-        self._admission._opened(number, self)
 
     def __call__(self, event: Event) -> None:
         """On the engine's thread."""
@@ -197,7 +181,8 @@ class _Followed:
 
     def _end(self, event: EndEvent) -> EndEvent:
         self.is_over = True
-        self._admission._ended(self._number)
+        if self.number is not None:
+            self._admission.ended(self.number)
         if self.is_revoked and event.reason == "cancelled":
             event = replace(event, reason="error", error=key_is_removed())
         if self._per_minute is not None:

@@ -15,12 +15,12 @@ import stat
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import client_network
@@ -30,7 +30,7 @@ from outrider.models.http.request_context import current_request
 from outrider.models.http.security import SUBJECT
 
 AUDIT: Final = "outrider.audit"
-"""Key of the ASGI scope that holds the request's entry."""
+"""Key of the ASGI scope that holds the entry of a request that was let in."""
 WINDOW_S: Final = 10.0
 MAX_REFUSED_LINES: Final = 20
 """Refused requests that get a line of their own, per window; the rest are counted."""
@@ -47,7 +47,6 @@ _log = logging.getLogger("outrider.audit")
 class AuditEntry:
     """What a request's sequences took. The engine's thread fills it."""
 
-    request_id: str
     num_prompt: int = 0
     num_generated: int = 0
     num_accepted: int = 0
@@ -123,6 +122,34 @@ class AuditLog:
             if not is_single:
                 self._refused[str(line["endpoint"]), int(line["status"]), str(line["end"])] += 1
         if is_single:
+            self.write(line)
+
+    def over(self, scope: Scope, endpoint: str, status: int | None, took_s: float, *, is_work: bool) -> None:
+        """Writes the line of a request that is over. status: None where its client left before the answer.
+
+        endpoint: the pattern of the route that answered. is_work: written also where it was not refused.
+        """
+        entry: AuditEntry = scope.get(AUDIT) or AuditEntry()
+        status = status or 499
+        is_refused = status >= 400 and not entry.num_sequences
+        if not (is_refused or is_work):
+            return
+        request = current_request()
+        line = {
+            "endpoint": endpoint,
+            "method": scope["method"],
+            **caller_of(scope),
+            "request_id": request.request_id if request is not None else "",
+            "status": status,
+            "end": entry.end or scope.get(ERROR_CODE),
+            "prompt_tokens": entry.num_prompt,
+            "generated_tokens": entry.num_generated,
+            "accepted_tokens": entry.num_accepted,
+            "duration_ms": round(took_s * 1e3, 1),
+        }
+        if is_refused:
+            self.refused(line)
+        else:
             self.write(line)
 
     def close(self) -> None:
@@ -211,70 +238,6 @@ class AuditLog:
             _log.warning("the audit log %s cannot be written: %s; its lines are lost", self._path, error.strerror)
 
 
-class AuditedRequests:
-    """ASGI layer inside of RequestIds: gives each request an entry, and writes its line once it is over.
-
-    route_of: gives the pattern of the route that answers. is_work: whether a request is written where it is not
-    refused. quiet_paths: never written, such as health probes. is_elsewhere: whether another server writes it.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        log: AuditLog,
-        route_of: Callable[[Scope], str],
-        is_work: Callable[[Scope], bool],
-        quiet_paths: Collection[str] = (),
-        is_elsewhere: Callable[[Scope], bool] = lambda scope: False,
-    ) -> None:
-        self._is_elsewhere = is_elsewhere
-        self._quiet_paths = frozenset(quiet_paths)
-        self._app = app
-        self._log = log
-        self._route_of = route_of
-        self._is_work = is_work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http" or scope["path"] in self._quiet_paths:
-            return await self._app(scope, receive, send)
-        started_s = time.monotonic()
-        entry = scope[AUDIT] = AuditEntry(_request_id())
-        status = 499  # the client left before the answer
-
-        async def note_start(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_start)
-        finally:
-            self._write(scope, entry, status, time.monotonic() - started_s)
-
-    def _write(self, scope: Scope, entry: AuditEntry, status: int, took_s: float) -> None:
-        is_refused = status >= 400 and not entry.num_sequences
-        if self._is_elsewhere(scope) or not (is_refused or self._is_work(scope)):
-            return
-        line = {
-            "endpoint": self._route_of(scope),
-            "method": scope["method"],
-            **caller_of(scope),
-            "request_id": entry.request_id,
-            "status": status,
-            "end": entry.end or scope.get(ERROR_CODE),
-            "prompt_tokens": entry.num_prompt,
-            "generated_tokens": entry.num_generated,
-            "accepted_tokens": entry.num_accepted,
-            "duration_ms": round(took_s * 1e3, 1),
-        }
-        if is_refused:
-            self._log.refused(line)
-        else:
-            self._log.write(line)
-
-
 def caller_of(scope: Scope) -> dict[str, str | None]:
     """Who called: the key's name, the name on the certificate, the network."""
     key, client = scope.get(KEY), scope.get("client")
@@ -285,11 +248,6 @@ def caller_of(scope: Scope) -> dict[str, str | None]:
         name, network, subject = key.name if key.is_known else None, key.network, key.subject
     caller: dict[str, str | None] = {"key": name, "network": network}
     return caller | ({"subject": subject} if subject else {})
-
-
-def _request_id() -> str:
-    request = current_request()
-    return request.request_id if request is not None else ""
 
 
 def _now() -> str:

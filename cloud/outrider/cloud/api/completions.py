@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
-from outrider.cloud.api.completion_texts import Generation
+from outrider.cloud.api.recent_texts import Recalled
+from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import trace_of
-from outrider.cloud.seam import Asker, GenerateRequest, PickOptions
+from outrider.cloud.api.verify import shutting_down
+from outrider.cloud.seam import Asker, CommitEvent, EndEvent, Event, GenerateRequest, PickOptions
 from outrider.models.http import openai, openai_answers
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_grammar import grammar_of_call
 from outrider.models.http.call_plan import chat_style, engine_logprobs, look_of, text_style
+from outrider.models.http.call_texts import CallTexts, Choice, choice_params
 from outrider.models.http.encoding import (
-    Workers,
+    check_call,
     check_prediction,
-    check_prompts,
+    encode_call,
     encode_chat,
     encode_prediction,
-    encode_prompts,
     no_chat_template,
     processors_of,
 )
-from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
+from outrider.models.http.errors import internal_error
+from outrider.models.http.shapes import ChatShape, CompletionShape, Delta
+from outrider.models.text.predicted import PredictionFollower
 from outrider.models.wire.protocol import RenderAnswer
 
 
@@ -39,35 +45,15 @@ def completion_routes(core: Core) -> APIRouter:
     """The OpenAI-compatible routes, and /v1/render."""
     router = APIRouter(tags=["openai"])
 
-    workers = Workers()
-    tokenizer, max_prompt = core.model.tokenizer, core.engine.limits.max_positions - 1
-
     @router.post("/v1/completions", response_model=openai_answers.Completion)
     async def complete(request: Request) -> Response:
         """Continues each prompt; choice i belongs to prompt i // n. `stream` sends server-sent events."""
-        arrived_s = time.monotonic()
-        owner = owner_of(request)
-        body = await core.bodies.parse(owner, openai.CompletionRequest, await read_body(request.receive))
-        check_prompts(tokenizer, max_prompt, body)
-        encode = partial(workers.run, owner, encode_prompts, tokenizer, max_prompt, body)
-        max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
-        num_prompts = len(body.prompts())
-        return await _answer(core, request, body, num_prompts, encode, workers, max_tokens, CompletionShape, arrived_s)
+        return await _answer(core, request, openai.CompletionRequest)
 
     @router.post("/v1/chat/completions", response_model=openai_answers.ChatCompletion)
     async def chat(request: Request) -> Response:
         """Answers a conversation, through the model's chat template. `stream` sends server-sent events."""
-        arrived_s = time.monotonic()
-        owner = owner_of(request)
-        body = await core.bodies.parse(owner, openai.ChatRequest, await read_body(request.receive))
-        if not tokenizer.has_chat_template:
-            raise no_chat_template(core.model.name)
-
-        async def encode() -> list[list[int]]:
-            return [await workers.run(owner, encode_chat, tokenizer, max_prompt, body)]
-
-        max_tokens = body.max_completion_tokens or body.max_tokens or core.engine.limits.max_positions
-        return await _answer(core, request, body, 1, encode, workers, max_tokens, ChatShape, arrived_s)
+        return await _answer(core, request, openai.ChatRequest)
 
     @router.post("/v1/render", response_model=RenderAnswer)
     async def render(request: Request) -> Response:
@@ -75,9 +61,9 @@ def completion_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, openai.RenderRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
-        if not tokenizer.has_chat_template:
+        if not core.model.tokenizer.has_chat_template:
             raise no_chat_template(core.model.name)
-        tokens = await workers.run(owner, encode_chat, tokenizer, max_prompt, body)
+        tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
         rendered = RenderAnswer(tokens=tokens, model=core.model.name, target=core.model.target)
         return Response(rendered.model_dump_json(), media_type="application/json")
 
@@ -101,33 +87,28 @@ def completion_routes(core: Core) -> APIRouter:
     return router
 
 
-async def _answer(
-    core: Core,
-    request: Request,
-    body: openai.GenerationRequest,
-    num_prompts: int,
-    encode: Callable[[], Awaitable[list[list[int]]]],
-    workers: Workers,
-    max_tokens: int,
-    shape_type: type[Shape],
-    arrived_s: float,
-) -> Response:
+async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequest]) -> Response:
+    """Answers a call whose body is of this kind: checks it, takes its places, encodes and submits its texts."""
+    arrived_s = time.monotonic()
+    owner, tokenizer, name = owner_of(request), core.model.tokenizer, core.model.name
+    body = await core.bodies.parse(owner, kind, await read_body(request.receive))
+    check_call(tokenizer, core.max_prompt, body, name)
     if body.model:
-        require_model(core.model.name, body.model)
-    body.require_few(num_prompts)
-    check_prediction(core.model.tokenizer, body)
+        require_model(name, body.model)
+    body.require_few(body.num_prompts)
+    check_prediction(tokenizer, body)
     params = sampling_of(body.sampling)
-    owner, tokenizer = owner_of(request), core.model.tokenizer
-    style = chat_style(body, core.model.dialect, core.model.name)
+    style = chat_style(body, core.model.dialect, name)
     # Slots first: they also bound how many texts wait to be tokenized.
-    generation = Generation(core, owner, num_prompts * body.num_each)
+    generation = Generation(core, owner, body.num_prompts * body.num_each)
     try:
-        prompts = await encode()
+        prompts = await core.workers.run(owner, encode_call, tokenizer, core.max_prompt, body)
         grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner)
         stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
-        processors = await processors_of(workers, owner, tokenizer, body)
-        prediction = await workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
+        processors = await processors_of(core.workers, owner, tokenizer, body)
+        prediction = await core.workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
         pick = PickOptions(params, processors, grammar, engine_logprobs(body))
+        max_tokens = body.most_tokens(core.engine.limits.max_positions)
         requests = [
             GenerateRequest(tuple(prompt), pick, max_tokens, stop_ids, asker=Asker(owner)) for prompt in prompts
         ]
@@ -143,6 +124,100 @@ async def _answer(
     except BaseException:
         generation.close()
         raise
-    look = look_of(body, style, tokenizer, prompts)
-    shape = shape_type(core.model.name, params.seed, core.model.target, look)
-    return await answer(generation, num_prompts, shape, body, request, core.held_logprobs, core.settings.keep_alive_s)
+    make = ChatShape if isinstance(body, openai.ChatRequest) else CompletionShape
+    shape = make(name, params.seed, core.model.target, look_of(body, style, tokenizer, prompts))
+    return await answer(generation, len(prompts), shape, body, request, core.held_logprobs, core.settings.keep_alive_s)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sequence(Choice):
+    """A text. sequence_id, watch: None until its sequence is submitted."""
+
+    recalled: Recalled
+    sequence_id: int | None = None
+    watch: SequenceWatch | None = None
+
+
+class Generation(CallTexts[_Sequence, Event]):
+    """The sequences of one call, one per choice."""
+
+    def __init__(self, core: Core, owner: bytes, num_choices: int) -> None:
+        """With slots for its sequences, none of them submitted. Raises RequestError 429."""
+        self.mailbox = core.bridge.mailbox()
+        super().__init__(owner, self.mailbox)
+        self.core = core
+        core.slots.take(owner, num_choices)
+        self._num_slots = num_choices
+        self._asked: Asked | None = None
+        self._scope: Scope = {}
+
+    async def submit(
+        self,
+        recalled: Sequence[Recalled],
+        style: TextStyle,
+        asked: Asked,
+        scope: Scope,
+        *,
+        num_each: int = 1,
+        prediction: Sequence[int] = (),
+    ) -> None:
+        """Submits a sequence for each request. scope: the call's. Raises RequestError; call `close` then too."""
+        self.num_each, self._asked, self._scope = num_each, asked, scope
+        tokenizer = self.core.model.tokenizer
+        for leader in recalled:
+            prompt, params = leader.request.prompt, leader.request.pick.params
+            for index in range(num_each):
+                each = leader if index == 0 else leader.for_choice(choice_params(params, index))
+                follower = PredictionFollower(prediction) if prediction else None
+                assembler = style.assembler(tokenizer, prompt)
+                self.choices.append(_Sequence(assembler, follower, len(prompt), recalled=each))
+        for index in range(0, len(self.choices), num_each):
+            self._begin(index)
+            await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
+
+    def _begin(self, index: int) -> None:
+        choice, asked = self.choices[index], self._asked
+        assert asked is not None
+        sink = choice.recalled.sink(self.mailbox.sink(index))
+        choice.sequence_id = self.core.admission.submit(choice.recalled.request, sink, asked)
+        choice.watch = SequenceWatch(self.core.metrics, self._scope, asked.arrived_s, index)
+        choice.has_begun = True
+
+    def close(self) -> None:
+        """Ends what still runs and frees its slots; may be called twice."""
+        for choice in self.choices:
+            if choice.sequence_id is not None and not choice.is_over:
+                self.core.engine.cancel(choice.sequence_id)
+        if self._num_slots:
+            self.core.slots.release(self.owner, self._num_slots)
+            self._num_slots = 0
+
+    def _take(self, index: int, event: Event) -> list[Delta]:
+        if isinstance(event, CommitEvent):
+            return self._commit(index, event)
+        return self._end(index, event) if isinstance(event, EndEvent) else []
+
+    def _commit(self, index: int, event: CommitEvent) -> list[Delta]:
+        choice = self.choices[index]
+        assert choice.watch is not None and choice.sequence_id is not None
+        choice.watch.committed(event)
+        choice.num_accepted += event.accepted
+        choice.num_proposed += event.proposed
+        if choice.has_stopped:
+            return []  # committed between the stop string and the cancellation
+        deltas = choice.push(index, event.tokens, event.logprobs)
+        if choice.has_stopped:
+            self.core.engine.cancel(choice.sequence_id)
+        return deltas
+
+    def _end(self, index: int, event: EndEvent) -> list[Delta]:
+        choice = self.choices[index]
+        assert choice.watch is not None
+        choice.is_over = True
+        choice.watch.ended(event)
+        if event.reason == "shutdown":
+            raise shutting_down()
+        if event.reason == "error":
+            raise event.error or internal_error()
+        choice.num_cached = event.usage.cached_prompt_tokens
+        return [] if choice.has_stopped else choice.finish(index, is_stop=event.reason == "stop")

@@ -24,6 +24,7 @@ from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response
 from outrider.models.http.security import ANYBODY, OWNER
+from outrider.models.http.sse import until_gone
 from outrider.models.wire.protocol import DraftList, OfferedFile
 
 CHUNK_BYTES: Final = 256 << 10
@@ -94,7 +95,7 @@ def _choose_answer(request: Request, file: OfferedFile) -> Response | range:
         refusal = RequestError(
             "range_not_satisfiable", f"the file has {file.size} bytes; ask for a range within them", status=416
         )
-        return error_response(refusal, {"content-range": f"bytes */{file.size}"})
+        return error_response(request.scope, refusal, {"content-range": f"bytes */{file.size}"})
     if request.method == "HEAD":
         return Response(headers=_headers(file, whole))
     return chosen
@@ -153,7 +154,7 @@ class _FileAnswer(Response):
                     "its operator should start it again",
                     status=410,
                 )
-            left = asyncio.ensure_future(_until_gone(receive))
+            left = asyncio.ensure_future(until_gone(receive))
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await self._send_part(content, send, left)
@@ -179,11 +180,6 @@ class _FileAnswer(Response):
             await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
             if is_last or num_sent < (loop.time() - began_s - limits.grace_s) * limits.min_rate:
                 return
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def open_inside(root: Path, path: str, size: int) -> FileIO | None:

@@ -38,12 +38,7 @@ class DraftBudget:
 
     def __init__(self, limits: DraftLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
-        self._sessions, self._owners = Buckets(clock), Buckets(clock)
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets in memory."""
-        return len(self._sessions) + len(self._owners)
+        self.sessions, self.owners = Buckets(clock), Buckets(clock)
 
     def spend(
         self, session_id: str, owner: bytes, num_bytes: int = 0, unit_bytes: int = UNIT_BYTES
@@ -53,9 +48,9 @@ class DraftBudget:
         A long message may take more than there is: the bucket fills up from below 0 then.
         """
         limits, cost = self._limits, max(1, -(-num_bytes // unit_bytes))
-        if self._sessions.spend(session_id, cost, limits.session_per_s, limits.session_burst, 1.0) < 1.0:
+        if self.sessions.spend(session_id, cost, limits.session_per_s, limits.session_burst, 1.0) < 1.0:
             return "session"
-        if self._owners.spend(owner, cost, limits.owner_per_s, limits.owner_burst, 1.0) < 1.0:
-            self._sessions.spend(session_id, -cost, limits.session_per_s, limits.session_burst)
+        if self.owners.spend(owner, cost, limits.owner_per_s, limits.owner_burst, 1.0) < 1.0:
+            self.sessions.spend(session_id, -cost, limits.session_per_s, limits.session_burst)
             return "owner"
         return None

@@ -11,7 +11,7 @@ a label.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Final
 
@@ -30,17 +30,6 @@ _EXPOSITIONS_AT_ONCE: Final = 20
 """So that who reads counters before and after something finds both."""
 _LEAST_POSITIONS: Final = 16
 """Drafted positions that are always shown; more once they were seen."""
-
-
-class LabelledCounts:
-    """A counter of `add_counter`: numbers by the values of its label. Values that were not announced are a bug."""
-
-    def __init__(self, values: Sequence[str]) -> None:
-        self.counts = dict.fromkeys(values or ("",), 0)
-
-    def add(self, value: str = "", count: int = 1) -> None:
-        """Counts. On the event loop, or with a caller's own lock."""
-        self.counts[value] += count
 
 
 class Metrics(RequestTally):
@@ -68,7 +57,8 @@ class Metrics(RequestTally):
         self.add_families(self.request_counters)
         self.add_families(self.times)
         if server:
-            self.add_families(lambda: iter([_info(server)]))
+            info = InfoMetricFamily("outrider_server", "What is served; always 1.", value=dict(server))
+            self.add_families(lambda: [info])
         self.add_gauge("sessions_open", "Open event streams.", num_sessions)
         self.num_dropped = self.add_counter(
             "drafts_dropped",
@@ -77,32 +67,30 @@ class Metrics(RequestTally):
             ("session", "owner"),
         )
 
-    def add_counter(self, name: str, help_text: str, label: str = "", values: Sequence[str] = ()) -> LabelledCounts:
-        """A new counter `outrider_NAME_total`, with one label or none. values: all that the label may be."""
-        counts = LabelledCounts(values)
-        labels = (label,) if label else ()
-        self.add_counts(
-            name, help_text, labels, lambda: {(value,) if label else (): n for value, n in counts.counts.items()}
-        )
+    def add_counter(self, name: str, help_text: str, label: str, values: Sequence[str]) -> dict[str, int]:
+        """A new counter `outrider_NAME_total`: its numbers by the values of its label, to be counted up on the event
+        loop. values: all that the label may be.
+        """
+        counts = dict.fromkeys(values, 0)
+        self.add_counts(name, help_text, (label,), lambda: {(value,): n for value, n in counts.items()})
         return counts
 
     def add_counts(
         self, name: str, help_text: str, labels: Sequence[str], read: Callable[[], Mapping[tuple[str, ...], int]]
     ) -> None:
         """A new counter `outrider_NAME_total` that another part counts. read: the counts by the labels' values."""
-        self.add_families(lambda: iter([self.counter(name, help_text, labels, read())]))
+        self.add_families(lambda: [self.counter(name, help_text, labels, read())])
 
     def add_gauge(self, name: str, help_text: str, read: Callable[[], float | None]) -> None:
         """A new gauge `outrider_NAME`. read: called at each scrape; None leaves the gauge out."""
 
-        def collect() -> Iterator[Metric]:
+        def collect() -> list[Metric]:
             value = read()
-            if value is not None:
-                yield GaugeMetricFamily(f"outrider_{name}", help_text, value=value)
+            return [] if value is None else [GaugeMetricFamily(f"outrider_{name}", help_text, value=value)]
 
         self.add_families(collect)
 
-    def add_families(self, collect: Callable[[], Iterator[Metric]]) -> None:
+    def add_families(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """New metrics of any kind. collect: called at each scrape."""
         self._registry.register(_Families(collect))
 
@@ -114,7 +102,8 @@ class Metrics(RequestTally):
         encoder, content_type = text_format(accept)
         is_due = self._pacer is None or self._pacer.wait_s(b"", 0.0) is not None
         if is_due or content_type not in self._expositions:
-            written = asyncio.to_thread(encoder, _Collected(self.families()))
+            families = self.families()  # collected on the loop
+            written = asyncio.to_thread(encoder, _Families(lambda: families))
             self._expositions[content_type] = asyncio.create_task(written)
         return await asyncio.shield(self._expositions[content_type]), content_type
 
@@ -123,29 +112,15 @@ class Metrics(RequestTally):
         return list(self._registry.collect())
 
 
-class _Collected(Collector):
-    """What was collected on the loop, for an encoder in a thread."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
-
-
 class _Families(Collector):
-    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         return self._collect()
 
     def describe(self) -> list[Metric]:
         return []  # else `register` would scrape once, before the engine is there
-
-
-def _info(labels: Mapping[str, str]) -> Metric:
-    return InfoMetricFamily("outrider_server", "What is served; always 1.", value=dict(labels))
 
 
 def _engine_families(stats: EngineStats, created_s: float) -> Iterator[Metric]:

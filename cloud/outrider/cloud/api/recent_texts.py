@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -12,14 +11,13 @@ from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.by_owner import Bounds, OwnerStore
 from outrider.models.processors.options import PLAIN
 
 _LEAST_TOKENS: Final = 4
 """Of a text that is worth keeping."""
-_MAX_OWN_PREFIXES: Final = 256
-"""Kept prefixes of an owner whose digest is known; without it, a request that continues one is not drafted so."""
-_MAX_PREFIXES: Final = 4096
-"""Of all owners; beyond, the owner with most loses its oldest."""
+_PREFIXES: Final = Bounds(max_each=256, max_all=4096)
+"""Kept prefixes whose digest is known; without it, a request that continues one is not drafted so."""
 
 
 @dataclass(slots=True)
@@ -79,8 +77,7 @@ class RecentTexts:
     def __init__(self, store: RecentStore, target: str) -> None:
         self.store = store
         self._target = target
-        self._prefixes: dict[bytes, OrderedDict[str, PromptDigest]] = {}
-        self._num_prefixes = 0
+        self._prefixes = OwnerStore[bytes, str, PromptDigest](_PREFIXES)
         self._lock = threading.Lock()
 
     async def recall(self, request: GenerateRequest) -> Recalled:
@@ -101,27 +98,12 @@ class RecentTexts:
         if request.prefix_hash is None:
             return PromptDigest(self._target, request.asker.owner, request.asker.salt)
         with self._lock:
-            own = self._prefixes.get(request.asker.owner)
-            return None if own is None else own.get(request.asker.name_of(request.prefix_hash))
+            return self._prefixes.get(request.asker.owner, request.asker.name_of(request.prefix_hash))
 
     def note_prefix(self, request: GenerateRequest, prefix_hash: str, digest: PromptDigest) -> None:
         """Remembers the digest of a text whose blocks are kept. Any thread."""
-        owner, name = request.asker.owner, request.asker.name_of(prefix_hash)
         with self._lock:
-            own = self._prefixes.setdefault(owner, OrderedDict())
-            self._num_prefixes += name not in own
-            own[name] = digest
-            own.move_to_end(name)
-            if len(own) > _MAX_OWN_PREFIXES:
-                self._drop_oldest(owner)
-            while self._num_prefixes > _MAX_PREFIXES:
-                self._drop_oldest(max(self._prefixes, key=lambda each: len(self._prefixes[each])))
-
-    def _drop_oldest(self, owner: bytes) -> None:
-        self._prefixes[owner].popitem(last=False)
-        self._num_prefixes -= 1
-        if not self._prefixes[owner]:
-            del self._prefixes[owner]
+            self._prefixes.put(request.asker.owner, request.asker.name_of(prefix_hash), digest)
 
 
 def _sampling_of(request: GenerateRequest) -> bytes:

@@ -9,7 +9,7 @@ import logging
 
 from starlette.types import Scope
 
-from outrider.cloud.api.traces import RequestTrace, trace_of
+from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import CommitEvent, EndEvent
 from outrider.models.errors import RequestError
 from outrider.models.http.request_context import RequestContext, current_request
@@ -19,16 +19,14 @@ _log = logging.getLogger("outrider.cloud")
 
 
 class SequenceWatch:
-    """One sequence of a request. index: which of the request's. On the event loop."""
+    """One sequence of the request with this scope. index: which of the request's. On the event loop."""
 
     __slots__ = ("_ids", "_index", "_tally", "_timer", "_trace")
 
-    def __init__(
-        self, tally: RequestTally, arrived_s: float, trace: RequestTrace | None = None, index: int = 0
-    ) -> None:
+    def __init__(self, tally: RequestTally, scope: Scope, arrived_s: float, index: int = 0) -> None:
         self._tally = tally
         self._timer = tally.commit_timer(arrived_s)
-        self._trace = trace
+        self._trace = trace_of(scope)
         self._index = index
         self._ids = current_request()  # events arrive outside of the request's task
 
@@ -46,11 +44,6 @@ class SequenceWatch:
         if event.reason == "error":
             self._tally.failed(event.error.code if event.error is not None else "internal_error")
             log_failure(event.error, self._ids)
-
-
-def watch(tally: RequestTally, scope: Scope, arrived_s: float, index: int = 0) -> SequenceWatch:
-    """Watches a sequence of the request with this scope."""
-    return SequenceWatch(tally, arrived_s, trace_of(scope), index)
 
 
 def log_failure(error: RequestError | None, ids: RequestContext | None) -> None:

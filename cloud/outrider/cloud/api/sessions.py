@@ -13,16 +13,15 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
-from outrider.cloud.api.sequence_watch import watch
-from outrider.cloud.api.session_text import SessionText
+from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import Core, Session
-from outrider.cloud.api.stream import SessionStream
+from outrider.cloud.api.stream import SessionStream, SessionText
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.http.encoding import Workers, check_tokens
+from outrider.models.http.encoding import check_tokens
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.processors.options_fields import processors_of
@@ -34,7 +33,6 @@ _SESSION_ID_BYTES = 9
 def session_routes(core: Core) -> APIRouter:
     """The routes that open and end sessions."""
     router = APIRouter(tags=["sessions"])
-    workers = Workers()
 
     @router.post("/v1/sessions", status_code=200, response_class=sse.EventStream)
     async def open_session(request: Request) -> Response:
@@ -89,7 +87,7 @@ def session_routes(core: Core) -> APIRouter:
             core.slots.release(owner)
             raise
         session_id = core.settings.session_prefix + secrets.token_urlsafe(_SESSION_ID_BYTES)
-        core.sessions.add(session_id, session)
+        core.sessions[session_id] = session
         if (current := current_request()) is not None:
             current.session = session_tag(session_id)
         if (trace := trace_of(request.scope)) is not None:
@@ -97,7 +95,7 @@ def session_routes(core: Core) -> APIRouter:
 
         def close() -> None:
             core.engine.cancel(session.sequence_id)
-            core.sessions.remove(session_id)
+            core.sessions.pop(session_id, None)
             core.slots.release(owner)
 
         try:
@@ -115,12 +113,12 @@ def session_routes(core: Core) -> APIRouter:
                 mid=core.model.mid,
                 recent_tokens=num_recent or None,
             )
-            watched = watch(core.metrics, request.scope, arrived_s)
+            watched = SequenceWatch(core.metrics, request.scope, arrived_s)
             text: SessionText | None = None
             if body.stop:
                 # In a thread: it goes through all of `generated`, half a second for 32,000 tokens.
                 known = (core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
-                text = await workers.run(owner, SessionText, *known)
+                text = await core.workers.run(owner, SessionText, *known)
             return SessionStream(
                 opened,
                 mailbox,

@@ -14,7 +14,7 @@ from outrider.cloud.api.download_slots import DownloadLimits, DownloadSlots, Dra
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics, recent_families
 from outrider.cloud.api.recent_texts import Recalled, RecentTexts
-from outrider.cloud.api.step_times import NewestTimes
+from outrider.cloud.api.stream import NewestTimes
 from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine
@@ -23,38 +23,33 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.bodies import Bodies
-from outrider.models.http.dialects import Dialect, dialect_of
+from outrider.models.http.call_grammar import Grammars
+from outrider.models.http.call_plan import Dialect, dialect_of
+from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import FieldError
-from outrider.models.http.grammars import Grammars
 from outrider.models.http.limits import Slots
-from outrider.models.http.security import KeyRing, PagePolicy
+from outrider.models.http.security import GateSettings
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
 from outrider.models.wire.protocol import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSettings:
+class ServerSettings(GateSettings):
     """How the server treats its clients.
 
-    keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
-    rate_per_s: requests that start work, per second and key; 0 is no limit. tokens_per_minute: of prompts (not cached)
-    and texts, per key; None is no limit. A key's own limits come before these. keep_alive_s: silence on a stream after
-    which a comment is sent; `open` reports it. pages: which names and pages may call; None: PagePolicy's defaults.
-    draft_limits: budgets of draft messages. download_limits: bounds on downloads of drafts. audit: the audit log.
-    reloads: files that were read again, by name and result. traces: what records spans; None: nothing does.
-    session_prefix: how the ids of its sessions begin, where several replicas stand behind one address. allow_tolerance:
-    requests may ask for the lossy acceptance rule.
-    metrics_age_s: for which /metrics answers the same text where many ask.
+    max_sessions: sequences that one key may have open in sessions and completions. tokens_per_minute: of prompts (not
+    cached) and texts, per key; None is no limit. A key's own limits come before these. keep_alive_s: silence on a
+    stream after which a comment is sent; `open` reports it. draft_limits: budgets of draft messages. download_limits:
+    bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name and result.
+    traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where several
+    replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule. metrics_age_s:
+    for which /metrics answers the same text where many ask.
     """
 
-    keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 1 << 20  # parsing more than this would delay every stream
     max_sessions: int = 256
-    rate_per_s: float = 0.0
     tokens_per_minute: int | None = None
     keep_alive_s: float = 5.0
-    pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
     download_limits: DownloadLimits = field(default_factory=DownloadLimits)
     audit: AuditLog | None = None
@@ -99,26 +94,12 @@ class Session:
     owner: bytes
 
 
-class SessionTable:
+class SessionTable(dict[str, Session]):
     """Open sessions by their id, which is a secret: 72 random bits."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    def add(self, session_id: str, session: Session) -> None:
-        """Adds a session."""
-        self._sessions[session_id] = session
-
-    def remove(self, session_id: str) -> None:
-        """Removes a session."""
-        self._sessions.pop(session_id, None)
 
     def find(self, session_id: str, owner: bytes) -> Session:
         """The session, if it is the owner's. Raises RequestError 404 `unknown_session` otherwise."""
-        session = self._sessions.get(session_id)
+        session = self.get(session_id)
         if session is None or session.owner != owner:
             raise RequestError(
                 "unknown_session",
@@ -129,39 +110,42 @@ class SessionTable:
         return session
 
 
-@dataclass(slots=True)
 class Core:
     """What every group of routes shares.
 
-    drafts: what devices may download. recent: texts that requests may repeat; None keeps none. is_draining: the server
-    is shutting down and takes no new work. is_dead: the engine has failed for good, so the process ends.
+    is_draining: the server is shutting down and takes no new work. is_dead: the engine has failed for good, so the
+    process ends.
     """
 
-    engine: ServingEngine
-    model: ServedModel
-    settings: ServerSettings
-    slots: Slots
-    drafts: tuple[DraftFiles, ...] = ()
-    recent: RecentStore | None = None
-    metrics: Metrics = field(init=False)
-    admission: Admission = field(init=False)
-    bridge: Bridge = field(default_factory=Bridge)
-    bodies: Bodies = field(init=False)
-    held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
-    downloads: DownloadSlots = field(init=False)
-    sessions: SessionTable = field(default_factory=SessionTable)
-    grammars: Grammars = field(init=False)
-    step_times: NewestTimes = field(init=False)
-    is_draining: bool = False
-    is_dead: bool = False
-    _recall: RecentTexts | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        facts = {"version": outrider_version(), "model_name": self.model.name, "target": self.model.target}
-        settings = self.settings
-        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts, settings.metrics_age_s)
-        self.step_times = NewestTimes(self.engine.stats)
-        self.admission = Admission(self.engine, settings.keys, settings.tokens_per_minute)
+    def __init__(
+        self,
+        engine: ServingEngine,
+        model: ServedModel,
+        settings: ServerSettings,
+        drafts: tuple[DraftFiles, ...] = (),
+        recent: RecentStore | None = None,
+    ) -> None:
+        """drafts: what devices may download. recent: texts that requests may repeat; None keeps none."""
+        self.engine = engine
+        self.model = model
+        self.settings = settings
+        self.drafts = drafts
+        self.recent = recent
+        self.slots = Slots(settings.max_sessions, settings.keys.sessions_of)
+        self.bridge = Bridge()
+        self.bodies = Bodies(settings.max_body_bytes)
+        self.workers = Workers()
+        self.held_logprobs = HeldLogprobs()
+        self.downloads = DownloadSlots(settings.download_limits)
+        self.sessions = SessionTable()
+        self.is_draining = self.is_dead = False
+        self.step_times = NewestTimes(engine.stats)
+        self.admission = Admission(engine, settings.keys, settings.tokens_per_minute)
+        vocab_size, elsewhere = engine.limits.vocab_size, engine.grammar_builder
+        self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))
+        self._recall = RecentTexts(recent, model.target) if recent is not None else None
+        facts = {"version": outrider_version(), "model_name": model.name, "target": model.target}
+        self.metrics = Metrics(engine.stats, lambda: len(self.sessions), facts, settings.metrics_age_s)
         self.metrics.add_counts(
             "reloads",
             "Files that were read again after a change.",
@@ -172,13 +156,13 @@ class Core:
             self.metrics.add_counts(
                 "audit_lines_lost", "Lines that the audit log could not write.", (), lambda: {(): audit.num_lost}
             )
-        if (recent := self.recent) is not None:
+        if recent is not None:
             self.metrics.add_families(lambda: recent_families(recent.stats()))
-        self._recall = RecentTexts(self.recent, self.model.target) if self.recent is not None else None
-        self.downloads = DownloadSlots(self.settings.download_limits)
-        self.bodies = Bodies(self.settings.max_body_bytes)
-        model, vocab_size, elsewhere = self.model, self.engine.limits.vocab_size, self.engine.grammar_builder
-        self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt that leaves room for a token of the answer."""
+        return self.engine.limits.max_positions - 1
 
     async def recall(self, request: GenerateRequest, *, is_allowed: bool = True) -> Recalled:
         """The request, with the earlier text after its prompt where texts are kept and there is one.

@@ -10,25 +10,114 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Final
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.sequence_watch import SequenceWatch
-from outrider.cloud.api.session_text import SessionText
-from outrider.cloud.api.step_times import StepTimes
-from outrider.cloud.seam import CommitEvent, EndEvent, ProvisionalEvent
+from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, ProvisionalEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
+from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.errors import error_body, internal_error
 from outrider.models.http.logprobs import finite
-from outrider.models.wire.protocol import SessionEnd, SessionOpen, Usage
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.protocol import SessionEnd, SessionOpen, TextCut, Usage
 
 SERVER_SEND: Final = "outrider.send"
 """Key of the ASGI scope that holds the server's own `send`, below all layers."""
+
+
+_EVERY_S: Final = 0.5
+_MUCH: Final = 0.2
+"""Of a time, or of a step for a drafted token's: what a device decides by has changed."""
+_LITTLE: Final = 0.02
+"""Of a step: a drafted token's time that changed by less changes no decision."""
+
+
+class StepTimes(NamedTuple):
+    """Of a step without drafts, and what a drafted token adds to it; None: not measured yet."""
+
+    step_ms: float | None = None
+    draft_token_ms: float | None = None
+
+    def has_changed(self, before: StepTimes) -> bool:
+        """Whether a device that knows those `before` may decide otherwise."""
+        if self.step_ms is None or self.draft_token_ms is None or before.step_ms is None:
+            return self != before
+        token_ms = before.draft_token_ms or 0.0
+        return (
+            abs(self.step_ms - before.step_ms) > _MUCH * before.step_ms
+            or abs(self.draft_token_ms - token_ms) > _MUCH * token_ms + _LITTLE * before.step_ms
+        )
+
+
+class NewestTimes:
+    """Calls it for the newest times. stats: of the engine, which takes some time to gather."""
+
+    def __init__(self, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stats = stats
+        self._clock = clock
+        self._found = StepTimes()
+        self._until_s = float("-inf")
+
+    def __call__(self) -> StepTimes:
+        if (now := self._clock()) >= self._until_s:
+            stats = self._stats()
+            self._found, self._until_s = StepTimes(stats.step_ms, stats.draft_token_ms), now + _EVERY_S
+        return self._found
+
+
+class SessionText:
+    """The text of one session, as its commits make it. Knows no engine: the caller ends the sequence.
+
+    generated: the last tokens of `prompt` that belong to the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        stop_ids: frozenset[int],
+        prompt: Sequence[int],
+        generated: int,
+    ) -> None:
+        begin = len(prompt) - generated
+        self._assembler = TextStyle(tuple(stop_strings), stop_ids).assembler(tokenizer, prompt[:begin])
+        self._assembler.follow(prompt[begin:])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._assembler.is_stopped
+
+    @property
+    def cut(self) -> TextCut | None:
+        """Where a stop string ends the text; None where none does."""
+        text = self._assembler
+        return None if text.stop is None else TextCut(stop=text.stop, tokens=text.num_tokens, chars=text.num_chars)
+
+    def take(self, event: CommitEvent) -> CommitEvent | None:
+        """The commit up to the token that completes a stop string; None after that token."""
+        text = self._assembler
+        if text.is_stopped:
+            return None
+        before = text.num_tokens
+        text.push(event.tokens)
+        if not text.is_stopped:
+            return event
+        left = text.num_tokens - before
+        accepted = min(event.accepted, left)
+        return replace(event, tokens=event.tokens[:left], logprobs=event.logprobs[:left], accepted=accepted)
+
+    def finish(self) -> None:
+        """Looks at what was held back: half a character may complete a stop string. Call it after the last commit."""
+        self._assembler.finish()
 
 
 class SessionStream(Response):
@@ -81,9 +170,7 @@ class SessionStream(Response):
             self._written_s = self._loop.time()
             self._arm(self._keep_alive_s)
             self._mailbox.listen(self._on_events)
-            # Also ends when the response is complete. The request's body has been read.
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await sse.until_gone(receive)
         finally:
             self._mailbox.close()
             if self._keep_alive is not None:

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
-from outrider.cloud.api.metrics import LabelledCounts, Metrics, route_of
+from outrider.cloud.api.metrics import Metrics, route_of
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.errors import ERROR_CODE
 from outrider.models.http.limits import Buckets
@@ -192,75 +192,59 @@ def trace_of(scope: Scope) -> RequestTrace | None:
 
 
 class TracedRequests:
-    """ASGI layer, inside the gate: only who may call makes spans. operations: GenAI's name of what each path does."""
+    """Begins the span of a request that the gate has let in, and ends it with the request.
 
-    def __init__(
-        self, app: ASGIApp, traces: Traces | None, metrics: Metrics, model: str, operations: Mapping[str, str]
-    ) -> None:
-        self._app = app
+    operations: GenAI's name of what each path does.
+    """
+
+    def __init__(self, traces: Traces | None, metrics: Metrics, model: str, operations: Mapping[str, str]) -> None:
         self._traces = traces
         self._model = model
         self._operations = operations
-        self._counts: LabelledCounts = metrics.add_counter(
+        self._counts = metrics.add_counter(
             "trace_spans",
             "Requests whose spans were recorded, and those left out because of the rate.",
             "outcome",
             ("recorded", "over_rate"),
         )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+    def begin(self, scope: Scope) -> None:
+        """Puts the request's trace into its scope, where one is recorded."""
         parent = _parent(scope)
         request = current_request()
         if parent is not None and request is not None:
             request.trace_id = f"{parent.trace_id:032x}"
-        trace = self._begin(scope, parent)
+        operation = self._operations.get(scope["path"])
+        if self._traces is None or operation is None or scope["method"] != "POST":
+            return
+        trace = self._traces.begin(f"{operation} {self._model}", scope.get(OWNER, ANYBODY), parent)
         if trace is None:
-            return await self._app(scope, receive, send)
+            return
+        if trace == "over_rate":
+            self._counts["over_rate"] += 1
+            return
+        self._counts["recorded"] += 1
         scope[TRACE] = trace
+        trace.set(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "outrider",
+                "gen_ai.request.model": self._model,
+                "gen_ai.response.model": self._model,
+            }
+        )
         if request is not None:
             request.trace_id = trace.trace_id
             trace.set({"outrider.request_id": request.request_id})
-        status: int | None = None
 
-        async def note_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_status)
-        except Exception:
-            status = status or 500
-            raise
-        finally:
+    def end(self, scope: Scope, status: int | None) -> None:
+        """Ends the span. status: the answer's; None where the client left before it."""
+        trace = trace_of(scope)
+        if trace is not None:
             trace.set({"http.request.method": scope["method"], "http.route": route_of(scope)})
             if (code := scope.get(ERROR_CODE)) is not None:
                 trace.fail(code)
             trace.end(status)
-
-    def _begin(self, scope: Scope, parent: RemoteContext | None) -> RequestTrace | None:
-        operation = self._operations.get(scope["path"])
-        if self._traces is None or operation is None or scope["method"] != "POST":
-            return None
-        trace = self._traces.begin(f"{operation} {self._model}", scope.get(OWNER, ANYBODY), parent)
-        if trace == "over_rate":
-            self._counts.add("over_rate")
-            return None
-        if trace is not None:
-            self._counts.add("recorded")
-            trace.set(
-                {
-                    "gen_ai.operation.name": operation,
-                    "gen_ai.provider.name": "outrider",
-                    "gen_ai.request.model": self._model,
-                    "gen_ai.response.model": self._model,
-                }
-            )
-        return trace
 
 
 def _parent(scope: Scope) -> RemoteContext | None:

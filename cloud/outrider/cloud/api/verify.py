@@ -33,22 +33,24 @@ from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.picks.acceptance import DEFAULT_DELTA, Rule, RuleTerms
 from outrider.models.picks.rejection import Evidence, SparseDistribution
 from outrider.models.processors.options_fields import processors_of
-from outrider.models.wire.protocol import (
-    MAX_VERIFY_ITEMS,
-    DeadlineMs,
-    Priority,
-    VerifyAnswer,
-    VerifyItem,
-    VerifyResult,
-)
-from outrider.models.wire.strict_message import StrictMessage
+from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
+from outrider.models.wire.verify import VerifyAnswer, VerifyItem, VerifyRequest, VerifyResult
 
 
-def item_terms(item: VerifyItem, settings: ServerSettings) -> RuleTerms:
+def terms_of(item: VerifyItem, settings: ServerSettings) -> RuleTerms:
     """The rule of a verify item. Raises RequestError `tolerance_not_allowed`, `invalid_parameter`."""
-    _require_tolerance(item.rule, "delta", item.delta)
-    _require_allowed(item.rule, settings)
-    return RuleTerms(item.rule, _delta(item.delta))
+    if item.rule is Rule.TOLERANCE:
+        if not settings.allow_tolerance:
+            raise RequestError(
+                "tolerance_not_allowed",
+                "the rule tolerance is lossy, and this server does not allow it; use coupled or rejection",
+                status=403,
+            )
+    elif item.delta is not None:
+        raise FieldError(
+            "invalid_parameter", f"delta is given, and the rule is {item.rule.value}; leave it out", param="delta"
+        )
+    return RuleTerms(item.rule, DEFAULT_DELTA if item.delta is None else item.delta)
 
 
 def evidence_of(qs: Sequence[Sequence[int]] | None, log_qs: Sequence[float] | None) -> tuple[Evidence, ...]:
@@ -69,36 +71,6 @@ def evidence_of(qs: Sequence[Sequence[int]] | None, log_qs: Sequence[float] | No
     return tuple(SparseDistribution(tuple(q[::2]), tuple(q[1::2])) for q in qs or ())
 
 
-def name_of(terms: RuleTerms) -> str | None:
-    """The label of an answer: a rule that needs evidence."""
-    return terms.rule.value if terms.rule.needs_evidence else None
-
-
-def lossy_of(terms: RuleTerms) -> bool | None:
-    """True where the text may not be the target's, else None: the field is left out."""
-    return True if terms.is_lossy else None
-
-
-def _require_tolerance(rule: Rule, name: str, value: float | None) -> None:
-    if value is not None and rule is not Rule.TOLERANCE:
-        raise FieldError(
-            "invalid_parameter", f"{name} is given, and the rule is {rule.value}; leave it out", param=name
-        )
-
-
-def _require_allowed(rule: Rule, settings: ServerSettings) -> None:
-    if rule is Rule.TOLERANCE and not settings.allow_tolerance:
-        raise RequestError(
-            "tolerance_not_allowed",
-            "the rule tolerance is lossy, and this server does not allow it; use coupled or rejection",
-            status=403,
-        )
-
-
-def _delta(given: float | None) -> float:
-    return DEFAULT_DELTA if given is None else given
-
-
 MAX_WAITING_CALLS: Final = 256
 """Calls of one owner that may wait for their first slot; each holds its body."""
 
@@ -109,14 +81,10 @@ _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
 }
 
 
-class VerifyEnvelope(StrictMessage):
-    """`protocol.VerifyRequest`, its items not validated yet."""
+class VerifyEnvelope(VerifyRequest):
+    """A request whose items are not validated yet."""
 
     items: list[Any] = Field(min_length=1, max_length=MAX_VERIFY_ITEMS)
-    tokenizer: str | None = None
-    priority: Priority | None = None
-    deadline_ms: DeadlineMs | None = None
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=64)
 
 
 def verify_routes(core: Core) -> APIRouter:
@@ -207,7 +175,8 @@ class _Batch:
         try:
             request = await self._core.admission.sought(await self._request(raw))
             self._running[index] = self._core.admission.submit(request, self.mailbox.sink(index), self._asked)
-            self._results[index] = VerifyResult(rule=name_of(request.pick.terms), lossy=lossy_of(request.pick.terms))
+            rule = request.pick.terms.rule.value if request.pick.terms.rule.needs_evidence else None
+            self._results[index] = VerifyResult(rule=rule, lossy=request.pick.terms.is_lossy or None)
             return True
         except ValidationError as error:
             self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))
@@ -243,7 +212,7 @@ class _Batch:
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
         grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner, self._salt)
-        terms = item_terms(item, self._core.settings)
+        terms = terms_of(item, self._core.settings)
         return GenerateRequest(
             prompt=tuple(item.prefix),
             pick=PickOptions(params, sampling_of(lambda: processors_of(item)), grammar, terms=terms),

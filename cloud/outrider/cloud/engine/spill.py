@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,7 @@ from outrider.cloud.engine.spill_file import (
 )
 from outrider.models.errors import ConfigError
 from outrider.models.faults import log_fault
+from outrider.models.process.by_owner import OwnerStore, Shares
 
 _MAX_WAITING_BYTES: Final = 256 << 20
 """Of blocks that are copied and not written yet."""
@@ -90,12 +91,10 @@ class SpillStore:
         self._work: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._waiting_bytes = self._read_bytes = 0
-        self._calls: Counter[bytes] = Counter()  # that wait, by owner
+        self._calls = Shares[bytes](_MAX_CALLS_EACH, _MAX_CALLS)  # that wait
         self._returned: deque[tuple[bytes, int]] = deque()  # owner and bytes of blocks that nobody has any more
         self._busy_since: float | None = None
-        self._index: dict[str, OrderedDict[str, int]] = {}  # owner -> names and sizes of its files, the oldest first
-        self._sizes: Counter[str] = Counter()
-        self._scan_at = 0.0
+        self._files = _Files(config, clock)
         self._lock = threading.Lock()
         self._has_warned = self._is_hung = False
         self._max_waiting_bytes = max_waiting_bytes
@@ -160,24 +159,18 @@ class SpillStore:
         """Blocks were not read in time."""
         self._warn(f"--spill-dir {self._config.directory} does not answer in time")
 
-    @property
-    def _is_stuck(self) -> bool:
-        since = self._busy_since
-        return since is not None and time.monotonic() - since > _STUCK_S
-
     def _call(self, owner: bytes, work: Callable[[], None], size: int = 0) -> bool:
         """Queues a call: each owner's first before the second of any."""
         with self._lock:
             while self._returned:
                 other, freed = self._returned.popleft()
-                self._calls[other] -= 1
-                if not self._calls[other]:
-                    del self._calls[other]
+                self._calls.add(other, -1)
                 self._read_bytes -= freed
-            is_full = self._calls.total() >= _MAX_CALLS or self._calls[owner] >= _MAX_CALLS_EACH
-            if is_full or self._is_stuck or self._read_bytes + size > _MAX_READ_BYTES:
+            since = self._busy_since
+            is_stuck = since is not None and time.monotonic() - since > _STUCK_S
+            if is_stuck or not self._calls.has_room(owner) or self._read_bytes + size > _MAX_READ_BYTES:
                 return False
-            self._calls[owner] += 1
+            self._calls.add(owner)
             self._read_bytes += size
             rank = self._calls[owner]
         self._begin(rank, work)
@@ -231,8 +224,7 @@ class SpillStore:
 
     def _sweep(self) -> None:
         try:
-            self._scan()
-            self._remove_surplus()
+            self._files.keep_to_size(scans=True)
         except OSError as error:
             self._warn(f"--spill-dir {self._config.directory} cannot be read: {error.strerror}")
 
@@ -241,10 +233,8 @@ class SpillStore:
             written = write(path, self._target, tokens, data, created)
             self.counts.written += 1
             self.counts.beyond += written.num_beyond
-            self._note(path.name, written.num_bytes)
-            if time.monotonic() >= self._scan_at:
-                self._scan()
-            self._remove_surplus()
+            self._files.note(path.name, written.num_bytes)
+            self._files.keep_to_size(scans=False)
         except OSError as error:
             self._warn(f"--spill-dir {self._config.directory} cannot be written: {error.strerror}")
         finally:
@@ -284,6 +274,30 @@ class SpillStore:
             _log.warning("%s; further faults of --spill-dir are only counted", words)
         self._has_warned = True
 
+
+class _Files:
+    """The files in the directory, which other replicas write and remove too; on the store's thread."""
+
+    def __init__(self, config: SpillConfig, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._index = OwnerStore[str, str, str]()  # names, by owner
+        self._scan_at = 0.0
+
+    def keep_to_size(self, *, scans: bool) -> None:
+        """Removes the oldest files of whoever has most, until all fit. Raises OSError.
+
+        scans: looks at all files first; else only where the last look is some time ago.
+        """
+        if scans or time.monotonic() >= self._scan_at:
+            self._scan()
+        while self._index.size > self._config.max_bytes:
+            (self._config.directory / self._index.pop_from_most()).unlink(missing_ok=True)
+
+    def note(self, name: str, size: int) -> None:
+        """Indexes a file as its owner's newest."""
+        self._index.put(name.partition("-")[0], name, name, size)
+
     def _scan(self) -> None:
         """Indexes the files, which other replicas write and remove too; removes what is too old."""
         began = time.monotonic()
@@ -302,31 +316,11 @@ class SpillStore:
                     Path(entry.path).unlink(missing_ok=True)
                 elif entry.name.endswith(SUFFIX):
                     files.append((found.st_mtime, entry.name, found.st_size))
-        self._index.clear()
-        self._sizes.clear()
+        self._index = OwnerStore()
         for _, name, size in sorted(files):
-            self._note(name, size)
+            self.note(name, size)
         ended = time.monotonic()
         self._scan_at = ended + max(_SCAN_S, 10.0 * (ended - began))
-
-    def _note(self, name: str, size: int) -> None:
-        """Indexes a file as its owner's newest."""
-        owner = name.partition("-")[0]
-        own = self._index.setdefault(owner, OrderedDict())
-        self._sizes[owner] += size - own.pop(name, 0)
-        own[name] = size
-
-    def _remove_surplus(self) -> None:
-        """Removes the oldest files of whoever has most, until all fit."""
-        total = self._sizes.total()
-        while total > self._config.max_bytes:
-            largest = max(self._sizes, key=self._sizes.__getitem__)
-            name, size = self._index[largest].popitem(last=False)
-            total -= size
-            self._sizes[largest] -= size
-            if not self._index[largest]:
-                del self._index[largest], self._sizes[largest]
-            (self._config.directory / name).unlink(missing_ok=True)
 
 
 def _prepare(directory: Path) -> None:

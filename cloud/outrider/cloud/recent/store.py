@@ -5,16 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from outrider.cloud.recent.texts import MAX_TOKENS, Place, RecentText
+from outrider.models.process.by_owner import Bounds, OwnerStore
 
 DEFAULT_S: Final = 600.0
 _ENTRY_BYTES: Final = 512
 """Of a text beside its ids."""
+BOUNDS: Final = Bounds(max_each=256, max_all=4096, max_each_size=8 << 20, max_size=64 << 20)
+"""Of a store in memory: texts and bytes, of an owner and in all."""
 
 
 def _shown(text: str, default: Any = 0) -> Any:
@@ -64,120 +66,44 @@ class RecentStore(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RecentLimits:
-    """Bounds on a store in memory, for each owner and for all."""
-
-    max_each: int = 256
-    max_each_bytes: int = 8 << 20
-    max_texts: int = 4096
-    max_bytes: int = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    since: float
-    tokens: array[int]
-    sampling: bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return _ENTRY_BYTES + len(self.tokens) * self.tokens.itemsize
-
-
-@dataclass(slots=True)
-class _Owner:
-    texts: OrderedDict[bytes, _Kept] = field(default_factory=OrderedDict)  # oldest first
-    num_bytes: int = 0
-
-
 class MemoryStore(RecentStore):
-    """Texts in this process, `max_s` seconds each. Where there are too many, the owner with most loses its oldest.
-
-    Any thread may call it.
-    """
+    """Texts in this process, `max_s` seconds each. Any thread may call it."""
 
     def __init__(
         self,
         max_s: float = DEFAULT_S,
-        limits: RecentLimits | None = None,
+        bounds: Bounds = BOUNDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_s = max_s
-        self._limits = limits or RecentLimits()
-        self._clock = clock
-        self._owners: dict[str, _Owner] = {}
-        self._num_texts = self._num_bytes = 0
-        self._sweep_at = 0.0
+        self._texts: OwnerStore[str, bytes, tuple[array[int], bytes]] = OwnerStore(bounds, max_s, clock)
         self._counts = RecentCounts()
         self._lock = threading.Lock()
 
     async def find(self, place: Place) -> RecentText | None:
         """The text kept there."""
         with self._lock:
-            self._sweep()
-            owner = self._owners.get(place.owner)
-            found = owner.texts.get(place.prompt) if owner is not None else None
-            if found is None or self._is_old(found):
-                self._counts.misses += 1
-                return None
-            self._counts.hits += 1
-        return RecentText(tuple(found.tokens), found.sampling)
+            self._texts.pop_old()
+            found = self._texts.get(place.owner, place.prompt)
+            self._counts.hits += found is not None
+            self._counts.misses += found is None
+        return RecentText(tuple(found[0]), found[1]) if found is not None else None
 
     def put(self, place: Place, text: RecentText) -> None:
         """Keeps a text."""
-        limits = self._limits
-        kept = _Kept(self._clock(), array("I", text.tokens[:MAX_TOKENS]), text.sampling)
+        tokens = array("I", text.tokens[:MAX_TOKENS])
+        size = _ENTRY_BYTES + len(tokens) * tokens.itemsize
         with self._lock:
-            self._sweep()
-            self._remove(place.owner, place.prompt)
-            owner = self._owners.setdefault(place.owner, _Owner())
-            owner.texts[place.prompt] = kept
-            self._count(owner, kept, 1)
+            self._texts.pop_old()
+            self._texts.put(place.owner, place.prompt, (tokens, text.sampling), size)
             self._counts.stored += 1
-            while len(owner.texts) > limits.max_each or owner.num_bytes > limits.max_each_bytes:
-                self._remove(place.owner, next(iter(owner.texts)))
-            while self._num_texts > limits.max_texts or self._num_bytes > limits.max_bytes:
-                name, largest = max(self._owners.items(), key=lambda item: item[1].num_bytes)
-                self._remove(name, next(iter(largest.texts)))
 
     def stats(self) -> RecentStats:
         """A snapshot."""
         with self._lock:
-            self._sweep()
-            return RecentStats(self._counts, 1, self._num_texts, self._num_bytes)
+            self._texts.pop_old()
+            return RecentStats(self._counts, 1, len(self._texts), self._texts.size)
 
     def close(self) -> None:
         """Forgets all texts."""
         with self._lock:
-            self._owners.clear()
-            self._num_texts = self._num_bytes = 0
-
-    def _is_old(self, kept: _Kept) -> bool:
-        return self._clock() - kept.since >= self._max_s
-
-    def _sweep(self) -> None:
-        """Removes what is too old, at most once in a tenth of its time."""
-        if self._clock() < self._sweep_at:
-            return
-        self._sweep_at = self._clock() + self._max_s / 10
-        for name, owner in list(self._owners.items()):
-            while owner.texts:
-                prompt, kept = next(iter(owner.texts.items()))
-                if not self._is_old(kept):
-                    break
-                self._remove(name, prompt)
-
-    def _count(self, owner: _Owner, kept: _Kept, sign: int) -> None:
-        owner.num_bytes += sign * kept.num_bytes
-        self._num_bytes += sign * kept.num_bytes
-        self._num_texts += sign
-
-    def _remove(self, name: str, prompt: bytes) -> None:
-        owner = self._owners.get(name)
-        found = owner.texts.pop(prompt, None) if owner is not None else None
-        if owner is None or found is None:
-            return
-        self._count(owner, found, -1)
-        if not owner.texts:
-            del self._owners[name]
+            self._texts.clear()

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import aiohttp
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
 from outrider.cloud.replicas.members import Member, Members, expire
@@ -148,8 +148,8 @@ class Forwarder:
         except (aiohttp.ClientError, OSError, TimeoutError):
             _log.warning("replica %s has not heard of removed keys; their streams are cut", member.report.tag)
 
-    async def draft(self, scope: Scope, member: Member, body: bytes, send: Send) -> None:
-        """Sends a draft message on, once: a message that is lost slows its text and changes nothing.
+    async def draft(self, scope: Scope, member: Member, body: bytes) -> tuple[Message, bytes]:
+        """The answer to a draft message, which is sent on once: one that is lost slows its text and changes nothing.
 
         Raises RequestError 404 `unknown_session` where its session's replica is lost.
         """
@@ -159,11 +159,9 @@ class Forwarder:
                 self._ask(member, "POST", _path(scope), body, Caller.of(scope), _passed(scope)) as answer,
             ):
                 content = await answer.content.read(_MAX_REFUSAL_BYTES)
-                scope[FORWARDED] = True
-                await send({"type": "http.response.start", "status": answer.status, "headers": _headers(answer)})
+                return {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}, content
         except (aiohttp.ClientError, OSError, TimeoutError):
             raise unknown_session() from None
-        await send({"type": "http.response.body", "body": content})
 
     def _ask(
         self, member: Member, method: str, path: str, body: bytes, caller: Caller, headers: dict[str, str]

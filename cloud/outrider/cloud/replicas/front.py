@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from email.utils import formatdate
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -22,27 +20,22 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PROBE_PATHS
-from outrider.cloud.api.audit import AuditedRequests, AuditLog
-from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget, DraftLimits
-from outrider.cloud.api.draft_posts import DRAFTS_PATH, MAX_DRAFT_BYTES, MAX_TREE_BYTES, MEDIA_TYPES, is_draft_path
+from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PATHS, PROBE_PATHS
+from outrider.cloud.api.draft_posts import Answer, DraftsEndpoint, is_draft_path
+from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.replicas.forward import FORWARDED, LOST, Forwarder, no_replica, unknown_session
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.models.errors import RequestError
-from outrider.models.http.bodies import read_body
-from outrider.models.http.counted_requests import CountedRequests
-from outrider.models.http.errors import ERROR_CODE, ErrorBoundary, Throttled, method_not_allowed
-from outrider.models.http.limits import BodyLimit, RateLimiter
-from outrider.models.http.request_context import HEADER as REQUEST_ID
-from outrider.models.http.request_context import RequestIds, enter_request
-from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, Paced, PacedRefusals, PagePolicy, media_type_of
+from outrider.models.http.errors import method_not_allowed
+from outrider.models.http.request_context import HEADER, enter_request
+from outrider.models.http.security import Gate
+from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
 from outrider.models.process.tally import RequestTally
-from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 
 if TYPE_CHECKING:
     import socket
@@ -56,7 +49,6 @@ _READY: Final = frozenset({"/health/ready", "/readyz"})
 _FIXED: Final = frozenset(
     {*PROBE_PATHS, *OPEN_PATHS, *COSTLY_PATHS, "/metrics", "/v1/model", "/v1/models", "/v1/drafts"}
 )
-_TREE: Final = TREE_MEDIA_TYPE.encode()
 _SCRAPE_S: Final = 1.0
 """How long an answer of /metrics is given again: a scrape asks all replicas, and GETs count against no rate."""
 _FAMILY: Final = re.compile(rb"^(?=# HELP )", re.MULTILINE)
@@ -64,80 +56,46 @@ _SAMPLE: Final = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{|(?= ))", re.MULTILINE)
 """A sample's name, and the brace that its labels begin with, if it has any."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrontSettings:
-    """How the front treats clients; each field as in `ServerSettings`."""
-
-    keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 1 << 20
-    rate_per_s: float = 0.0
-    pages: PagePolicy | None = None
-    draft_limits: DraftLimits = field(default_factory=DraftLimits)
-    audit: AuditLog | None = None
-    reloads: Mapping[tuple[str, str], int] = field(default_factory=dict)
-
-
 class Front:
     """ASGI application: the layers, and the routes that the front answers itself. is_draining: takes no new work."""
 
-    def __init__(self, members: Members, settings: FrontSettings) -> None:
+    def __init__(self, members: Members, settings: ServerSettings) -> None:
         self.members = members
         self.tally = RequestTally()
         self.forwarder = Forwarder(members, settings.max_body_bytes, settings.keys)
         self.is_draining = False
         self._settings = settings
-        self._budget = DraftBudget(settings.draft_limits)
-        self.num_dropped = 0
+        self.num_dropped = Counter[str]()
         self._scrape: asyncio.Task[bytes] | None = None
         self._scraped_s = 0.0
-        gate = partial(
-            Gate,
-            keys=settings.keys,
-            limiter=RateLimiter(settings.rate_per_s),
-            pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
-            open_paths=OPEN_PATHS,
-            probe_paths=PROBE_PATHS,
-            costly_paths=COSTLY_PATHS,
+        self._whole = ServedRequests(Gate(self._answer, settings, PATHS), self.tally, route_of, self._over)
+        self._drafts = DraftsEndpoint(
+            settings, PATHS, self.tally, find=self._member, deliver=self._deliver, num_dropped=self.num_dropped
         )
-        bounded = BodyLimit(gate(self._answer), settings.max_body_bytes)
-        whole: ASGIApp = ErrorBoundary(Paced(bounded, settings.keys, PROBE_PATHS))
-        drafts: ASGIApp = ErrorBoundary(
-            PacedRefusals(
-                BodyLimit(gate(self._draft, media_types=MEDIA_TYPES), min(MAX_DRAFT_BYTES, settings.max_body_bytes))
-            )
-        )
-        whole = CountedRequests(whole, self.tally, route_of)
-        if settings.audit is not None:  # of what reaches no replica: refused requests, and those whose replica is lost
-            whole = AuditedRequests(
-                whole,
-                settings.audit,
-                route_of,
-                is_work=lambda scope: scope.get(LOST, False),
-                quiet_paths=PROBE_PATHS,
-                is_elsewhere=lambda scope: scope.get(FORWARDED, False),
-            )
-        self._whole = RequestIds(whole)
-        self._drafts = CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        await (self._take_draft if is_draft_path(scope) else self._whole)(scope, receive, send)
+        await (self._drafts if is_draft_path(scope) else self._whole)(scope, receive, send)
 
-    async def _take_draft(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As `DraftsEndpoint` does it: only errors carry the request's id, and refused messages are counted."""
-        request = enter_request(next((value for name, value in scope["headers"] if name == REQUEST_ID), None))
+    def _over(self, scope: Scope, status: int | None, took_s: float) -> None:
+        """Audits what reached no replica: refused requests, and those whose replica is lost."""
+        audit = self._settings.audit
+        if audit is not None and scope["path"] not in PROBE_PATHS and not scope.get(FORWARDED, False):
+            audit.over(scope, route_of(scope), status, took_s, is_work=scope.get(LOST, False))
 
-        async def with_id(message: Message) -> None:
-            status = message.get("status", 0)
-            if status >= 400:
-                header = REQUEST_ID, request.request_id.encode()
-                message = {**message, "headers": [*message.get("headers", ()), header]}
-                if self._settings.audit is not None and status in (401, 403, 429) and not scope.get(FORWARDED):
-                    refused = {"endpoint": DRAFTS_PATH, "status": status, "end": scope.get(ERROR_CODE)}
-                    self._settings.audit.refused(refused, is_counted_only=True)
-            await send(message)
+    def _member(self, session_id: str, owner: bytes) -> Member:
+        """The replica that has the session, which knows its owner."""
+        member = self.members.of_session(session_id)
+        if member is None:
+            raise unknown_session()
+        return member
 
-        await self._drafts(scope, receive, with_id)
+    async def _deliver(self, scope: Scope, member: Member, body: bytes, is_tree: bool) -> Answer:
+        request = enter_request(scope)  # the replica takes over its id
+        start, content = await self.forwarder.draft(scope, member, body)
+        if start["status"] >= 400:
+            start["headers"].append((HEADER, request.request_id.encode()))
+        return start, content
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -163,28 +121,6 @@ class Front:
         status = 200 if ready.status == "ready" else 503
         date = {"date": formatdate(usegmt=True)}  # a device compares clocks by it
         return Response(ready.model_dump_json(), status, date, media_type="application/json")
-
-    async def _draft(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends a draft message to the replica that has its session."""
-        if scope["method"] != "POST":
-            raise method_not_allowed(scope["method"])
-        session_id = scope["path"].removeprefix("/v1/sessions/").removesuffix("/drafts")
-        member = self.members.of_session(session_id)
-        if member is None:
-            raise unknown_session()
-        headers = dict(scope["headers"])
-        media_type = media_type_of(headers.get(b"content-type"))
-        is_tree = media_type == _TREE
-        max_bytes, unit_bytes = (MAX_TREE_BYTES, TREE_UNIT_BYTES) if is_tree else (MAX_DRAFT_BYTES, UNIT_BYTES)
-        num_bytes = int(headers.get(b"content-length", max_bytes))
-        spent = self._budget.spend(session_id, scope.get(OWNER, ANYBODY), min(num_bytes, max_bytes), unit_bytes)
-        if spent is not None:
-            self.num_dropped += 1
-            await asyncio.sleep(self._settings.draft_limits.delay_s)
-            raise Throttled(
-                "rate_limited", f"more drafts than the {spent}'s budget; this one was dropped", retry_after_s=1
-            )
-        await self.forwarder.draft(scope, member, await read_body(receive), send)
 
     async def _metrics(self) -> bytes:
         """The metrics of the front and of all replicas, once a second for all who ask."""
@@ -275,7 +211,10 @@ class _Own(Collector):
         yield GaugeMetricFamily("outrider_front_replicas_ready", "Replicas that take new work.", value=able)
         yield GaugeMetricFamily("outrider_front_replicas_scraped", "Replicas in this scrape.", value=self._num_scraped)
         yield front.tally.counter(
-            "front_drafts_dropped", "Draft messages dropped because a budget was used up.", (), {(): front.num_dropped}
+            "front_drafts_dropped",
+            "Draft messages dropped because a budget was used up.",
+            (),
+            {(): front.num_dropped.total()},
         )
         yield front.tally.counter(
             "front_requests",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
+from outrider.models.process.by_owner import Bounds, OwnerStore
 from outrider.models.wire.protocol import ReadyAnswer
 
 _log = logging.getLogger("outrider.replicas")
@@ -89,7 +89,7 @@ class Members:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
-        self._held = _HeldNames()
+        self._held = OwnerStore[bytes, str, str](Bounds(max_all=MAX_HELD))  # the tags of replicas
 
     def __iter__(self) -> Iterator[Member]:
         return iter(tuple(self._members.values()))
@@ -160,51 +160,6 @@ class Members:
             draft_token_ms=first.draft_token_ms,
             target=first.target,
         )
-
-
-class _HeldNames:
-    """The replicas of kept prefixes, MAX_HELD in all. Over that, who has most loses the oldest: others keep theirs."""
-
-    def __init__(self) -> None:
-        self._tags: dict[bytes, dict[str, str]] = {}  # owner -> name, oldest first -> the replica's tag
-        self._owners: defaultdict[int, dict[bytes, None]] = defaultdict(dict)  # number of names -> who has so many
-        self._total = 0
-        self._most = 0
-
-    def get(self, owner: bytes, name: str) -> str | None:
-        return self._tags.get(owner, {}).get(name)
-
-    def put(self, owner: bytes, name: str, tag: str) -> None:
-        names = self._tags.setdefault(owner, {})
-        is_new = names.pop(name, None) is None
-        names[name] = tag
-        if not is_new:
-            return
-        self._count(owner, len(names) - 1, len(names))
-        self._total += 1
-        self._most = max(self._most, len(names))
-        if self._total > MAX_HELD:
-            self._forget_one()
-
-    def _forget_one(self) -> None:
-        owner = next(iter(self._owners[self._most]))
-        names = self._tags[owner]
-        del names[next(iter(names))]
-        self._count(owner, len(names) + 1, len(names))
-        self._total -= 1
-        if self._most not in self._owners:
-            self._most -= 1
-        if not names:
-            del self._tags[owner]
-
-    def _count(self, owner: bytes, before: int, now: int) -> None:
-        """Moves an owner to those that have `now` names."""
-        if before:
-            del self._owners[before][owner]
-            if not self._owners[before]:
-                del self._owners[before]
-        if now:
-            self._owners[now][owner] = None
 
 
 def _distance(owner: bytes, tag: str) -> bytes:

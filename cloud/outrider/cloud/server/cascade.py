@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.target import LoadedTarget, Target
-from outrider.cloud.upstream.cascade_text import CascadeCounts
 from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.models.client.errors import EndpointLost
@@ -37,31 +35,13 @@ class CascadeTarget(Target):
         self._url = upstream_url(url)
         self._key = key
         self._facts = fetch_facts(self._url, key)
-        self._model = cascade_model(mid.model, self._facts, name)
-
-    @property
-    def path(self) -> Path:
-        """The mid's directory."""
-        return self._mid.path
-
-    @property
-    def source_name(self) -> str:
-        """The mid's: what drafts for it agree with is what it passes on."""
-        return self._mid.source_name
-
-    @property
-    def model(self) -> ServedModel:
-        """The target, with the mid's name beside it."""
-        return self._model
-
-    @property
-    def num_gpus(self) -> int:
-        """The mid's."""
-        return self._mid.num_gpus
+        self.model = cascade_model(mid.model, self._facts, name)
+        # What drafts for the mid-size model agree with is what it passes on.
+        self.path, self.source_name, self.num_gpus = mid.path, mid.source_name, mid.num_gpus
 
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
-        """Loads the mid."""
+        """Loads the mid-size verifier."""
         with self._mid.load() as loaded:
             vocab_size = self._facts.vocab_size
             connect = partial(UpstreamClient.to, self._url, self._key, vocab_size)
@@ -129,26 +109,16 @@ def show_cascade(metrics: Metrics, engine: ServingEngine) -> None:
     assert isinstance(engine, CascadeEngine)
     counts = engine.counts
 
-    def tokens() -> Mapping[tuple[str, ...], int]:
-        return {
-            ("provisional",): counts.provisional,
-            ("confirmed",): counts.confirmed,
-            ("contradicted",): counts.void,
-        }
-
+    kinds = {"provisional": "provisional", "confirmed": "confirmed", "contradicted": "void"}
     metrics.add_counts(
         "cascade_tokens",
         "Tokens that the mid-size verifier committed first, and what the target said of them.",
         ("kind",),
-        tokens,
+        lambda: {(kind,): getattr(counts, name) for kind, name in kinds.items()},
     )
     for name, help_text in (
         ("returns", "Times that the mid-size verifier went back to the target's text."),
         ("passes", "Passes of the target upstream that committed tokens."),
         ("losses", "Sessions upstream that were cut, refused for now or not answered."),
     ):
-        metrics.add_counts(f"cascade_{name}", help_text, (), partial(_count, counts, name))
-
-
-def _count(counts: CascadeCounts, name: str) -> Mapping[tuple[str, ...], int]:
-    return {(): getattr(counts, name)}
+        metrics.add_counts(f"cascade_{name}", help_text, (), lambda name=name: {(): getattr(counts, name)})

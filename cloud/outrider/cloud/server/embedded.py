@@ -55,28 +55,10 @@ class BundleTarget(Target):
         is_reference = options.bundle == REFERENCE
         self._bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
         self._loading = _loading(self._bundle, options)
-        self._identity = target_identity(self._bundle.manifest, self._loading)
-        self._model = _served_model(self._bundle, options.name, self._identity)
-
-    @property
-    def path(self) -> Path:
-        """The bundle's directory."""
-        return self._bundle.path
-
-    @property
-    def source_name(self) -> str:
-        """The manifest's name."""
-        return self._bundle.manifest.name
-
-    @property
-    def model(self) -> ServedModel:
-        """What clients see of it."""
-        return self._model
-
-    @property
-    def num_gpus(self) -> int:
-        """One, or none where it runs elsewhere."""
-        return int(self._loading.device.startswith("cuda"))
+        self.path, self.source_name = self._bundle.path, self._bundle.manifest.name
+        identity = target_identity(self._bundle.manifest, self._loading)
+        self.model = _served_model(self._bundle, options.name, identity)
+        self.num_gpus = int(self._loading.device.startswith("cuda"))
 
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
@@ -87,12 +69,12 @@ class BundleTarget(Target):
             heads = _heads(self._bundle) if OwnSource.HEADS in self._options.source else None
             runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         try:
-            engine = EngineThread(Engine(runtime, _config(self._options, self._identity, heads)))
+            engine = EngineThread(Engine(runtime, _config(self._options, self.model.target, heads)))
             try:
                 with ends_at_once():
                     engine.calibrate()
                 load_s = time.monotonic() - started_s
-                summary = _summary(self._model, manifest, engine.stats(), engine.limits.max_positions, load_s)
+                summary = _summary(self.model, manifest, engine.stats(), engine.limits.max_positions, load_s)
                 yield LoadedTarget(engine, summary)
             finally:
                 engine.close()

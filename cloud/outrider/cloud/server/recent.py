@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Final
 
 from outrider.cloud.recent.store import MemoryStore, RecentStore
@@ -15,26 +14,16 @@ from outrider.models.process.extras import require_packages
 REDIS_VARIABLE: Final = "OUTRIDER_REDIS"
 
 
-@contextmanager
-def open_recent(options: ServeOptions) -> Iterator[RecentStore | None]:
+def open_recent(options: ServeOptions) -> AbstractContextManager[RecentStore | None]:
     """The store, closed at the end; None for --no-recent. Raises OutriderError."""
-    store = _store(options)
-    try:
-        yield store
-    finally:
-        if store is not None:
-            store.close()
-
-
-def _store(options: ServeOptions) -> RecentStore | None:
     if not options.recent:
         if options.redis is not None:
             raise ConfigError("--redis keeps recent texts, which --no-recent turns off; leave one of them out")
-        return None
+        return nullcontext()
     url = options.redis or os.environ.get(REDIS_VARIABLE)
     if not url:
-        return MemoryStore()
+        return closing(MemoryStore())
     require_packages(["redis"], "--redis", "scale")
     from outrider.cloud.recent.redis_store import RedisStore
 
-    return RedisStore(url)
+    return closing(RedisStore(url))

@@ -11,23 +11,22 @@ import os
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
-from outrider.cloud.api.app import create_app
 from outrider.cloud.api.audit import AuditLog
-from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.replicas.cluster import Scale, local_ray, replicas_of
-from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
+from outrider.cloud.replicas.front import Front, FrontServer
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import follow, open_registry
 from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
+from outrider.cloud.server.access import Access, server_settings
 from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
@@ -35,26 +34,20 @@ from outrider.cloud.server.serve import (
     announce,
     audit_log_of,
     connection_limits,
-    drafts_for,
-    load_keys,
     open_target,
-    page_policy_of,
+    opened_server,
     port_file_removed,
     print_now,
     require_writable,
-    server_settings,
-    watched_keys,
 )
-from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.logs import configure_logging
-from outrider.models.http.security import KeyRing, PagePolicy, require_safe_host
+from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.ingress.sockets import TlsFiles, open_socket, tls_files, url_of
-from outrider.models.process.watched_files import FileWatch, WatchedFiles
+from outrider.models.ingress.sockets import open_socket
 
 _log = logging.getLogger("outrider.replicas")
 
@@ -89,29 +82,10 @@ class OpenReplica:
         configure_logging(options.log_format)
         target = open_target(options)
         require_gpus(target.num_gpus, self.gpus)
-        drafts = drafts_for(options.drafts, target)
-        with (
-            traces_from_environment(_log.warning) as traces,
-            open_recent(options) as recent,
-            target.load() as loaded,
-            audit_log_of(options.audit_log) as audit,
-        ):
-            settings = replace(
-                server_settings(options, keys, None), rate_per_s=0.0, session_prefix=tag, traces=traces, audit=audit
-            )
-            server = VerifierServer(
-                create_app(loaded.engine, target.model, settings, drafts, recent),
-                drain_s=options.drain_s,
-                limits=replica_limits(options),
-            )
-            print_now(loaded.summary)
-            relieve_collector()
-            loaded.engine.start()
-            loaded.engine.on_death(server.fail)  # its thread ends, so Ray starts another replica
-            try:
-                yield Opened(server, server.core, server.begin_drain, options.drain_s)
-            finally:
-                loaded.engine.stop()  # before the model goes
+        settings = server_settings(options, keys=keys, rate_per_s=0.0, session_prefix=tag)
+        # The server's thread ends where the engine dies, so Ray starts another replica.
+        with opened_server(options, target, settings, limits=replica_limits(options)) as server:
+            yield Opened(server, server.core, server.begin_drain, options.drain_s)
 
 
 def replica_limits(options: ServeOptions) -> ConnectionLimits:
@@ -146,21 +120,22 @@ def serve_replicas(options: ServeOptions) -> None:
         print_now(f"{target.model.name}: starts {counted(scale.replicas, 'replica')} on Ray")
         with local_ray(scale.cpus * scale.most + 1, scale.gpus * scale.replicas), port_file_removed(options.port_file):
             deploy(replicas_of(make, APPLICATION, scale, host=LOOPBACK, drain_s=options.drain_s))
-            server = access.server(
+            server = front_server(
+                access,
                 APPLICATION,
                 drain=_delete,
-                on_ready=lambda: announce(
+                on_ready=partial(
+                    announce,
                     options,
                     target.path,
-                    url_of(sock, is_tls=access.tls is not None),
-                    sock.getsockname()[1],
+                    sock,
                     needs_key=bool(len(access.keys)),
                     has_drafts=options.drafts is not None,
                 ),
                 audit=audit,
             )
             relieve_collector()
-            with access.watching(server) as watch:
+            with access.watching(server.tls, server.revoke) as watch:
                 hangups.act_by(watch.check_soon)
                 server.run(sockets=[sock])
 
@@ -173,7 +148,7 @@ def deploy(application: Any, name: str = APPLICATION) -> None:
         serve.run(application, name=name, route_prefix=None)
     except RuntimeError as error:
         raise RuntimeUnavailable(
-            f"the replicas did not start: {_first_lines(error)}; their logs are where the log says"
+            f"the replicas did not start: {' '.join(str(error).split())[:500]}; their logs are where the log says"
         ) from None
 
 
@@ -244,8 +219,8 @@ class DeployedFront:
         audit = self._stack.enter_context(audit_log_of(options.audit_log))
         self._socket = self._stack.enter_context(_socket_of(options))
         self._is_ready = threading.Event()
-        self._server = access.server(name, drain=lambda: None, on_ready=self._is_ready.set, audit=audit)
-        self._stack.enter_context(access.watching(self._server))
+        self._server = front_server(access, name, drain=lambda: None, on_ready=self._is_ready.set, audit=audit)
+        self._stack.enter_context(access.watching(self._server.tls, self._server.revoke))
         self._thread = threading.Thread(
             target=self._server.run, args=([self._socket],), name="outrider-front", daemon=True
         )
@@ -282,61 +257,22 @@ def _socket_of(options: ServeOptions) -> socket.socket:
             time.sleep(0.5)
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Who may call the front, and how. watched: the key file, if it can change."""
+def front_server(
+    access: Access, name: str, *, drain: Callable[[], None], on_ready: Callable[[], None], audit: AuditLog | None
+) -> FrontServer:
+    """The front of the application `name`; Ray must be connected."""
 
-    options: ServeOptions
-    keys: KeyRing
-    tls: TlsFiles | None
-    watched: list[WatchedFiles]
-    reloads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    def reports() -> AsyncIterator[list[Report]]:
+        return follow(open_registry(name))
 
-    @classmethod
-    def of(cls, options: ServeOptions) -> Access:
-        """By the options."""
-        watched = watched_keys(options.api_key_file)
-        keys = load_keys(options.api_key_file)
-        is_open = options.insecure_no_keys or options.tls_client_ca is not None
-        require_safe_host(options.host, keys, is_insecure_allowed=is_open)
-        return cls(options, keys, tls_files(options.tls_cert, options.tls_key, options.tls_client_ca), watched)
-
-    @property
-    def pages(self) -> PagePolicy:
-        """Which names and pages may call."""
-        return page_policy_of(self.options, self.options.host, is_keyless=not len(self.keys))
-
-    def server(
-        self, name: str, *, drain: Callable[[], None], on_ready: Callable[[], None], audit: AuditLog | None
-    ) -> FrontServer:
-        """The front of the application `name`; Ray must be connected."""
-        options = self.options
-        settings = FrontSettings(
-            self.keys, rate_per_s=options.rate, pages=self.pages, audit=audit, reloads=self.reloads
-        )
-
-        def reports() -> AsyncIterator[list[Report]]:
-            return follow(open_registry(name))
-
-        return FrontServer(
-            Front(Members(), settings),
-            reports,
-            drain=drain,
-            limits=connection_limits(options),
-            tls=self.tls,
-            on_ready=on_ready,
-        )
-
-    @contextmanager
-    def watching(self, server: FrontServer) -> Iterator[FileWatch]:
-        """Reads keys and certificates again as they change, while it is entered."""
-        for each in self.watched:
-            each.reload = lambda: server.revoke(self.keys.reload())
-        watched = list(self.watched)
-        if server.tls is not None:
-            watched.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
-        with FileWatch(watched, self.reloads) as watch:
-            yield watch
+    return FrontServer(
+        Front(Members(), access.settings(access.options.host, audit=audit)),
+        reports,
+        drain=drain,
+        limits=connection_limits(access.options),
+        tls=access.tls,
+        on_ready=on_ready,
+    )
 
 
 def scale_of(options: ServeOptions) -> Scale:
@@ -382,7 +318,3 @@ def _without_access(options: ServeOptions) -> ServeOptions:
     """Without what is the front's: keys and certificates reach no replica."""
     none: dict[str, Any] = dict.fromkeys(FRONT_OPTIONS)
     return replace(options, **none)
-
-
-def _first_lines(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]

@@ -10,11 +10,12 @@ import logging
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from socket import socket
 from typing import Final
 
 from outrider.cloud.api.app import create_app
@@ -22,8 +23,9 @@ from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.download_slots import DraftFiles
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
+from outrider.cloud.server.access import Access
 from outrider.cloud.server.embedded import BundleTarget
-from outrider.cloud.server.hangup import HangUps, takes_hangups
+from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.recent import open_recent
@@ -34,14 +36,13 @@ from outrider.cloud.server.target import Target
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
-from outrider.models.http.keys import KEYS_VARIABLE
 from outrider.models.http.logs import configure_logging
-from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_policy, require_safe_host
+from outrider.models.http.security import WILDCARDS
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
+from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles, open_socket, url_of
 from outrider.models.process.command_line import print_error
-from outrider.models.process.watched_files import FileWatch, WatchedFiles
+from outrider.models.process.heap import bound_heaps
 from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.cloud")
@@ -55,96 +56,82 @@ def serve(options: ServeOptions) -> int:
 
     Raises OutriderError for what the user can put right.
     """
-    _refuse_replica_options(options)
+    for each in fields(ReplicaOptions):
+        if getattr(options, each.name) not in (None, False):
+            raise ConfigError(f"--{each.name.replace('_', '-')} is for replicas; give --ray too")
     with takes_hangups() as hangups:
-        return _serve(options, hangups)
-
-
-def _serve(options: ServeOptions, hangups: HangUps) -> int:
-    configure_logging(options.log_format)
-    watched = watched_keys(options.api_key_file)
-    keys = load_keys(options.api_key_file)
-    is_open = options.insecure_no_keys or options.tls_client_ca is not None
-    require_safe_host(options.host, keys, is_insecure_allowed=is_open)
-    tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
-    require_writable(options.port_file)
-    with (
-        open_socket(options.host, options.port) as sock,
-        traces_from_environment(_log.warning) as traces,
-        ends_on_sigterm(),  # until the server takes signals
-    ):
-        pages = page_policy_of(options, sock.getsockname()[0], is_keyless=not len(keys))
-        target = open_target(options)
-        drafts = drafts_for(options.drafts, target)
+        configure_logging(options.log_format)
+        bound_heaps()
+        access = Access.of(options)
+        require_writable(options.port_file)
         with (
-            audit_log_of(options.audit_log) as audit,
-            open_recent(options) as recent,
-            target.load() as loaded,
-            port_file_removed(options.port_file),
+            open_socket(options.host, options.port) as sock,
+            ends_on_sigterm(),  # until the server takes signals
         ):
-            reloads = Counter[tuple[str, str]]()
-            settings = replace(server_settings(options, keys, pages), traces=traces, audit=audit, reloads=reloads)
-            app = create_app(loaded.engine, target.model, settings, drafts, recent)
-            if options.upstream is not None:
-                from outrider.cloud.server.cascade import show_cascade
-
-                show_cascade(app.state.core.metrics, loaded.engine)
-            server = VerifierServer(
-                app,
-                drain_s=options.drain_s,
-                tls=tls,
-                limits=connection_limits(options),
-                on_ready=lambda: announce(
-                    options,
-                    target.path,
-                    url_of(sock, is_tls=tls is not None),
-                    sock.getsockname()[1],
-                    needs_key=bool(len(keys)),
-                    has_drafts=bool(drafts),
-                ),
-            )
-            print_now(loaded.summary)
-            relieve_collector()
-            loaded.engine.start()
-            loaded.engine.on_death(server.fail)
-            try:
-                for each in watched:
-                    each.reload = lambda: server.admission.revoke(keys.reload())
-                if server.tls is not None:
-                    watched.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
-                with FileWatch(watched, reloads) as watch:
-                    hangups.act_by(watch.check_soon)
-                    server.run(sockets=[sock])
-            finally:
-                loaded.engine.stop()  # before the model goes
+            target = open_target(options)
+            settings = access.settings(sock.getsockname()[0])
+            with (
+                opened_server(options, target, settings, tls=access.tls, sock=sock) as server,
+                access.watching(server.tls, server.admission.revoke) as watch,
+            ):
+                hangups.act_by(watch.check_soon)
+                server.run(sockets=[sock])
     if server.failure is None:
         return 0
     print_error(f"{server.failure}; its log is above. The server has ended: start it again")
     return ENGINE_FAILED
 
 
-def server_settings(options: ServeOptions, keys: KeyRing, pages: PagePolicy | None) -> ServerSettings:
-    """How the server treats its clients."""
-    return ServerSettings(
-        keys=keys,
-        max_sessions=options.max_sessions,
-        rate_per_s=options.rate,
-        tokens_per_minute=options.tokens_per_minute,
-        pages=pages,
-        allow_tolerance=options.allow_tolerance,
-    )
+@contextmanager
+def opened_server(
+    options: ServeOptions,
+    target: Target,
+    settings: ServerSettings,
+    *,
+    limits: ConnectionLimits | None = None,
+    tls: TlsFiles | None = None,
+    sock: socket | None = None,
+) -> Iterator[VerifierServer]:
+    """Loads the target, and starts its engine; the server does not run yet. limits: default: by the options.
+
+    sock: what it listens on, which is announced once it does; None announces nothing.
+    """
+    drafts = drafts_for(options.drafts, target)
+    with (
+        traces_from_environment(_log.warning) as traces,
+        audit_log_of(options.audit_log) as audit,
+        open_recent(options) as recent,
+        target.load() as loaded,
+        port_file_removed(options.port_file),
+    ):
+        settings = replace(settings, traces=traces, audit=audit)
+        app = create_app(loaded.engine, target.model, settings, drafts, recent)
+        if options.upstream is not None:
+            from outrider.cloud.server.cascade import show_cascade
+
+            show_cascade(app.state.core.metrics, loaded.engine)
+        server = VerifierServer(
+            app,
+            drain_s=options.drain_s,
+            tls=tls,
+            limits=limits or connection_limits(options),
+            on_ready=partial(
+                announce, options, target.path, sock, needs_key=bool(len(settings.keys)), has_drafts=bool(drafts)
+            ),
+        )
+        print_now(loaded.summary)
+        relieve_collector()
+        loaded.engine.start()
+        loaded.engine.on_death(server.fail)
+        try:
+            yield server
+        finally:
+            loaded.engine.stop()  # before the model goes
 
 
 def connection_limits(options: ServeOptions) -> ConnectionLimits:
     """Bounds on the connections of clients."""
     return ConnectionLimits(max_per_client=options.max_per_client)
-
-
-def _refuse_replica_options(options: ServeOptions) -> None:
-    """Raises ConfigError for an option that only replicas have."""
-    for each in fields(ReplicaOptions):
-        if getattr(options, each.name) not in (None, False):
-            raise ConfigError(f"--{each.name.replace('_', '-')} is for replicas; give --ray too")
 
 
 def open_target(options: ServeOptions) -> Target:
@@ -168,26 +155,9 @@ def _own_target(options: ServeOptions) -> Target:
     return BundleTarget(options)
 
 
-def load_keys(path: Path | None) -> KeyRing:
-    """The keys of the file and of the environment, from which they go: child processes get the rest of it."""
-    keys = KeyRing.load(path)
-    os.environ.pop(KEYS_VARIABLE, None)
-    return keys
-
-
-def watched_keys(path: Path | None) -> list[WatchedFiles]:
-    """The key file, if it can change: a pipe of the shell is read once."""
-    return [WatchedFiles("keys", [path], lambda: None)] if path is not None and path.is_file() else []
-
-
-@contextmanager
-def audit_log_of(path: Path | None) -> Iterator[AuditLog | None]:
-    log = AuditLog(path) if path is not None else None
-    try:
-        yield log
-    finally:
-        if log is not None:
-            log.close()
+def audit_log_of(path: Path | None) -> AbstractContextManager[AuditLog | None]:
+    """The audit log, closed at the end; None for no path."""
+    return nullcontext() if path is None else closing(AuditLog(path))
 
 
 @contextmanager
@@ -197,11 +167,6 @@ def port_file_removed(port_file: Path | None) -> Iterator[None]:
     finally:
         if port_file is not None:
             port_file.unlink(missing_ok=True)
-
-
-def page_policy_of(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
-    """address: what --host stands for; the URL that is printed has it."""
-    return page_policy(options.host, address, options.allowed_host, options.allowed_origin, is_keyless=is_keyless)
 
 
 def require_writable(port_file: Path | None) -> None:
@@ -218,12 +183,16 @@ def drafts_for(directory: Path | None, target: Target) -> tuple[DraftFiles, ...]
     return find_offered(directory, target.model.tokenizer.fingerprint, target.source_name)
 
 
-def announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool, has_drafts: bool) -> None:
+def announce(options: ServeOptions, bundle: Path, sock: socket | None, *, needs_key: bool, has_drafts: bool) -> None:
+    """Says that the server listens on the socket, and what to type next. Without a socket there is nothing to say."""
+    if sock is None:
+        return
+    url = url_of(sock, is_tls=options.tls_cert is not None)
     if options.port_file is not None:
         # Renamed into place, so that a reader who waits for it never sees half a number.
-        partial = options.port_file.with_name(options.port_file.name + ".part")
-        partial.write_text(f"{port}\n", encoding="utf-8")
-        partial.replace(options.port_file)
+        part = options.port_file.with_name(options.port_file.name + ".part")
+        part.write_text(f"{sock.getsockname()[1]}\n", encoding="utf-8")
+        part.replace(options.port_file)
     print_now(READY_PREFIX + url)
     where = "In another terminal" if is_loopback(options.host) else "On a device"
     print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key, has_drafts=has_drafts)}")

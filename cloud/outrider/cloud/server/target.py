@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.seam import ServingEngine
@@ -19,29 +19,18 @@ class LoadedTarget:
     summary: str
 
 
-class Target(Protocol):
-    """A target that was checked and is not loaded yet."""
+class Target(ABC):
+    """A target that was checked and is not loaded yet.
 
-    @property
-    def path(self) -> Path:
-        """Its directory."""
-        ...
+    path: its directory. source_name: the name that draft bundles know it by; `--name` does not change it. model: what
+    clients see of it. num_gpus: GPUs of CUDA that one copy of it opens.
+    """
 
-    @property
-    def source_name(self) -> str:
-        """The name that draft bundles know it by; `--name` does not change it."""
-        ...
+    path: Path
+    source_name: str
+    model: ServedModel
+    num_gpus: int
 
-    @property
-    def model(self) -> ServedModel:
-        """What clients see of it."""
-        ...
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of CUDA that one copy of it opens."""
-        ...
-
+    @abstractmethod
     def load(self) -> AbstractContextManager[LoadedTarget]:
         """Loads and calibrates it; at the end it is unloaded. Stop the engine before. Raises OutriderError."""
-        ...

@@ -1,18 +1,16 @@
-"""Generates one text in a cascade: a session upstream, whose commits are the text, and the mid's run, which drafts it.
+"""Generates one text in a cascade: a session upstream, whose commits are the text, and a run of the mid-size verifier.
 
-What the mid commits is posted upstream as drafts, and goes to the client as provisional where it asks. Where the
+What that run commits is posted upstream as drafts, and goes to the client as provisional where it asks. Where the
 session upstream is lost, another one goes on with the prompt and what is confirmed. On the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Final
 
 from outrider.cloud.seam import (
     CommitEvent,
@@ -24,71 +22,27 @@ from outrider.cloud.seam import (
     ServingEngine,
     Sink,
 )
-from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.mid import MidRun
+from outrider.cloud.upstream.upstream import Upstream, wire_item, wire_request
 from outrider.models.client.errors import EndpointLost, EndpointUnfit, TargetMismatch
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import OutriderError, RequestError, TokenizerMismatch
 from outrider.models.faults import log_fault
 from outrider.models.processors.chooser import TokenLogprobs
-from outrider.models.processors.options_fields import fields_of
 from outrider.models.wire.protocol import (
     MAX_PATH_TOKENS,
     Commit,
     DraftRequest,
-    ModelFacts,
     SessionEnd,
     SessionOpen,
-    SessionRequest,
-    VerifyItem,
-    VerifyRequest,
 )
 from outrider.models.wire.tree_draft import TreeDraft
+from outrider.models.wire.verify import VerifyRequest
 
 _log = logging.getLogger("outrider.cloud")
 
 MAX_POSTS: Final = 8
 """Draft messages of a text in flight; what comes meanwhile is in the next one."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamRetry:
-    """When a text is given up: after so many failures without a commit between them that went on for so long."""
-
-    max_failures: int = 6
-    max_outage_s: float = 20.0
-    first_pause_s: float = 0.05
-    max_pause_s: float = 2.0
-
-
-@dataclass(slots=True)
-class CascadeCounts:
-    """Counts of all texts. provisional: tokens that the mid committed first; confirmed and void: of these.
-
-    returns: times that the mid went back; passes: of the target that committed; losses: of sessions upstream.
-    """
-
-    provisional: int = 0
-    confirmed: int = 0
-    void: int = 0
-    returns: int = 0
-    passes: int = 0
-    losses: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Upstream:
-    """The target's verifier. facts: what it said at the start. salt: a secret of this process."""
-
-    client: UpstreamClient
-    facts: ModelFacts
-    salt: bytes
-    retry: UpstreamRetry
-    counts: CascadeCounts
-
-    def cache_salt(self, client: bytes) -> str:
-        """Divides upstream's caches between the clients here, who share one key there; says nothing of them."""
-        return hmac.digest(self.salt, client, "sha256")[:16].hex()
 
 
 class CascadedText:
@@ -119,7 +73,7 @@ class CascadedText:
         self._has_ended = False
 
     def begin(self) -> None:
-        """Submits the mid's sequence. Raises RequestError as its engine does."""
+        """Submits the mid-size verifier's sequence. Raises RequestError as its engine does."""
         if not self.request.once:
             self._mid.begin()
 
@@ -169,11 +123,8 @@ class CascadedText:
             try:
                 await self._run_session()
                 continue
-            except (RequestError, TokenizerMismatch) as refused:
-                _log.warning("the upstream verifier refused a text: %s", _code(refused), extra={"event": "upstream"})
-                return self.end("error", _refused(refused))
-            except EndpointUnfit as unfit:
-                return self.end("error", self._unfit(unfit))
+            except (RequestError, TokenizerMismatch, EndpointUnfit) as refused:
+                return self._give_up(refused)
             except EndpointLost as lost:
                 counts.losses += 1
                 now = loop.time()
@@ -251,7 +202,7 @@ class CascadedText:
         return "context" if len(request.prompt) + len(text) >= self._upstream.facts.max_positions else None
 
     async def _verify(self) -> None:
-        """A /v1/verify item: one pass of the target's, which the mid has no part in."""
+        """A /v1/verify item: one pass of the target's, which the mid-size verifier has no part in."""
         salt, facts = self._upstream.cache_salt(self.request.asker.client), self._upstream.facts
         item = wire_item(self.request, facts)
         try:
@@ -259,14 +210,8 @@ class CascadedText:
             result = answer.results[0]
             if result.error is not None:
                 raise RequestError(result.error.code, result.error.message)
-        except (RequestError, TokenizerMismatch) as refused:
-            return self.end("error", _refused(refused))
-        except EndpointUnfit as unfit:
-            return self.end("error", self._unfit(unfit))
-        except EndpointLost as lost:
-            self._upstream.counts.losses += 1
-            _log.warning("%s", lost, extra={"event": "upstream_lost"})
-            return self.end("error", _lost())
+        except (RequestError, TokenizerMismatch, EndpointLost) as error:
+            return self._give_up(error)
         self._upstream.counts.passes += 1
         accepted, proposed = min(result.accepted, len(result.tokens)), len(item.draft)
         self._usage.count_pass(len(result.tokens), proposed, accepted)
@@ -274,12 +219,17 @@ class CascadedText:
             self._sink(CommitEvent(0, tuple(result.tokens), accepted, proposed))
         self.end(result.finish_reason or "once")
 
-    def _unfit(self, unfit: EndpointUnfit) -> RequestError:
-        self._upstream.counts.losses += 1
-        _log.warning("%s", unfit, extra={"event": "upstream_lost"})
-        return _refused(unfit)
+    def _give_up(self, error: OutriderError) -> None:
+        """Ends the text because upstream refuses it, or is lost."""
+        if isinstance(error, EndpointLost):
+            self._upstream.counts.losses += 1
+            _log.warning("%s", error, extra={"event": "upstream_lost"})
+        else:
+            _log.warning("the upstream verifier refused a text: %s", _code(error), extra={"event": "upstream"})
+        is_lost = isinstance(error, EndpointLost) and not isinstance(error, EndpointUnfit)
+        self.end("error", _lost() if is_lost else _refused(error))
 
-    # -- the mid -------------------------------------------------------------------------------------------------------
+    # -- the mid-size verifier -----------------------------------------------------------------------------------------
 
     def _on_ahead(self, position: int, tokens: Sequence[int]) -> None:
         if self._has_ended:
@@ -290,7 +240,7 @@ class CascadedText:
         self._post_ahead()
 
     def _post_ahead(self) -> None:
-        """Posts what the mid has written, unless all of it was posted, or too many messages are in flight."""
+        """Posts the provisional tokens, unless all of them were posted, or too many messages are in flight."""
         if self._session is None or len(self._posts) >= MAX_POSTS or self._has_ended:
             return
         known = len(self.confirmed)
@@ -344,47 +294,6 @@ class CascadedText:
                 "internal_error", "the server failed on this request; its log has the details", status=500
             )
             self.end("error", fault)
-
-
-def wire_request(request: GenerateRequest, confirmed: Sequence[int], upstream: Upstream) -> SessionRequest:
-    """The session upstream that goes on with the text."""
-    return SessionRequest(
-        prompt=[*request.prompt, *confirmed],
-        max_tokens=request.max_tokens - len(confirmed),
-        cache_salt=upstream.cache_salt(request.asker.client),
-        **_ends(request, upstream.facts),
-        **asdict(request.pick.params),
-        **_choice_fields(request, len(confirmed)),
-        logprobs=request.pick.num_logprobs,
-    )
-
-
-def wire_item(request: GenerateRequest, facts: ModelFacts) -> VerifyItem:
-    """The item of a /v1/verify call upstream."""
-    return VerifyItem(
-        prefix=list(request.prompt),
-        draft=list(request.hints.draft),
-        max_tokens=request.max_tokens,
-        **_ends(request, facts),
-        **asdict(request.pick.params),
-        **_choice_fields(request, 0),
-    )
-
-
-def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
-    """What ends the text: upstream adds the target's own ids, which the request has too, or ignores in part."""
-    own = set(facts.eos_token_ids)
-    has_own = own <= request.stop_ids
-    return {"stop_ids": sorted(request.stop_ids - own if has_own else request.stop_ids), "ignore_eos": not has_own}
-
-
-def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:
-    """Rules and grammar as the wire has them, and how much of the prompt they see as text."""
-    num_generated = request.num_generated + num_confirmed
-    found = fields_of(request.pick.processors, num_generated)
-    if request.pick.grammar is not None:
-        found["grammar"] = request.pick.grammar.spec.to_wire()
-    return found | {"generated": num_generated}
 
 
 def _lost() -> RequestError:

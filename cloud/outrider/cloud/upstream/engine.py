@@ -12,12 +12,15 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from contextlib import suppress
+from functools import partial
+from typing import Final
 
 from outrider.cloud.engine.request_checks import check_draft, check_request
 from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
-from outrider.cloud.upstream.cascade_text import CascadeCounts, CascadedText, Upstream, UpstreamRetry
+from outrider.cloud.upstream.cascade_text import CascadedText
 from outrider.cloud.upstream.client import UpstreamClient
+from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamRetry
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.runtimes.base import ModelLimits
@@ -25,7 +28,7 @@ from outrider.models.wire.protocol import ModelFacts
 from outrider.models.wire.tree_draft import TreeDraft
 
 MAX_TEXTS: Final = 2048
-"""Open at a time; the slots of keys and the mid's own queue are shorter."""
+"""Open at a time; the slots of keys and the mid-size verifier's own queue are shorter."""
 _JOIN_S: Final = 10.0
 
 
@@ -68,15 +71,15 @@ class CascadeEngine(ServingEngine):
 
     @property
     def grammar_builder(self) -> BuildElsewhere | None:
-        """The mid's, which makes masks for drafts."""
+        """The mid-size verifier's, which makes masks for drafts."""
         return self._mid.grammar_builder
 
     def calibrate(self) -> None:
-        """As the mid's."""
+        """As the mid-size verifier's."""
         self._mid.calibrate()
 
     def start(self) -> None:
-        """Starts the mid and the loop. Call it once."""
+        """Starts the mid-size verifier and the loop. Call it once."""
         self._mid.start()
         self._thread.start()
         self._is_up.wait()
@@ -125,20 +128,15 @@ class CascadeEngine(ServingEngine):
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a text early; does nothing if it is over."""
-        text = self._texts.get(sequence_id)
-        if text is not None:
-            self._post(lambda: text.end("cancelled"))
-
-    def seek(self, owner: bytes, name: str, done: Callable[[Any], None]) -> bool:
-        """Nothing is parked."""
-        return False
+        if (text := self._texts.get(sequence_id)) is not None:
+            self._post(partial(text.end, "cancelled"))
 
     def stats(self) -> EngineStats:
-        """The mid's."""
+        """The mid-size verifier's."""
         return self._mid.stats()
 
     def on_death(self, act: Callable[[str], None]) -> None:
-        """As the mid's."""
+        """As the mid-size verifier's."""
         self._mid.on_death(act)
 
     def stop(self, *, drain_s: float = 0.0) -> None:
@@ -190,10 +188,8 @@ class CascadeEngine(ServingEngine):
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     def _post(self, act: Callable[[], None]) -> None:
-        try:
+        with suppress(RuntimeError):  # the loop is closed: every text has ended
             self._loop.call_soon_threadsafe(act)
-        except RuntimeError:
-            pass  # the loop is closed: every text has ended
 
     def _text(self, sequence_id: int) -> CascadedText:
         text = self._texts.get(sequence_id)

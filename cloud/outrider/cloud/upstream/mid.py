@@ -19,7 +19,7 @@ from outrider.models.wire.protocol import MAX_PATH_TOKENS
 from outrider.models.wire.tree_draft import TreeDraft
 
 MAX_AHEAD: Final = 32
-"""Tokens ahead of the confirmed text at which the mid rests; it goes on at half of them."""
+"""Tokens ahead of the confirmed text at which the mid-size verifier rests; it goes on at half of them."""
 MAX_BEHIND: Final = 8
 """Tokens behind the confirmed text at which it begins again there; fewer are drafted to it."""
 MAX_ERRORS: Final = 3
@@ -47,7 +47,7 @@ class MidRun:
         self._on_ahead = on_ahead
         self._post = post
         self._drafts = DeviceDrafts()
-        self._written: list[int] = []  # the mid's text from `_start` on
+        self._written: list[int] = []  # the mid-size verifier's text from `_start` on
         self._start = 0
         self._agreed = 0  # tokens of the text that were compared
         self._base = 0  # tokens of the text before the present sequence's own
@@ -61,7 +61,7 @@ class MidRun:
 
     @property
     def ahead(self) -> list[int]:
-        """What the mid has written after the confirmed text."""
+        """What the mid-size verifier has written after the confirmed text."""
         return self._written[len(self._confirmed) - self._start :] if self._end > len(self._confirmed) else []
 
     @property
@@ -69,8 +69,8 @@ class MidRun:
         return self._start + len(self._written)
 
     def begin(self) -> None:
-        """Submits the first sequence. Where the mid's engine refuses the request, the text goes on without it: the
-        target may take what the mid does not. Raises RequestError where it is too busy. On any thread.
+        """Submits the first sequence. Where this engine refuses the request, the text goes on without it: the target
+        may take what the mid-size verifier does not. Raises RequestError where it is too busy. On any thread.
         """
         with self._beginning:
             try:
@@ -81,7 +81,7 @@ class MidRun:
                 self._is_off = True
 
     def _begin(self) -> None:
-        """Submits a sequence that goes on where the mid's text ends."""
+        """Submits a sequence that goes on where the mid-size verifier's text ends."""
         limits, request = self._engine.limits, self._request
         text = [*self._confirmed[: self._start], *self._written]
         num_left = request.max_tokens - len(text)
@@ -91,7 +91,7 @@ class MidRun:
         if is_over:
             return
         if len(prompt) >= limits.max_positions or max(prompt) >= limits.vocab_size:
-            self._is_off = True  # the target may hold more than the mid
+            self._is_off = True  # the target may hold more than the mid-size verifier
             return
         self._base, self._shift = len(text), 0
         hints = request.hints
@@ -133,7 +133,7 @@ class MidRun:
         self._cancel()
 
     def on_confirmed(self) -> int:
-        """The confirmed text has grown. Returns how many tokens of the mid's were contradicted and are void."""
+        """The confirmed text has grown. Returns how many provisional tokens it contradicts: they are void."""
         return self._compare()
 
     def draft(self, base: int, paths: Sequence[Sequence[int]]) -> None:
@@ -175,7 +175,7 @@ class MidRun:
                 self._compare()
 
     def _compare(self) -> int:
-        """Goes back, on, or to rest, as the confirmed text says. Returns how many of the mid's tokens are void."""
+        """Goes back, on, or to rest, as the confirmed text says. Returns how many provisional tokens are void."""
         confirmed, known = self._confirmed, len(self._confirmed)
         for position in range(self._agreed, min(known, self._end)):
             if confirmed[position] != self._written[position - self._start]:
@@ -197,7 +197,7 @@ class MidRun:
         return 0
 
     def _go_to_confirmed(self, position: int) -> None:
-        """Goes to the end of the confirmed text, from which the mid's differs, or is missing, from `position` on."""
+        """Goes to the end of the confirmed text. From `position` on, the own text differs from it, or ends."""
         self._written = []
         self._start = self._agreed = len(self._confirmed)
         if self._number is not None and position >= self._base and not self._is_text_over():

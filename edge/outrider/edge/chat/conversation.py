@@ -33,7 +33,8 @@ from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, ConfigError, RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.protocol import MAX_COUNT, ModelFacts, RenderAnswer
+from outrider.models.wire.fields import MAX_COUNT
+from outrider.models.wire.protocol import MAX_BODY_BYTES, ModelFacts, RenderAnswer
 
 
 def continued(tokenizer: Tokenizer, kept: Sequence[int], rendered: Sequence[int]) -> list[int] | None:
@@ -67,8 +68,6 @@ def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     return shared
 
 
-MAX_BODY_BYTES: Final = 1 << 20
-"""What a server takes unless it was told otherwise."""
 MAX_NAME_CHARS: Final = 100
 _CUT: Final = "the answer before was cut short"
 

@@ -53,12 +53,10 @@ class Said(Protocol):
     @property
     def role(self) -> str:
         """As chat templates name it."""
-        ...
 
     @property
     def content(self) -> str:
         """Its text."""
-        ...
 
 
 AnyMessage = TypeVar("AnyMessage", bound=Said)

@@ -21,22 +21,25 @@ from rich.console import Console
 
 from outrider.edge.chat.conversation import Conversation, read_facts
 from outrider.edge.chat.messages import SYSTEM, Message, load_chat, save_chat, turns_of
-from outrider.edge.cli.chat_options import ChatOptions
-from outrider.edge.cli.chat_stats import stats_lines
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
+from outrider.edge.cli.command_options import ChatOptions
+from outrider.edge.cli.draft_source import (
+    Clouds,
+    Notes,
+    agent_options,
+    clouds_of,
+    find_drafts,
+    open_draft,
+    place_drafts,
+)
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
-from outrider.edge.cli.said import SaidOnce
-from outrider.edge.cli.summary import ended_by
+from outrider.edge.cli.summary import ended_by, stats_lines
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.assemble import OpenDraft, eased, make_agent, make_depth, make_options, open_draft_bundle
-from outrider.edge.modes.draft_ladder import open_ladder
+from outrider.edge.modes.assemble import OpenDraft, make_agent, open_draft_bundle
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
-from outrider.edge.setup.endpoints import Keys
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import ConfigError, OutriderError, TokenizerMismatch
 from outrider.models.picks.sampling import MAX_SEED
@@ -58,38 +61,38 @@ DRAFT_CONTEXT: Final = 8192
 _HINT: Final = "Ctrl-D or /quit ends the chat."
 
 
-def chat_here(
-    options: ChatOptions, out: Console, about: Console, keys: Keys | None = None, reader: Reader | None = None
-) -> None:
+def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader | None = None) -> None:
     """Chats until the input ends; raises OutriderError. out: the answers. about: everything else.
 
-    keys: which key goes to which cloud; by default, the options' key goes to all of them. reader: by default, the
-    terminal, or what is piped in.
+    reader: by default, the terminal, or what is piped in.
     """
-    make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
-    make_options(options.width)
-    clouds = clouds_of(options.cloud, keys or Keys(options.api_key))
+    agent_options(options)  # a wrong option is found before a model is loaded
+    clouds = clouds_of(options.cloud, options.keys())
     messages = load_chat(options.load.expanduser()).messages if options.load is not None else []
     if reader is None:
         names = [name.partition(" ")[0] for name in COMMANDS]
         is_terminal = sys.stdin.isatty() and out.is_terminal
         history = options.history.expanduser() if options.history is not None else None
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
-    said = SaidOnce(about)
-    facts = asyncio.run(_look(clouds, said))
-    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about, said)]
+    notes = Notes(about)
+    facts = asyncio.run(_look(clouds, notes))
+    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, notes)]
     for each in bundles:
         _require_same_tokenizer(each, facts)
-    draft = _open_draft(options, bundles, clouds, about) if options.drafts else None
+    draft = None
+    if options.drafts:
+        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
+        draft = open_draft(candidates, options, notes, notes.line, DRAFT_CONTEXT)
     with closing(draft.drafter) if draft is not None else nullcontext():
-        asyncio.run(_chat(options, clouds, bundles[0], facts, draft, messages, out, about, reader, said))
+        screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, notes, reader)
+        asyncio.run(_chat(options, clouds, bundles[0], facts, draft, messages, screen, notes))
 
 
-async def _look(clouds: Clouds, said: SaidOnce) -> ModelFacts:
+async def _look(clouds: Clouds, notes: Notes) -> ModelFacts:
     async with open_fleet(clouds) as fleet:
-        endpoints = Endpoints(fleet.clients, on_trouble=said.note, fleet=fleet)
+        endpoints = Endpoints(fleet.clients, on_trouble=notes.before_text, fleet=fleet)
         if (mixed := await fleet.mixed_targets()) is not None:
-            said.note(mixed)
+            notes.before_text(mixed)
         return await read_facts(endpoints)
 
 
@@ -102,20 +105,6 @@ def _require_same_tokenizer(bundle: Bundle, facts: ModelFacts) -> None:
         )
 
 
-def _open_draft(options: ChatOptions, bundles: Sequence[Bundle], clouds: Clouds, about: Console) -> OpenDraft:
-    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
-    draft = open_ladder(
-        candidates,
-        options.threads,
-        lambda words: print_line(about, words, "yellow"),
-        is_asked=options.choice.wanted_device is not None,
-        is_looked_up=options.is_looked_up,
-        max_positions=DRAFT_CONTEXT,
-    )
-    show_notes(draft.placement, about)
-    return draft
-
-
 async def _chat(
     options: ChatOptions,
     clouds: Clouds,
@@ -123,41 +112,26 @@ async def _chat(
     facts: ModelFacts,
     draft: OpenDraft | None,
     messages: list[Message],
-    out: Console,
-    about: Console,
-    reader: Reader,
-    said: SaidOnce,
+    screen: ChatScreen,
+    notes: Notes,
 ) -> None:
+    eased_by = PowerWatch(options.on_battery).reason if draft is not None else None
+    if eased_by is not None:
+        notes.line(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")
+    tree = agent_options(options, eased_by)
     async with open_fleet(clouds) as fleet:
-        screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, about, reader)
-
-        def note(words: str) -> None:
-            if not said.was_said(words):
-                screen.note(words)
-
-        endpoints = Endpoints(fleet.clients, on_trouble=note, fleet=fleet)
-        tree = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
-        if draft is not None and (eased_by := PowerWatch(options.on_battery).reason) is not None:
-            tree = eased(tree)
-            screen.note(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")
+        endpoints = Endpoints(fleet.clients, on_trouble=notes.in_text, fleet=fleet)
         agent = make_agent(Mode.STREAM, endpoints, draft.drafter if draft is not None else None, options.depth, tree)
         assert isinstance(agent, StreamAgent)
-        conversation = Conversation(
-            agent,
-            facts,
-            bundle.tokenizer(),
-            bundle.manifest.tokenizer_fingerprint,
-            screen.note,
-            messages,
-        )
-        await screen.run(conversation)
+        fingerprint = bundle.manifest.tokenizer_fingerprint
+        await screen.run(Conversation(agent, facts, bundle.tokenizer(), fingerprint, notes.line, messages))
 
 
 class ChatScreen:
     """Reads messages and commands, shows answers. Belongs to the event loop on which `run` is awaited."""
 
     def __init__(
-        self, options: ChatOptions, drafted_by: str | None, out: Console, about: Console, reader: Reader
+        self, options: ChatOptions, drafted_by: str | None, out: Console, notes: Notes, reader: Reader
     ) -> None:
         self._params = options.params
         self._max_tokens = options.max_tokens
@@ -165,9 +139,8 @@ class ChatScreen:
         self._file = options.load
         self._drafted_by = drafted_by
         self._out = out
-        self._about = about
+        self._notes = notes
         self._reader = reader
-        self._printer: TokenPrinter | None = None
         self._answer: asyncio.Task[None] | None = None
 
     async def run(self, conversation: Conversation) -> None:
@@ -183,7 +156,7 @@ class ChatScreen:
                 except KeyboardInterrupt:
                     if not self._reader.is_typed:
                         raise
-                    self.note(_HINT)
+                    self._notes.line(_HINT)
                     continue
                 except ConfigError as error:
                     self._show_error(error)
@@ -199,18 +172,14 @@ class ChatScreen:
                 elif typed:
                     await self._ask(conversation, typed[1:] if typed.startswith("//") else typed)
 
-    def note(self, words: str) -> None:
-        """A line that is no answer."""
-        if self._printer is not None:
-            self._printer.break_line()
-        print_line(self._about, words, "yellow")
-
     def _greet(self, conversation: Conversation) -> None:
         drafted = f", drafted by {self._drafted_by}" if self._drafted_by is not None else ""
-        print_line(self._about, f"{conversation.model}, {conversation.facts.max_positions} tokens{drafted}", "dim")
-        print_line(self._about, "Enter sends, Alt-Enter begins a new line, /help lists the commands.", "dim")
+        print_line(
+            self._notes.about, f"{conversation.model}, {conversation.facts.max_positions} tokens{drafted}", "dim"
+        )
+        print_line(self._notes.about, "Enter sends, Alt-Enter begins a new line, /help lists the commands.", "dim")
         if conversation.messages:
-            print_line(self._about, f"goes on after {_turns(conversation.messages)}", "dim")
+            print_line(self._notes.about, f"goes on after {_turns(conversation.messages)}", "dim")
 
     async def _ask(self, conversation: Conversation, question: str) -> None:
         self._answer = asyncio.get_running_loop().create_task(self._show_answer(conversation, question))
@@ -219,7 +188,7 @@ class ChatScreen:
         except asyncio.CancelledError:
             if not self._answer.cancelled():
                 raise  # the whole chat is cancelled
-            self.note("(stopped)")
+            self._notes.line("(stopped)")
         except OutriderError as error:
             self._show_error(error)
         finally:
@@ -227,25 +196,26 @@ class ChatScreen:
 
     async def _show_answer(self, conversation: Conversation, question: str) -> None:
         def show(prompt: Sequence[int]) -> OnTokens:
-            self._printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt), end="\n")
-            return self._printer
+            printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt), end="\n")
+            self._notes.printer = printer
+            return printer
 
         conversation.agent.endpoints.choose_again()
         try:
             turn = await conversation.answer(question, self._params, self._max_tokens, show)
         except OutriderError:
-            if self._printer is not None:
-                self._printer.break_line()
-                self._printer = None  # the text has no end
+            if self._notes.printer is not None:
+                self._notes.printer.break_line()
+                self._notes.printer = None  # the text has no end
             raise
         finally:
-            if self._printer is not None:
-                self._printer.finish()
-                self._printer = None
+            if self._notes.printer is not None:
+                self._notes.printer.finish()
+                self._notes.printer = None
         if turn.result.draft_error is not None:
-            self.note(f"Drafting ended early: {turn.result.draft_error}.")
+            self._notes.line(f"Drafting ended early: {turn.result.draft_error}.")
         if (why := ended_by(turn.result.finish_reason)) is not None:
-            self.note(f"(ended by {why})")
+            self._notes.line(f"(ended by {why})")
 
     def _on_interrupt(self) -> bool:
         """Ends the answer; returns whether there is one."""
@@ -257,7 +227,7 @@ class ChatScreen:
     def _show_error(self, error: OutriderError) -> None:
         if not self._reader.is_typed:
             raise error  # a script must notice
-        print_line(self._about, f"error: {error}", "red")
+        print_line(self._notes.about, f"error: {error}", "red")
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -332,7 +302,7 @@ class ChatScreen:
         self._tell("cleared")
 
     def _tell(self, line: str) -> None:
-        print_line(self._about, line, "dim")
+        print_line(self._notes.about, line, "dim")
 
 
 def _turns(messages: Sequence[Message]) -> str:

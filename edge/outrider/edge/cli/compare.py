@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
@@ -98,41 +97,9 @@ def typical(results: Sequence[GenerationResult]) -> GenerationResult:
     return by_rate[(len(by_rate) - 1) // 2]
 
 
-@contextmanager
-def measured_load(urls: Sequence[str]) -> Iterator[MachineLoad]:
+def measured_load(urls: Sequence[str]) -> MachineLoad:
     """Measures other processes' load; local verifiers at `urls` are not counted."""
-    load = _LoadBesideServers([pid for url in urls if (pid := _listener(url)) is not None])
-    with load:
-        yield load
-
-
-class _LoadBesideServers(MachineLoad):
-    """Does not count the time of these processes as load."""
-
-    def __init__(self, pids: Sequence[int]) -> None:
-        super().__init__()
-        self._pids = pids
-        self._servers_before_s = 0.0
-
-    def start(self) -> None:
-        super().start()
-        self._servers_before_s = self._servers_s()
-
-    def stop(self) -> None:
-        others_before_s = self._others_s
-        servers_s = self._servers_s() - self._servers_before_s
-        super().stop()
-        self._others_s = max(others_before_s, self._others_s - servers_s)
-
-    def _servers_s(self) -> float:
-        total_s = 0.0
-        for pid in self._pids:
-            try:
-                spent = psutil.Process(pid).cpu_times()
-            except psutil.Error:
-                continue  # it has ended
-            total_s += spent.user + spent.system
-        return total_s
+    return MachineLoad([pid for url in urls if (pid := _listener(url)) is not None])
 
 
 def _listener(url: str) -> int | None:

@@ -12,9 +12,9 @@ from typing import Final
 
 from rich.console import Console
 
-from outrider.edge.cli.demo_options import DemoOptions
+from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.demo_screen import DemoScreen
-from outrider.edge.cli.exporter import export_reference_pair
+from outrider.edge.cli.draft_source import export_reference_pair
 from outrider.edge.devices.placement import require_asked_device
 from outrider.edge.lab.child_process import EndingOnSignals
 from outrider.edge.lab.comparison import ModeFigures, compare

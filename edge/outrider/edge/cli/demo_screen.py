@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from outrider.edge.cli.demo_options import DemoOptions
+from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.terminal import DRAFT_STYLE, TokenPrinter
 from outrider.edge.lab.comparison import ModeFigures
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, Lab

@@ -56,7 +56,7 @@ def devices(
     """
     if is_profiled:
         with importing("the agent", "edge"):
-            from outrider.edge.cli.profile_screen import show_profiles
+            from outrider.edge.cli.placing import show_profiles
         show_profiles(draft or [], threads, Console(), as_json=as_json)
         return
     if draft or threads:

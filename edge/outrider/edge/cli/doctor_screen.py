@@ -12,9 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.edge.cli.cloud_flags import Clouds
-from outrider.edge.cli.draft_flags import REMOVED_DRAFTING, Drafts, Threads
-from outrider.edge.cli.option_groups import KeyOptions, PlaceOptions
+from outrider.edge.cli.option_groups import REMOVED_DRAFTING, Clouds, Drafts, KeyOptions, PlaceOptions, Threads
 from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
 from outrider.edge.setup.config_file import read_config
 from outrider.edge.setup.endpoints import Keys

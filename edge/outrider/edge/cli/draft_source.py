@@ -1,6 +1,6 @@
-"""Finds the drafts to use, and where they run.
+"""Finds what a text is drafted from: the drafts to use and where they run, the reference pair, documents.
 
-The named ones, else those pulled for the verifier's target, else the reference draft.
+Drafts are the named ones, else those pulled for the verifier's target, else the reference draft.
 """
 
 from __future__ import annotations
@@ -15,25 +15,92 @@ from typing import Final
 import click
 from rich.console import Console
 
-from outrider.edge.cli.exporter import default_draft
+from outrider.edge.cli.option_groups import DraftingOptions
 from outrider.edge.cli.placing import measured_link, placed_words, rank
-from outrider.edge.cli.said import SaidOnce
+from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.placement import DraftChoice, Placement
 from outrider.edge.devices.profiles import Link
+from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.draft_ladder import Candidate, candidates_of
+from outrider.edge.modes.assemble import OpenDraft, eased, make_depth, make_options
+from outrider.edge.modes.draft_ladder import Candidate, candidates_of, open_ladder
+from outrider.edge.modes.stream import AgentOptions
+from outrider.edge.retrieval.documents import read_documents
+from outrider.edge.retrieval.grounding import Library
+from outrider.edge.retrieval.index import PassageIndex, default_index_cache
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.shelf import Pulled, find_pulled_from
 from outrider.edge.store.use import in_use
+from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.reference_export import REFERENCE
+from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.client.client import ClientOptions
-from outrider.models.errors import BundleError, CloudError
+from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable
 from outrider.models.process.command_line import print_line
+from outrider.models.process.extras import is_installed
+from outrider.models.text.tokenizer import Tokenizer
+
+
+class Notes:
+    """Prints what the user should know, on lines of its own. about: where to. printer: of the text that is being shown.
+
+    A command asks its clouds several times before the first token: which draft fits, what is served, then for the text.
+    So what is wrong with them is said once.
+    """
+
+    def __init__(self, about: Console) -> None:
+        self.about = about
+        self.printer: TokenPrinter | None = None
+        self._said: set[str] = set()
+
+    def line(self, words: str) -> None:
+        """Prints a sentence."""
+        if self.printer is not None:
+            self.printer.break_line()
+        print_line(self.about, words, "yellow")
+
+    def before_text(self, words: str) -> None:
+        """Prints a sentence about clouds while the text is prepared, unless it has been printed."""
+        if words not in self._said:
+            self._said.add(words)
+            self.line(words)
+
+    def in_text(self, words: str) -> None:
+        """Prints one that comes with the text, unless it was printed before: it may come back with another outage."""
+        if words not in self._said:
+            self.line(words)
+        self._said.discard(words)
+
+
+NPU_SHAPES: Final = StaticShapes(prompt_len=128, response_len=576)
+"""Lengths of a reference draft for an NPU: prompts of up to 128 tokens and texts of up to 576."""
+
+
+def export_reference_pair(choice: DraftChoice, widen_mb: float = WIDENED_MB) -> ReferencePair:
+    """The pair that `choice` drafts with; as `reference_export.export_reference_pair`."""
+    return reference_export.export_reference_pair(widen_mb, *draft_kind(choice))
+
+
+def draft_kind(choice: DraftChoice) -> tuple[str, str | None, StaticShapes | None]:
+    """Device, runtime and shapes to export the draft for; None takes the device's default."""
+    device, runtime = choice.wanted_device or "cpu", choice.wanted_runtime
+    return device, None if runtime == "ngram" else runtime, NPU_SHAPES if device == "npu" else None
+
+
+def default_draft(choice: DraftChoice) -> Path:
+    """The reference draft's bundle. Raises RuntimeUnavailable where it cannot be exported."""
+    if missing := next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None):
+        raise RuntimeUnavailable(
+            f"the reference draft cannot be exported here: the package {missing!r} is not installed. Get a draft "
+            "from your server with `outrider pull`"
+        )
+    return export_reference_pair(choice).draft
+
 
 MAX_LOADING_S: Final = 2.0
 """How long to wait for a verifier on this machine where none is needed yet."""
@@ -61,21 +128,18 @@ def find_drafts(
     drafts: Sequence[str],
     choice: DraftChoice,
     clouds: Clouds,
-    about: Console,
-    said: SaidOnce | None = None,
+    notes: Notes,
     *,
     needs_server: bool = True,
 ) -> list[str | Path]:
     """Where the drafts' bundles are, at least one. Raises as `find_for_server` and `default_draft` do.
 
-    drafts: the option's values. said: prints what is wrong with clouds; by default to `about`. needs_server: where no
-    server answers, False takes what was last pulled from one.
+    drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
     """
-    said = said or SaidOnce(about)
     found: list[str | Path] = []
     for draft in dict.fromkeys(drafts):
         if draft in (AUTO, REFERENCE):
-            pulled = _pulled(choice, clouds, about, said, needs_server=needs_server) if draft == AUTO else []
+            pulled = _pulled(choice, clouds, notes, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [default_draft(choice)]
         else:
             _use_until_the_end(Path(draft))
@@ -83,24 +147,22 @@ def find_drafts(
     return found
 
 
-def _pulled(
-    choice: DraftChoice, clouds: Clouds, about: Console, said: SaidOnce, *, needs_server: bool
-) -> list[str | Path]:
+def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[str | Path]:
     retry = None
     if not needs_server:
         retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
     try:
         # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
-        note = said.note if needs_server else lambda words: None
+        note = notes.before_text if needs_server else lambda words: None
         found = asyncio.run(_find_pulled(choice, clouds, note, retry))
     except CloudError as error:
         if needs_server:
             raise
-        said.note(f"{error}.")
+        notes.before_text(f"{error}.")
         last = find_pulled_from([url for url, _ in clouds], choice)
         found = [last] if last is not None else []
     for each in found:
-        print_line(about, f"draft: {each.words}", "dim")
+        print_line(notes.about, f"draft: {each.words}", "dim")
     return [_checked(each.bundle.path) for each in found]
 
 
@@ -140,10 +202,38 @@ def place_drafts(
     return _ranked(candidates, num_threads, link, about)
 
 
-def show_notes(placement: Placement, about: Console) -> None:
+def open_draft(
+    candidates: Sequence[Candidate],
+    options: DraftingOptions,
+    notes: Notes,
+    on_step: Callable[[str], None],
+    max_positions: int = 0,
+) -> OpenDraft:
+    """What drafts one text at a time; the caller closes it. on_step, max_positions, and raises: as `open_ladder`."""
+    is_asked, is_looked_up = options.choice.wanted_device is not None, options.is_looked_up
+    draft = open_ladder(
+        candidates,
+        options.threads,
+        on_step,
+        is_asked=is_asked,
+        is_looked_up=is_looked_up,
+        max_positions=max_positions,
+    )
+    show_notes(draft.placement, notes)
+    return draft
+
+
+def agent_options(options: DraftingOptions, eased_by: str | None = None) -> AgentOptions:
+    """What these options say of a drafted tree. eased_by: why it is half of that. Raises ConfigError."""
+    make_depth(options.depth, Estimates())  # a wrong one is found before a model is loaded
+    tree = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
+    return tree if eased_by is None else eased(tree)
+
+
+def show_notes(placement: Placement, notes: Notes) -> None:
     """What the user should know of the place that was taken."""
     for note in placement.notes:
-        print_line(about, f"note: {note}", "yellow")
+        notes.line(f"note: {note}")
 
 
 def _ranked(candidates: list[Candidate], num_threads: int, link: Callable[[], Link], about: Console) -> list[Candidate]:
@@ -171,3 +261,16 @@ def _checked(pulled: Path) -> Path:
         damage = str(error).rpartition("; ")[0]  # without the advice for bundles that were copied
         raise BundleError(f"the pulled draft is damaged: {damage}; run `outrider pull` again") from None
     return pulled
+
+
+def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:
+    """Reads and indexes the documents; says what is left out. Raises ConfigError, and RuntimeUnavailable."""
+    found = read_documents(docs)
+    index = PassageIndex(found.documents, default_index_cache())
+    for sentence in found.left_out:
+        print_line(about, f"documents {sentence}", "yellow")
+    how = "read from the cache" if index.was_cached else "made"
+    print_line(
+        about, f"documents: {len(found.documents)}, in {len(index.passages)} passages; the index was {how}", "dim"
+    )
+    return Library(index, tokenizer)

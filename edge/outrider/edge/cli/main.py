@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Final
 
 import click
 from rich.console import Console
 
-from outrider.edge.cli.chat_options import ChatOptions
+from outrider.edge.cli.command_options import ChatOptions, DemoOptions, PullOptions, ServeOptions
 from outrider.edge.cli.config_screen import config_app
-from outrider.edge.cli.configured import ConfiguredGroup
-from outrider.edge.cli.demo import demo
 from outrider.edge.cli.devices_screen import devices
 from outrider.edge.cli.doctor_screen import doctor
-from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.cli.service_screen import service_app
-from outrider.edge.setup.key_file import SeveralLines
+from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
+from outrider.edge.setup.endpoints import SeveralLines
+from outrider.edge.setup.settings import UNCONFIGURED, Settings, name_variables
+from outrider.models.bundle.reference_export import EXPORTER_PACKAGES
 from outrider.models.errors import ConfigError
 from outrider.models.process.command_line import (
+    CommandGroup,
     make_app,
     read_stdin,
     require_utf8,
@@ -28,9 +29,49 @@ from outrider.models.process.command_line import (
     standard_output,
     takes_options,
 )
-from outrider.models.process.extras import importing
+from outrider.models.process.extras import importing, require_packages
 
 WHAT, EXTRA = "the agent", "edge"
+ALL_PARTS = "the demo exports, serves and drafts on this machine and"
+NEEDED: Final = (*EXPORTER_PACKAGES, "openvino", "httpx", "fastapi", "uvicorn", "prometheus_client", "psutil")
+"""Packages of all three parts; checked before the demo's export starts."""
+EXAMINES_ITSELF: Final = "doctor"
+"""The command that reports a broken configuration, so it runs with one."""
+EPILOG: Final = (
+    "Each option also has a variable (--max-tokens of run: OUTRIDER_RUN_MAX_TOKENS, or OUTRIDER_MAX_TOKENS for all "
+    "commands) and a place in the configuration file; see `outrider config`."
+)
+
+
+class ConfiguredGroup(CommandGroup):
+    """Reads the configuration once it is known which command runs; a broken one does not stop `--help`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if command is not None and not ctx.resilient_parsing:
+            self._configure(ctx, command, rest)
+        return name, command, rest
+
+    def _configure(self, ctx: click.Context, command: click.Command, arguments: list[str]) -> None:
+        if command.name in UNCONFIGURED:
+            return
+        command.epilog = EPILOG
+        is_help = bool({"--help", "-h"}.intersection(arguments))
+        try:
+            settings = Settings(self, read_config())
+        except ConfigError:
+            if not is_help and command.name != EXAMINES_ITSELF:
+                raise
+            settings = Settings(self, ConfigFile(config_path()))
+        for path, leaf in settings.commands.items():
+            name_variables(path, leaf, settings.common)
+            if path[0] == command.name and not is_help:
+                settings.check(path)
+        ctx.default_map = settings.default_map()
+        ctx.obj = settings
+
 
 app = make_app(
     "The device side of Outrider: drafts here, the target verifies in the cloud; the text is the target's.",
@@ -49,7 +90,7 @@ def run(options: RunOptions) -> None:
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
-    run_once(options, standard_output(), Console(stderr=True), options.keys())
+    run_once(options, standard_output(), Console(stderr=True))
 
 
 @app.command()
@@ -62,7 +103,7 @@ def chat(options: ChatOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.chat import chat_here
-    chat_here(options, standard_output(), Console(stderr=True), options.keys())
+    chat_here(options, standard_output(), Console(stderr=True))
 
 
 @app.command()
@@ -75,7 +116,7 @@ def pull(options: PullOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
-    pull_once(options, standard_output(), Console(stderr=True), options.keys())
+    pull_once(options, standard_output(), Console(stderr=True))
 
 
 def _prompt(given: str | None) -> str:
@@ -98,14 +139,23 @@ def serve(options: ServeOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.serve import serve_local
     try:
-        serve_local(options, options.keys())
+        serve_local(options)
     except SeveralLines as error:
         raise ConfigError(
             f"{error} for the verifier; keys that clients of this endpoint send belong into --api-key-file"
         ) from None
 
 
-app.command()(demo)
+@app.command()
+@takes_options(DemoOptions)
+def demo(options: DemoOptions) -> None:
+    """See everything work on this machine: export, cloud, agent, and how the modes compare."""
+    require_packages(NEEDED, ALL_PARTS, "all")
+    with importing(ALL_PARTS, "all"):
+        from outrider.edge.cli.demo_run import run_demo
+    run_demo(options, Console())
+
+
 app.command()(devices)
 app.command()(doctor)
 app.add_typer(config_app)

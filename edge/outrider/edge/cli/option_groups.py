@@ -3,44 +3,171 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
+import click
 import typer
+from click.core import ParameterSource
 
-from outrider.edge.cli.cloud_flags import (
-    AllowHttp,
-    ApiKey,
-    Clouds,
-    KeyFile,
-    TlsClientCert,
-    certificate_in_use,
-    keys_in_use,
-)
-from outrider.edge.cli.draft_flags import (
-    BatteryWork,
-    Depth,
-    DraftDevice,
-    Drafts,
-    EmulateNpu,
-    HowMuch,
-    Lookup,
-    Runtime,
-    Width,
-    draft_choice,
-    refuse_idle_effort,
-    refuse_idle_tree,
-)
-from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntime
 from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
-from outrider.edge.setup.endpoints import Keys
+from outrider.edge.setup.endpoints import Keys, read_key_file, require_private
+from outrider.edge.setup.settings import Settings
 from outrider.edge.store.auto import AUTO
-from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
+from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+Clouds = Annotated[
+    list[str], typer.Option("--cloud", "--server", help="Verifier's address; repeat for others to fall back on.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier; better in OUTRIDER_API_KEY or --key-file."),
+]
+KeyFile = Annotated[Path | None, typer.Option(help="File that holds the verifier's key; only you may read it.")]
+AllowHttp = Annotated[
+    bool, typer.Option("--allow-http", help="Send the key over http:// beyond this machine, readable on the way.")
+]
+
+
+TlsClientCert = Annotated[
+    Path | None,
+    typer.Option(
+        help="Certificate chain and its private key to show to servers that ask for one, PEM; only you may read it.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+
+
+LOOKUP: Final = "--lookup or --no-lookup"
+
+TREE: Final = ("width", "lookup")
+"""Options of drafted trees."""
+DRAFTS: Final = (
+    *("runtime", "draft_device", "emulate_npu"),
+    *TREE,
+    *("on_battery", "depth", "effort", "threads"),
+)
+"""Options that have no effect where nothing drafts."""
+
+_DRAFT_HELP: Final = (
+    f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's target, or "
+    f"else '{REFERENCE}'."
+)
+
+
+class DraftPath(click.types.StringParamType):
+    """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
+
+    name = "text"
+    envvar_list_splitter = os.pathsep
+
+
+Drafts = Annotated[
+    list[str],
+    typer.Option(
+        "--draft",
+        envvar="OUTRIDER_DRAFT",
+        click_type=DraftPath(),
+        help=f"{_DRAFT_HELP} Repeat it for drafts to choose from: the fastest here is taken.",
+    ),
+]
+BatteryWork = Annotated[
+    OnBattery,
+    typer.Option("--on-battery", help="What is drafted on battery, or when the processor is hot: half or all of it."),
+]
+DraftDevice = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[cpu|gpu|npu|gpu.N]",
+        help="What the draft runs on, gpu.1 for the second GPU; or ONNX Runtime's execution provider by full name, or "
+        "prefer-npu. Default: the device that its bundle was made for.",
+    ),
+]
+Runtime = Annotated[
+    DraftRuntime | None,
+    typer.Option(help="What drafts; default: the bundle's runtime. ngram copies earlier passages of the text."),
+]
+EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]
+Depth = Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")]
+Width = Annotated[str, typer.Option(help="Guesses per token: auto, or 1 to 8; 1 drafts a single path.")]
+HowMuch = Annotated[Effort, typer.Option(help="How much the device drafts; low saves energy.")]
+Lookup = Annotated[
+    bool | None,
+    typer.Option("--lookup/--no-lookup", help="Also copy earlier passages of the text.", show_default="lookup"),
+]
+Threads = Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")]
+OfflineOk = Annotated[
+    bool,
+    typer.Option("--offline-ok", help="Where no cloud answers, let the draft write alone, marked as unverified."),
+]
+
+
+REMOVED_DRAFTING: Final = {
+    "--draft-bytes": "A device sends 150 bytes of drafts per token of the text at most; with --width 1 about 10.",
+    "--provider": "Give the execution provider's name to --draft-device.",
+    "--patience-ms": "The target chooses how long it waits for a draft, by its step times.",
+    "--tls-client-key": "Put the key into the file of --tls-client-cert, after the certificates.",
+}
+"""What to do in place of options that there were once."""
+
+
+def is_typed(parameter: str) -> bool:
+    """Whether the option stands on the command line: a value from the environment or the file is for every run.
+
+    True outside of a command, where options are values.
+    """
+    context = click.get_current_context(silent=True)
+    source = context.get_parameter_source(parameter) if context is not None else None
+    return source in (None, ParameterSource.COMMANDLINE)
+
+
+def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
+    """Whether each of these fields differs from its default, by the option's name."""
+    defaults = {each.name: each.default for each in fields(options)}
+    return {
+        LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}": getattr(options, name) != defaults[name]
+        for name in parameters
+    }
+
+
+def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
+    """Raises ConfigError for options that were typed and have no effect, by name. reason: why they have none."""
+    parameters = {name: name.split()[0].removeprefix("--").replace("-", "_") for name in given}
+    if names := [name for name, is_given in given.items() if is_given and is_typed(parameters[name])]:
+        it = "it" if len(names) == 1 else "them"
+        raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {it} out")
+
+
+def refuse_idle_tree(width: str, lookup: bool | None, runtime: str | None) -> None:
+    """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
+    if width == "1":
+        refuse_idle("--width 1 drafts a single path", {LOOKUP: lookup is not None})
+    if runtime == "ngram":
+        refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: lookup is not None})
+
+
+Docs = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Find passages for the prompt in the text, Markdown and program files below DIR, and draft from them.",
+    ),
+]
+
 
 AS_PARAM: Final = "Give it as --param NAME=NUMBER, such as --param top_p=0.9."
 _SAMPLING: Final = ("top_k", "top_p", "min_p")
@@ -69,12 +196,38 @@ class KeyOptions:
     tls_client_cert: TlsClientCert = None
 
     def keys(self) -> Keys:
-        """The keys, and the device's certificate, for the command that runs now.
+        """The keys, and the device's certificate, for the command that runs now: its options', and the endpoints' own.
 
-        Raises as `keys_in_use` and `certificate_in_use`.
+        Raises ConfigError where a key and a key file come from the same place, or a file cannot be used.
         """
-        keys = keys_in_use(self.api_key, self.key_file, allow_http=self.allow_http)
-        return replace(keys, certificate=certificate_in_use(self.tls_client_cert))
+        context = click.get_current_context(silent=True)
+        settings = context.find_object(Settings) if context is not None else None
+        keys = Keys(
+            endpoints=settings.endpoints if settings is not None else (),
+            is_http_allowed=self.allow_http,
+            certificate=self._certificate(),
+        )
+        sources = {
+            name: (context.get_parameter_source(name) if context is not None else None) or ParameterSource.COMMANDLINE
+            for name in ("api_key", "key_file")
+            if getattr(self, name) is not None
+        }
+        if len(set(sources.values())) < len(sources):
+            raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
+        if not sources:
+            return keys
+        chosen = min(sources, key=lambda name: sources[name].value)
+        key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
+        is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+        return replace(keys, general=key, is_asked=is_asked)
+
+    def _certificate(self) -> ClientCertificate | None:
+        if self.tls_client_cert is None:
+            return None
+        shown = ClientCertificate(self.tls_client_cert.expanduser())
+        require_private(shown.certificate)
+        shown.check()
+        return shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +242,22 @@ class PlaceOptions:
     choice: DraftChoice = field(init=False)
 
     def _choose(self) -> None:
-        """Sets `choice`. Raises as `draft_choice`."""
-        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu)
+        """Sets `choice`. Raises ConfigError where typed options contradict each other; a configured one gives way."""
+        try:
+            choice = self._choice(lambda name: True)
+        except ConfigError:
+            choice = self._choice(is_typed)
+            if choice == AS_BUNDLED:
+                raise
         object.__setattr__(self, "choice", choice)
+
+    def _choice(self, counts: Callable[[str], bool]) -> DraftChoice:
+        runtime = self.runtime if counts("runtime") else None
+        device = self.draft_device if counts("draft_device") else None
+        emulate_npu = self.emulate_npu and counts("emulate_npu")
+        if device is not None and (device == "prefer-npu" or device.endswith("ExecutionProvider")):
+            return DraftChoice(runtime, None, emulate_npu, device)
+        return DraftChoice(runtime, device, emulate_npu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +271,7 @@ class DraftingOptions(PlaceOptions):
     effort: HowMuch = Effort.NORMAL
     on_battery: BatteryWork = OnBattery.HALF
     lookup: Lookup = None
+    threads: Threads = 0
 
     @property
     def is_looked_up(self) -> bool:
@@ -113,7 +280,8 @@ class DraftingOptions(PlaceOptions):
 
     def _refuse_idle_drafting(self) -> None:
         """Raises ConfigError for typed options that have no effect beside one another."""
-        refuse_idle_effort(self.depth, self.effort)
+        if self.depth != "auto":
+            refuse_idle(f"--depth {self.depth} does not depend on times", given(self, "effort"))
         refuse_idle_tree(self.width, self.lookup, self.runtime)
 
 

@@ -17,12 +17,11 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from outrider.edge.cli.draft_source import Clouds, clouds_of
-from outrider.edge.cli.pull_options import PullOptions
+from outrider.edge.cli.command_options import PullOptions
+from outrider.edge.cli.draft_source import Clouds, Notes, clouds_of
 from outrider.edge.devices.discovery import RUNTIME_NAMES
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import RetryPolicy
-from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.choice import Judged, Wishes, judge
 from outrider.edge.store.fetch import Progress
 from outrider.edge.store.prune import find_outdated, prune, size_of
@@ -37,19 +36,13 @@ from outrider.models.wire.protocol import DraftList, OfferedDraft
 COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
 
 
-def pull_once(options: PullOptions, out: Console, about: Console, keys: Keys | None = None) -> None:
-    """Pulls a draft, or lists them; raises OutriderError. out: the bundle's place. about: everything else.
-
-    keys: which key goes to which cloud; by default, the options' key.
-    """
-    clouds = clouds_of(options.cloud, keys or Keys(options.api_key, is_http_allowed=options.allow_http))
-    asyncio.run(_pull(clouds, options, out, about))
+def pull_once(options: PullOptions, out: Console, about: Console) -> None:
+    """Pulls a draft, or lists them; raises OutriderError. out: the bundle's place. about: everything else."""
+    asyncio.run(_pull(clouds_of(options.cloud, options.keys()), options, out, about))
 
 
 async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Console) -> None:
-    def note(words: str) -> None:
-        print_line(about, words, "yellow")
-
+    note = Notes(about).line
     wishes = Wishes(options.device, options.model_runtime, options.precision, options.name)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(DraftClient(url, each)) for url, each in clouds]
@@ -137,7 +130,7 @@ async def _with_bar(offer: Offer, options: PullOptions, about: Console) -> PullR
         progress = Progress(
             chosen.draft.size_bytes,
             on_change=lambda done: bar.update(task, completed=done),
-            note=lambda words: print_line(bar.console, words, "yellow"),
+            note=Notes(bar.console).line,
         )
         try:
             return await pull_draft(offer.client, offer.offered, chosen, progress, options.to)

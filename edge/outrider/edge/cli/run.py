@@ -6,7 +6,8 @@ The text goes to standard output, statistics and messages to standard error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import io
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,33 +16,27 @@ from typing import Final
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
-from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
-from outrider.edge.cli.grammar_options import compiled_for_draft
-from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.cli.said import SaidOnce
-from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
+from outrider.edge.cli.draft_source import (
+    Clouds,
+    Notes,
+    agent_options,
+    clouds_of,
+    find_drafts,
+    open_draft,
+    open_library,
+    place_drafts,
+)
+from outrider.edge.cli.run_options import RunOptions, compiled_for_draft
+from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter, print_document
-from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import COMPARE_TIMEOUT_S, Fleet, open_fleet
-from outrider.edge.modes.assemble import (
-    Agent,
-    OpenDraft,
-    eased,
-    make_agent,
-    make_depth,
-    make_options,
-    open_draft_bundle,
-)
-from outrider.edge.modes.draft_ladder import open_ladder
+from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent, open_draft_bundle
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
 from outrider.edge.retrieval.grounding import Grounding
-from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.client.tracing import start_tracing
@@ -72,22 +67,16 @@ class Ran:
     offline: OfflineText | None = None
 
 
-def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | None = None) -> None:
-    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else.
-
-    keys: which key goes to which cloud; by default, the options' key goes to all of them.
-    """
-    keys = keys or Keys(options.api_key, is_http_allowed=options.allow_http)
-    make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
-    make_options(options.width)
-    clouds = clouds_of(options.cloud, keys)
+def run_once(options: RunOptions, out: Console, about: Console) -> None:
+    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else."""
+    agent_options(options)  # a wrong option is found before a model is loaded
+    clouds = clouds_of(options.cloud, options.keys())
     if not {AUTO, REFERENCE}.isdisjoint(options.draft) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
     is_drafted = options.mode is not Mode.CLOUD_ONLY
-    said = SaidOnce(about)
-    paths = find_drafts(
-        options.draft, options.choice, clouds, about, said, needs_server=not (options.offline_ok and is_drafted)
-    )
+    notes = Notes(about)
+    needs_server = not (options.offline_ok and is_drafted)
+    paths = find_drafts(options.draft, options.choice, clouds, notes, needs_server=needs_server)
     bundles = [open_draft_bundle(path) for path in paths]
     steps: list[str] = []
     draft: OpenDraft | None = None
@@ -98,31 +87,20 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
     tokenizer = bundle.tokenizer()
     grounding = None
     if options.docs is not None and options.prompt is not None:
-        library = open_library(options.docs, tokenizer, about)
-        grounding = library.ground(options.prompt)
+        grounding = open_library(options.docs, tokenizer, about).ground(options.prompt)
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
     if is_drafted:
-        draft = open_ladder(
-            candidates,
-            options.threads,
-            steps.append,
-            is_asked=options.choice.wanted_device is not None,
-            is_looked_up=options.is_looked_up,
-        )
-    printer = None if options.as_json else _printer(out, options, tokenizer.detokenizer(context=request.prompt))
+        draft = open_draft(candidates, options, notes, steps.append)
+    shown = Console(file=io.StringIO()) if options.as_json else out
+    notes.printer = printer = _printer(shown, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None
     with closing(draft.drafter) if draft is not None else nullcontext():
-        if draft is not None:
-            show_notes(draft.placement, about)
         end_tracing = start_tracing(lambda words: print_line(about, words, "yellow"))
         try:
-            ran = asyncio.run(
-                _generate(options, clouds, request, draft, printer, about, tokenizer, eased_by, grounding, said)
-            )
+            ran = asyncio.run(_generate(options, clouds, request, tokenizer, draft, grounding, eased_by, notes))
         finally:
             end_tracing()
-            if printer is not None:
-                printer.break_line()  # an error or Ctrl-C may have interrupted the text
+            printer.break_line()  # an error or Ctrl-C may have interrupted the text
     if options.as_json:
         document = _document(options, ran, draft, tokenizer)
         document |= {"eased_by": eased_by, "draft_steps": steps}
@@ -134,17 +112,17 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
     for line in [*figures, *_passage_lines(options, grounding)]:
         print_line(about, line, "dim")
     if eased_by is not None:
-        print_line(about, f"drafted with half the work: {eased_by} (--on-battery full drafts all)", "yellow")
+        notes.line(f"drafted with half the work: {eased_by} (--on-battery full drafts all)")
     for line in steps:
-        print_line(about, line, "yellow")
+        notes.line(line)
     if ran.offline is not None and ran.offline.num_local:
         print_line(about, offline_line(ran.offline), "bold yellow" if ran.offline.local else "yellow")
     if ran.undrafted is not None:
-        print_line(about, ran.undrafted, "yellow")
+        notes.line(ran.undrafted)
     if ran.comparison is not None:
         print_line(about, ran.comparison.sentence(options.mode.value), "bold")
         if ran.comparison.load is not None:
-            print_line(about, ran.comparison.load, "yellow")
+            notes.line(ran.comparison.load)
     print_line(about, f"seed {options.params.seed}", "dim")
 
 
@@ -181,42 +159,33 @@ async def _generate(
     options: RunOptions,
     clouds: Clouds,
     request: GenerationRequest,
+    tokenizer: Tokenizer,
     draft: OpenDraft | None,
-    printer: TokenPrinter | None,
-    about: Console,
-    tokenizer: Tokenizer | None = None,
-    eased_by: str | None = None,
-    grounding: Grounding | None = None,
-    said: SaidOnce | None = None,
+    grounding: Grounding | None,
+    eased_by: str | None,
+    notes: Notes,
 ) -> Ran:
-    def warn(words: str) -> None:
-        if said is not None and said.was_said(words):
-            return
-        if printer is not None:
-            printer.break_line()
-        print_line(about, words, "yellow")
-
+    """The text, and what --compare measures. notes: its printer shows the text."""
+    assert notes.printer is not None
     if options.no_recent or options.compare:  # or the second of two equal texts would be drafted from the first
         clouds = [(url, replace(each, no_store=True)) for url, each in clouds]
     async with open_fleet(clouds) as fleet:
         if (mixed := await fleet.mixed_targets()) is not None:
-            warn(mixed)
+            notes.in_text(mixed)
         retry = OFFLINE_RETRY if options.offline_ok else None
-        endpoints = Endpoints(fleet.ranked(), retry, on_trouble=warn, fleet=fleet)
+        endpoints = Endpoints(fleet.ranked(), retry, on_trouble=notes.in_text, fleet=fleet)
         drafter = draft.drafter if draft is not None else None
-        tree = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
+        tree = agent_options(options, eased_by)
         quoted = grounding.quoted if grounding is not None else ()
-        tree = tree if eased_by is None else eased(tree)
         agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted, terms=options.terms)
         offline: OfflineText | None = None
-        if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None and tokenizer is not None:
-            offline = await _generate_offline_ok(agent, draft, request, fleet, printer, tokenizer, warn)
+        if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None:
+            offline = await _generate_offline_ok(agent, draft, request, fleet, tokenizer, notes)
             result = whole_result(offline)
         else:
-            result = await agent.generate(request, printer)
-        if printer is not None:
-            printer.finish()
-        comparison = await _compare(options, request, agent, endpoints, about) if options.compare else None
+            result = await agent.generate(request, notes.printer)
+        notes.printer.finish()
+        comparison = await _compare(options, request, agent, endpoints, notes.about) if options.compare else None
         counted = comparison.typical[DRAFTED] if comparison is not None else result
         longest = draft.placement.max_positions if draft is not None else None
         return Ran(result, counted, why_undrafted(counted, agent, longest, len(request.prompt)), comparison, offline)
@@ -227,41 +196,37 @@ async def _generate_offline_ok(
     draft: OpenDraft,
     request: GenerationRequest,
     fleet: Fleet,
-    printer: TokenPrinter | None,
     tokenizer: Tokenizer,
-    warn: Callable[[str], None],
+    notes: Notes,
 ) -> OfflineText:
-    assert agent.drafter is not None
-    is_alone = False
+    assert agent.drafter is not None and notes.printer is not None
+    printer, is_alone = notes.printer, False
 
     async def find_cloud() -> bool:
         return bool(await fleet.look(COMPARE_TIMEOUT_S))
 
     def on_replaced(verified: Sequence[int]) -> None:
-        warn("The target goes on in place of the unverified text:")
-        if printer is not None:
-            printer.replace_unverified(tokenizer.detokenizer(context=[*request.prompt, *verified]))
+        notes.in_text("The target goes on in place of the unverified text:")
+        printer.replace_unverified(tokenizer.detokenizer(context=[*request.prompt, *verified]))
 
     def on_tokens(batch: TokenBatch) -> None:
         nonlocal is_alone
         if batch.is_unverified and not is_alone:
-            warn("No cloud serves the text: the draft goes on alone, unverified.")
+            notes.in_text("No cloud serves the text: the draft goes on alone, unverified.")
         is_alone = batch.is_unverified
-        if printer is not None:
-            printer(batch)
+        printer(batch)
 
     writer = OfflineWriter(
         agent,
         agent.drafter,
         frozenset(tokenizer.eos_token_ids),
         find_cloud,
-        printer.confirm_unverified if printer is not None else lambda num: None,
+        printer.confirm_unverified,
         on_replaced,
         max_positions=draft.placement.max_positions,
     )
     text = await writer.generate(request, on_tokens)
-    if printer is not None:
-        printer.confirm_unverified(len(text.local))
+    printer.confirm_unverified(len(text.local))
     return text
 
 

@@ -14,20 +14,26 @@ from typing import Final
 
 from rich.console import Console
 
-from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
+from outrider.edge.cli.command_options import ServeOptions, refuse_one_file
+from outrider.edge.cli.draft_source import (
+    Clouds,
+    Notes,
+    agent_options,
+    clouds_of,
+    find_drafts,
+    open_library,
+    place_drafts,
+    show_notes,
+)
 from outrider.edge.cli.placing import measured_link
-from outrider.edge.cli.serve_options import ServeOptions, refuse_one_file
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.modes.assemble import make_depth, make_options, open_draft_bundle, open_draft_model
+from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
 from outrider.edge.modes.draft_ladder import lazy_model, open_first
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
-from outrider.edge.setup.endpoints import Keys
-from outrider.edge.setup.key_file import require_private
+from outrider.edge.setup.endpoints import require_private
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.tracing import start_tracing
 from outrider.models.hosts import is_loopback
@@ -36,8 +42,8 @@ from outrider.models.http.security import KeyRing, page_policy, require_safe_hos
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
-from outrider.models.process.command_line import print_line
 from outrider.models.process.extras import require_packages
+from outrider.models.process.heap import bound_heaps
 from outrider.models.process.watched_files import FileWatch, WatchedFiles
 from outrider.models.visible import visible
 
@@ -52,16 +58,15 @@ _CONNECTIONS_PER_TEXT: Final = 10
 """To a verifier: a stream, and the drafts in flight."""
 
 
-def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
-    """Serves until a signal ends it. Raises OutriderError for what the user can put right.
-
-    cloud_keys: which key goes to which cloud; by default, the options' key goes to all of them.
-    """
+def serve_local(options: ServeOptions) -> None:
+    """Serves until a signal ends it. Raises OutriderError for what the user can put right."""
+    cloud_keys = options.keys()
     configure_logging(LogFormat.TEXT)
+    bound_heaps()
     sys.setswitchinterval(_SWITCH_S)
     if options.metrics:
         require_packages(["prometheus_client"], "--metrics", "telemetry")
-    for each in cloud_keys.endpoints if cloud_keys is not None else ():
+    for each in cloud_keys.endpoints:
         refuse_one_file(each.key_file, options.api_key_file)
     if options.api_key_file is not None:
         require_private(options.api_key_file)
@@ -72,9 +77,8 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
-    make_depth(options.depth, Estimates())
-    agent_options = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
-    clouds = clouds_of(options.cloud, cloud_keys or Keys(options.api_key, is_http_allowed=options.allow_http))
+    drafting = agent_options(options)
+    clouds = clouds_of(options.cloud, cloud_keys)
     with open_socket(options.host, options.port) as sock:
         settings = LocalSettings(
             keys=keys,
@@ -91,7 +95,7 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
             any_user=options.any_user,
             shows_details=is_loopback(options.host),
             depth=options.depth,
-            options=agent_options,
+            options=drafting,
             shows_metrics=options.metrics,
         )
         core = _open_core(options, clouds, settings)
@@ -115,10 +119,10 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
 
 
 def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -> LocalCore:
-    about = Console(stderr=True)
+    notes = Notes(about := Console(stderr=True))
     with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
         link = beside.submit(measured_link, clouds)
-        paths = find_drafts(options.draft, options.choice, clouds, about, needs_server=False)
+        paths = find_drafts(options.draft, options.choice, clouds, notes, needs_server=False)
         bundles = [open_draft_bundle(path) for path in paths]
         candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, link.result)
     bundle = candidates[0].bundle
@@ -128,10 +132,10 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     model, others = open_first(
         candidates,
         lambda each: open_draft_model(each.bundle, each.choice, options.threads, num_sequences, options.draft_context),
-        lambda words: print_line(about, words, "yellow"),
+        notes.line,
         is_asked=options.choice.wanted_device is not None,
     )
-    show_notes(model.placement, about)
+    show_notes(model.placement, notes)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
     clients = [VerifierClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
     fingerprint = bundle.manifest.tokenizer_fingerprint

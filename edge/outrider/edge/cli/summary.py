@@ -1,15 +1,23 @@
-"""Formats the numbers of a generation, for people and for programs."""
+"""Formats the numbers of a generation or a chat, for people and for programs; says why a draft was of no use."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from statistics import median
+from typing import Final
 
+from outrider.edge.chat.conversation import Conversation, Turn
 from outrider.edge.devices.placement import Placement
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
+from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
+from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
+from outrider.edge.modes.assemble import Agent
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationResult, Mode
 from outrider.models.counted import counted
+from outrider.models.picks.sampling import SamplingParams
 
 _SOURCES = {LOOKUP_RANK: "lookup", QUOTE_RANK: "documents"}
 """Ranks that stand for what guessed without a model."""
@@ -145,3 +153,92 @@ def draft_lines(placement: Placement, num_prompt: int, num_tokens: int) -> list[
 
 def _number(value: float) -> float | None:
     return round(value, 3) if math.isfinite(value) else None
+
+
+FEW: Final = 0.05
+"""A draft that wrote at most this share of a text counts as useless."""
+
+
+def why_undrafted(result: GenerationResult, agent: Agent, max_positions: int | None, num_prompt: int) -> str | None:
+    """One or two sentences for the user; None where drafts were accepted, or nothing was to be drafted.
+
+    max_positions: longest sequence that the draft holds; None: no limit.
+    """
+    if not isinstance(agent, StreamAgent) or agent.drafter is None or not result.tokens:
+        return None
+    if result.num_accepted > FEW * len(result.tokens):
+        return None
+    if result.draft_error is not None:
+        return f"Nothing was drafted after the draft failed: {result.draft_error}."
+    if max_positions is not None and num_prompt >= max_positions:
+        return f"Nothing was drafted: the prompt has {num_prompt} tokens and the draft holds {max_positions}."
+    if isinstance(agent.depth, FixedDepth) and agent.depth.plan().depth == 0:
+        return "Nothing was drafted: --depth 0 asks for it."
+    times = _times(agent.estimates)
+    if isinstance(agent.depth, CostModelDepth) and not agent.depth.is_on:
+        depth = agent.depth
+        if depth.is_slow:
+            return f"Drafting would not pay: {times}. The draft is too slow for this target."
+        return (
+            f"Drafting would not pay: {times}. A drafted token saves {depth.saved_ms:.1f} ms on average "
+            f"({agent.estimates.acceptance:.0%} of a step). To draft again it must save "
+            f"{depth.doubt * depth.cost_ms:.1f} ms: {depth.doubt:g} times the {depth.cost_ms:.1f} ms that it costs the "
+            "server with its message."
+        )
+    if not result.num_drafted:
+        if agent.estimates.lag_ms is None:
+            return "Nothing was drafted: the text ended before the first draft, or the draft had no guess."
+        return "Nothing was drafted: the draft had no guess."
+    if not result.num_tested:
+        return f"No draft arrived in time: {times}."
+    return (
+        f"{result.num_accepted} of {result.num_tested} drafted tokens were accepted: this draft does not fit the text."
+    )
+
+
+def _times(e: Estimates) -> str:
+    return (
+        f"a target step takes {e.step_ms:.1f} ms, a drafted token {e.draft_ms:.1f} ms, checking it {e.extra_ms:.1f} ms "
+        f"more, a round trip {e.round_trip_ms:.0f} ms"
+    )
+
+
+def stats_lines(
+    conversation: Conversation, params: SamplingParams, drafted_by: str | None, is_verbose: bool = False
+) -> list[str]:
+    """Lines for a terminal. drafted_by: what drafts, and where; None where nothing does. is_verbose: all figures."""
+    limit, turns = conversation.facts.max_positions, conversation.turns
+    lines = [
+        f"target: {conversation.model}; drafted by: {drafted_by or 'nothing'}",
+        f"seed {params.seed}, temperature {params.temperature:g}, top_k {params.top_k}, top_p {params.top_p:g}, min_p "
+        f"{params.min_p:g}",
+        f"{counted(len(turns), 'answer')}; the conversation has {conversation.num_tokens} of {limit} tokens",
+    ]
+    if conversation.num_dropped:
+        lines.append(f"{counted(conversation.num_dropped, 'turn')} dropped, because the context was full")
+    if turns:
+        last = turns[-1]
+        lines += [_first_tokens(turns), _reuse(len(turns), last), *_sent_again(turns)]
+        lines += [f"last answer, {line}" for line in summary_lines(last.result, is_verbose)]
+    return lines
+
+
+def _first_tokens(turns: list[Turn]) -> str:
+    times = [turn.first_token_s * 1e3 for turn in turns]
+    middle = f"median {median(times):.0f} ms"
+    return f"time to first token: {times[0]:.0f} ms in answer 1, {times[-1]:.0f} ms in the last, {middle}"
+
+
+def _reuse(number: int, turn: Turn) -> str:
+    return (
+        f"answer {number}: {turn.result.cached_prompt_tokens} of {turn.num_prompt} prompt tokens were in the server's "
+        f"cache; {turn.num_sent} were sent"
+    )
+
+
+def _sent_again(turns: list[Turn]) -> list[str]:
+    again = [(number, turn.sent_again) for number, turn in enumerate(turns, start=1) if turn.sent_again is not None]
+    if not again:
+        return ["no turn was sent again"]
+    number, why = again[-1]
+    return [f"all was sent again for {counted(len(again), 'answer')}, last for answer {number}: {why}"]

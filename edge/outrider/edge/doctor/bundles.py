@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -27,33 +26,11 @@ _CHOSEN: Final = (AUTO, REFERENCE)
 """Values of `--draft` that leave the choice to the command."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedBundle:
-    """A bundle, if it is intact, and what was found."""
+def check_bundle(path: Path, *, is_used: bool) -> tuple[Finding, Bundle | None]:
+    """Reads and hashes a draft bundle, which is given if it is intact.
 
-    finding: Finding
-    bundle: Bundle | None = None
-
-    def has_tokenizer(self, fingerprint: str | None) -> bool:
-        """Whether it is intact and has this tokenizer; None: any."""
-        return self.bundle is not None and fingerprint in (None, self.bundle.manifest.tokenizer_fingerprint)
-
-    def is_at(self, path: Path) -> bool:
-        """Whether it is intact and lies there."""
-        return self.bundle is not None and self.bundle.path == path
-
-    def is_below(self, folder: Path) -> bool:
-        """Whether it is intact and lies below that folder."""
-        return self.bundle is not None and self.bundle.path.is_relative_to(folder)
-
-    @property
-    def size_bytes(self) -> int:
-        """Of its files."""
-        return sum(entry.size for entry in self.bundle.manifest.files) if self.bundle is not None else 0
-
-
-def check_bundle(path: Path, *, is_used: bool) -> CheckedBundle:
-    """Reads and hashes a draft bundle. is_used: a damaged one is a fault; in the cache only it is a warning."""
+    is_used: a damaged one is a fault; in the cache only it is a warning.
+    """
     name = "draft" if is_used else "bundle"
     report = fault if is_used else warning
     try:
@@ -61,16 +38,16 @@ def check_bundle(path: Path, *, is_used: bool) -> CheckedBundle:
         manifest = bundle.manifest
         if manifest.role != "draft":
             advice = "name a draft, as outrider-export writes it"
-            return CheckedBundle(report(name, f"{path} is a {manifest.role} bundle; expected a draft", advice))
+            return report(name, f"{path} is a {manifest.role} bundle; expected a draft", advice), None
         bundle.tokenizer()
     except OutriderError as error:
         problem, _, advice = str(error).rpartition("; ")
-        return CheckedBundle(report(name, problem or advice, advice if problem else "export or copy it again"))
+        return report(name, problem or advice, advice if problem else "export or copy it again"), None
     except OSError as error:
-        return CheckedBundle(report(name, f"{path} cannot be read ({error.strerror})", "correct its permissions"))
+        return report(name, f"{path} cannot be read ({error.strerror})", "correct its permissions"), None
     made = f"{manifest.runtime} on {manifest.device}, {manifest.precision}"
     found = f"{manifest.name} at {path}: intact, {counted(len(manifest.files), 'file')}, for {made}"
-    return CheckedBundle(ok(name, found), bundle)
+    return ok(name, found), bundle
 
 
 def cached_drafts(cache: Path) -> list[Path]:
@@ -109,7 +86,7 @@ class Bundles:
         self._find_pulled = find_pulled
         self._pulled: dict[tuple[str, str | None], Path | None] = {}
         self._shelf = Shelf(cache / "drafts")
-        self.intact: list[CheckedBundle] = []
+        self.intact: list[Bundle] = []
         self.is_broken = False
 
     def findings(self) -> Iterator[Finding]:
@@ -131,7 +108,7 @@ class Bundles:
             advice = "`outrider pull` brings one that was made for your server's target" if self._draft == AUTO else ""
             yield ok("draft", "the reference draft; it is exported when it is first used", advice)
 
-    def for_target(self, tokenizer: str | None, target: str | None = None) -> CheckedBundle | None:
+    def for_target(self, tokenizer: str | None, target: str | None = None) -> Bundle | None:
         """The draft in use for a target: the named one, the one pulled for it, or the reference draft.
 
         tokenizer: the target's fingerprint; None: unknown. A draft with another tokenizer shows why nothing fits.
@@ -139,9 +116,10 @@ class Bundles:
         if self._draft not in _CHOSEN:
             return None if self.is_broken else next(iter(self.intact), None)
         if (pulled := self.pulled_for(tokenizer, target)) is not None:
-            return next((each for each in self.intact if each.is_at(pulled)), None)
-        exported = [each for each in self.intact if not each.is_below(self._shelf.root)]
-        return next((each for each in exported if each.has_tokenizer(tokenizer)), next(iter(exported), None))
+            return next((each for each in self.intact if each.path == pulled), None)
+        exported = [each for each in self.intact if not each.path.is_relative_to(self._shelf.root)]
+        fitting = (each for each in exported if tokenizer in (None, each.manifest.tokenizer_fingerprint))
+        return next(fitting, next(iter(exported), None))
 
     def pulled_for(self, tokenizer: str | None, target: str | None = None) -> Path | None:
         """The place of the pulled draft that is in use for a target, intact or not."""
@@ -156,9 +134,9 @@ class Bundles:
         return self._pulled[tokenizer, target]
 
     def _check(self, path: Path, *, is_used: bool) -> Iterator[Finding]:
-        checked = check_bundle(path, is_used=is_used)
-        if checked.bundle is not None:
-            self.intact.append(checked)
+        finding, bundle = check_bundle(path, is_used=is_used)
+        if bundle is not None:
+            self.intact.append(bundle)
         elif is_used:
             self.is_broken = True
-        yield checked.finding
+        yield finding

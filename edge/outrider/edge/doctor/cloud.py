@@ -98,7 +98,7 @@ class CloudReport:
                 opened = httpx.Client(
                     timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
                     trust_env=not is_loopback(host),
-                    verify=tls_context(self.cloud.certificate) if parts.scheme == "https" else True,
+                    verify=system_tls(self.cloud.certificate) if parts.scheme == "https" else True,
                     auth=httpx.BasicAuth(*self.cloud.login.split(":", 1)) if self.cloud.login else None,
                 )
         except ConfigError as error:
@@ -144,7 +144,7 @@ class CloudReport:
     def _check_tls(self, connection: socket.socket, host: str) -> Finding:
         name = self.step_name("TLS")
         try:
-            with tls_context(self.cloud.certificate).wrap_socket(connection, server_hostname=host) as secured:
+            with system_tls(self.cloud.certificate).wrap_socket(connection, server_hostname=host) as secured:
                 certificate = secured.getpeercert() or {}
                 until = certificate.get("notAfter", "an unknown time")
                 return ok(name, f"{secured.version()}, certificate valid until {until}")
@@ -288,11 +288,6 @@ class CloudReport:
             if (date := response.headers.get("date")) is not None:
                 self._last_date = date, (sent_s + got_s) / 2
             return response.status_code, response.headers, body[:MAX_ANSWER_BYTES]
-
-
-def tls_context(certificate: ClientCertificate | None) -> ssl.SSLContext:
-    """The settings of the agent's own connections."""
-    return system_tls(certificate)
 
 
 def check_tokenizer(report: CloudReport, name: str, fingerprint: str) -> Finding:

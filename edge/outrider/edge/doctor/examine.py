@@ -1,20 +1,36 @@
-"""Runs all checks in the order in which things depend on each other: `outrider doctor`."""
+"""Runs all checks in the order in which things depend on each other: `outrider doctor`.
+
+Has the checks of this machine, too: Python, packages, runtimes and drivers, memory, disk, battery.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import psutil
+
+from outrider.edge.devices.discovery import (
+    RUNTIME_NAMES,
+    FoundRuntime,
+    ModelRuntime,
+    advice,
+    install_advice,
+)
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
-from outrider.edge.doctor.bundles import Bundles, CheckedBundle
+from outrider.edge.doctor.bundles import Bundles
 from outrider.edge.doctor.findings import Finding, fault, guarded, ok, warning, without_secrets
-from outrider.edge.doctor.hardware import check_disk, check_memory, check_power, check_runtimes
-from outrider.edge.doctor.probe import ProbeFailed, Profile, profile_draft
+from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, profile_draft
 from outrider.edge.drafting.depth import MAX_DEPTH
 from outrider.edge.setup.endpoints import Endpoint, Keys
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Device
 from outrider.models.client.address import split_login, verifier_url, without_password
 from outrider.models.errors import ConfigError
 from outrider.models.process.extras import is_installed
@@ -22,8 +38,90 @@ from outrider.models.process.machine_load import MachineLoad
 
 if TYPE_CHECKING:
     from outrider.edge.doctor.cloud import CloudReport
-import sys
-from importlib import metadata
+
+
+GIB: Final = 1 << 30
+OVERHEAD_BYTES: Final = 300 << 20
+"""Memory beyond the bundle's size that an agent may take."""
+LEAST_DISK_BYTES: Final = 2 * GIB
+NODES: Final[dict[Device, str]] = {"npu": "dev/accel/accel*", "gpu": "dev/dri/renderD*"}
+"""Linux shows hardware whose driver has loaded by these."""
+
+
+def check_runtimes(
+    ask: Callable[[ModelRuntime], FoundRuntime] = ask_runtime, root: Path = Path("/")
+) -> Iterator[Finding]:
+    """Each runtime with its devices; then NPU and GPU, if no runtime drives one. root: where /dev is."""
+    installed: list[FoundRuntime] = []
+    for runtime, name in RUNTIME_NAMES.items():
+        try:
+            found = ask(runtime)
+        except ProbeFailed as error:
+            yield fault(name, f"it cannot list its devices: {error}", f"install it again: {_reinstall(runtime)}")
+            continue
+        if found.version is None:
+            yield ok(name, "not installed", install_advice(runtime).partition("; ")[2] + ", if drafts need it")
+            continue
+        installed.append(found)
+        devices = ", ".join(
+            f"{each.name} ({each.full_name}{f', driver {each.driver}' if each.driver else ''})"
+            for each in found.devices
+        )
+        if found.has("cpu"):
+            yield ok(name, f"{found.version}: {devices}")
+        else:
+            yield fault(name, f"{found.version} has no CPU, only: {devices or 'nothing'}", advice(runtime, "cpu"))
+    if not installed:
+        yield warning("runtimes", "no runtime works, so only n-gram lookup drafts", install_advice("openvino"))
+    for device, nodes in NODES.items():
+        if installed and not any(found.has(device) for found in installed):
+            runtime = "openvino" if installed[0].runtime == "openvino" else installed[0].runtime
+            words = advice(runtime, device).partition(" To try the NPU path")[0]
+            if any(root.glob(nodes)):
+                yield warning(device.upper(), "the system shows one, and no runtime drives it", words)
+            else:
+                yield ok(device.upper(), "none", words)
+
+
+def check_memory(needed_bytes: int | None, memory: Any = None) -> Iterator[Finding]:
+    """Free memory against the draft's. needed_bytes: the bundle's size; None: unknown."""
+    memory = memory if memory is not None else psutil.virtual_memory()
+    free = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    needed = OVERHEAD_BYTES + (needed_bytes or 0)
+    if memory.available < needed:
+        yield warning(
+            "memory", f"{free}; the draft needs about {needed / GIB:.1f}", "close programs, or take a smaller draft"
+        )
+    else:
+        yield ok("memory", free)
+
+
+def check_disk(place: Path, usage: Callable[[Path], Any] = shutil.disk_usage) -> Iterator[Finding]:
+    """Free space where bundles and compiled models are kept."""
+    there = next((each for each in (place, *place.parents) if each.is_dir()), Path("/"))
+    free = usage(there).free
+    found = f"{free / GIB:.1f} GiB free for {place}"
+    if free < LEAST_DISK_BYTES:
+        yield warning("disk", found, "free some space, or keep bundles elsewhere: OUTRIDER_CACHE")
+    else:
+        yield ok("disk", found)
+
+
+def check_power(sensors: Callable[[], Any] | None = None) -> Iterator[Finding]:
+    """Battery or mains."""
+    ask: Any = sensors or getattr(psutil, "sensors_battery", None)  # missing on some systems
+    battery = ask() if ask is not None else None
+    if battery is None:
+        yield ok("power", "no battery is reported")
+    elif battery.power_plugged is False:
+        yield warning("power", f"on battery, {battery.percent:.0f} %", "draft less: --effort low")
+    else:
+        yield ok("power", f"plugged in, battery at {battery.percent:.0f} %")
+
+
+def _reinstall(runtime: ModelRuntime) -> str:
+    return install_advice(runtime).partition("run: ")[2].replace("install", "install --force-reinstall", 1)
+
 
 DISTRIBUTION: Final = "outrider"
 LEAST_PYTHON: Final = (3, 11)
@@ -131,7 +229,8 @@ def _examine(patient: Patient, secrets: set[str]) -> Iterator[Finding]:
         yield from guarded("cloud", _examine_cloud, patient, url, bundles, reports, secrets)
     draft = _draft_for(bundles, next((each for each in reports if each.facts), None))
     yield from guarded("speed", _examine_speed, patient, draft, reports)
-    yield from guarded("memory", check_memory, draft.size_bytes if draft is not None else None)
+    draft_bytes = sum(entry.size for entry in draft.manifest.files) if draft is not None else None
+    yield from guarded("memory", check_memory, draft_bytes)
     yield from guarded("disk", check_disk, patient.cache)
     yield from guarded("power", check_power)
 
@@ -166,15 +265,15 @@ def _examine_cloud(
     yield from report.findings()
     if report.facts is not None:
         draft = _draft_for(bundles, report)
-        if draft is not None and draft.bundle is not None:
-            manifest = draft.bundle.manifest
+        if draft is not None:
+            manifest = draft.manifest
             yield check_tokenizer(report, manifest.name, manifest.tokenizer_fingerprint)
         elif (pulled := bundles.pulled_for(report.facts.tokenizer, report.facts.target)) is not None:
             found = f"the one pulled for {report.facts.name} is damaged, at {pulled}"
             yield fault(report.step_name("draft"), found, "run `outrider pull` again")
 
 
-def _draft_for(bundles: Bundles, report: CloudReport | None) -> CheckedBundle | None:
+def _draft_for(bundles: Bundles, report: CloudReport | None) -> Bundle | None:
     """The draft in use with a cloud; None: no cloud answers."""
     if report is None or report.facts is None:
         return bundles.for_target(None)
@@ -185,12 +284,12 @@ def _label(url: str, endpoint: Endpoint | None) -> str:
     return endpoint.name if endpoint is not None and endpoint.name else without_password(url).partition("://")[2]
 
 
-def _examine_speed(patient: Patient, draft: CheckedBundle | None, reports: Iterable[CloudReport]) -> Iterator[Finding]:
-    if draft is None or draft.bundle is None:
+def _examine_speed(patient: Patient, draft: Bundle | None, reports: Iterable[CloudReport]) -> Iterator[Finding]:
+    if draft is None:
         return
     with MachineLoad() as load:
         try:
-            profile = profile_draft(str(draft.bundle.path), patient.choice, patient.threads)
+            profile = profile_draft(str(draft.path), patient.choice, patient.threads)
         except ProbeFailed as error:
             yield fault("draft's device", str(error), "choose another with --draft-device, or see `outrider devices`")
             return
@@ -206,7 +305,7 @@ def _examine_speed(patient: Patient, draft: CheckedBundle | None, reports: Itera
             yield judge_speed(profile, report.step_ms, report.round_trip_ms, report.cloud.label)
 
 
-def judge_speed(profile: Profile, step_ms: float | None, round_trip_ms: float, label: str = "") -> Finding:
+def judge_speed(profile: TimedDraft, step_ms: float | None, round_trip_ms: float, label: str = "") -> Finding:
     """Which of draft, target and network is slow.
 
     While a message travels the target makes round_trip / step tokens, and the draft must be ahead by as many.

@@ -14,13 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.devices.profiles import Profile
 from outrider.edge.store.shelf import Shelf, find_pulled
 from outrider.models.errors import OutriderError
 
@@ -36,19 +36,11 @@ class ProbeFailed(Exception):
     """The process gave no answer. The message says why, in one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A draft on this machine. words: what runs it. token_ms: median time of one token, without branches.
-
-    eight_ms: median time of eight nodes of a tree.
-    """
+class TimedDraft(Profile):
+    """A draft on this machine. words: what runs it. worst_ms: the longest time of one token."""
 
     words: str
-    open_s: float
-    prompt_ms: float
-    token_ms: float
     worst_ms: float
-    eight_ms: float
 
 
 def ask_runtime(runtime: ModelRuntime) -> FoundRuntime:
@@ -57,9 +49,9 @@ def ask_runtime(runtime: ModelRuntime) -> FoundRuntime:
     return FoundRuntime(runtime, answer["version"], tuple(FoundDevice(**each) for each in answer["devices"]))
 
 
-def profile_draft(bundle: str, choice: DraftChoice, num_threads: int = 0) -> Profile:
+def profile_draft(bundle: str, choice: DraftChoice, num_threads: int = 0) -> TimedDraft:
     """Opens the draft and times it in a process of its own. Raises ProbeFailed."""
-    return Profile(**_ask(["draft", bundle, _as_text(choice), str(num_threads)]))
+    return TimedDraft(**_ask(["draft", bundle, _as_text(choice), str(num_threads)]))
 
 
 def find_pulled_draft(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> Path | None:
@@ -111,15 +103,6 @@ def _ended(status: int, stderr: str) -> str:
     return f"{how}: {last[:300]}" if last else how
 
 
-def _find(runtime: ModelRuntime) -> dict[str, Any]:
-    return find_runtime(runtime).as_json()
-
-
-def _find_pulled(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> dict[str, Any]:
-    found = find_pulled(tokenizer, target, choice, Shelf(shelf))
-    return {"path": None if found is None else str(found.bundle.path)}
-
-
 def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, Any]:
     from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
     from outrider.models.picks.sampling import SamplingParams
@@ -131,7 +114,6 @@ def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, An
     try:
         drafter.begin(range(1, 1 + PROMPT_TOKENS), SamplingParams())
         guesses = drafter.guess([()], 1)[0]
-        prompt_ms = 1e3 * (time.perf_counter() - opened)
         times, eights = [], []
         for _ in range(NUM_WARM + NUM_TIMED):
             drafter.extend([guesses[0].token if guesses else 1])
@@ -147,7 +129,6 @@ def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, An
     return {
         "words": draft.placement.words,
         "open_s": opened - began,
-        "prompt_ms": prompt_ms,
         "token_ms": median(timed),
         "worst_ms": max(timed),
         "eight_ms": median(eights[NUM_WARM:]),
@@ -160,10 +141,11 @@ def main(arguments: Sequence[str]) -> None:
     try:
         if what == "runtime":
             runtime: ModelRuntime = "openvino" if rest[0] == "openvino" else "onnxruntime"
-            found = _find(runtime)
+            found = find_runtime(runtime).as_json()
         elif what == "pulled":
             shelf, tokenizer, target, options = rest
-            found = _find_pulled(Path(shelf), tokenizer, json.loads(target), DraftChoice(*json.loads(options)))
+            pulled = find_pulled(tokenizer, json.loads(target), DraftChoice(*json.loads(options)), Shelf(Path(shelf)))
+            found = {"path": None if pulled is None else str(pulled.bundle.path)}
         else:
             bundle, options, num_threads = rest
             found = _profile(bundle, DraftChoice(*json.loads(options)), int(num_threads))

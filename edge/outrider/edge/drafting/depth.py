@@ -41,15 +41,12 @@ class DepthController(Protocol):
 
     def plan(self) -> DraftPlan:
         """The plan in force until the next `observe`; thread-safe, changes nothing."""
-        ...
 
     def observe(self, outcome: CommitOutcome) -> None:
         """Takes a commit; the estimates have it already."""
-        ...
 
     def block(self) -> int:
         """The depth for stop-and-wait, at least 1: every block costs a round trip there."""
-        ...
 
 
 class FixedDepth:

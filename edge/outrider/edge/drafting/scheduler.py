@@ -35,24 +35,19 @@ class DraftJob(Protocol):
     @property
     def drafter(self) -> Drafter:
         """What guesses."""
-        ...
 
     @property
     def width(self) -> int:
         """Guesses per token."""
-        ...
 
     def is_wanted(self) -> bool:
         """Whether anything is worth drafting now; gives the drafter the newest commits."""
-        ...
 
     def next_call(self, most: int) -> DraftCall | None:
         """The next call, of at most `most` nodes; None where nothing is worth one."""
-        ...
 
     def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
         """Takes a call's guesses. before, now: from when the text was ready for the call to its end."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

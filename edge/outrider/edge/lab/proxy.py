@@ -1,9 +1,8 @@
 """Delays TCP connections on loopback: the network that a test machine does not have.
 
-Adds half a round trip to every chunk each way, in order, each at its own due time, limits the rate where asked to, and
-counts the bytes. It runs its own event loop in its own thread on select(), whose timeouts are exact to tens of
-microseconds; epoll's are whole milliseconds. For measurements run it as a process of its own:
-`python -m outrider.edge.lab.proxy --target HOST:PORT --rtt-ms 50`.
+Adds half a round trip to every chunk each way, in order, each at its own due time. It runs its own event loop in its
+own thread on select(), whose timeouts are exact to tens of microseconds; epoll's are whole milliseconds. For
+measurements run it as a process of its own: `python -m outrider.edge.lab.proxy --target HOST:PORT --rtt-ms 50`.
 """
 
 from __future__ import annotations
@@ -11,55 +10,31 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import random
 import selectors
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Self
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 
 _CHUNK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class ProxyOptions:
-    """rtt_ms: delay added to a round trip, half each way. cut_chance: chance, 0 to 1, that a chunk from the server
-    closes its connection instead of being delivered, drawn from `seed`. kbit_s: rate of the link each way, shared by
-    all connections; 0 is no limit.
-    """
-
-    rtt_ms: float = 0.0
-    cut_chance: float = 0.0
-    seed: int = 0
-    kbit_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.rtt_ms <= 60_000.0:
-            raise ConfigError(f"rtt_ms is {self.rtt_ms!r}; expected 0 to 60000")
-        if not 0.0 <= self.cut_chance <= 1.0:
-            raise ConfigError(f"cut_chance is {self.cut_chance!r}; expected a chance, 0 to 1")
-        if not self.kbit_s >= 0.0:
-            raise ConfigError(f"kbit_s is {self.kbit_s!r}; expected at least 0")
-
-
 class DelayProxy:
     """Forwards to one host and port. A plain context manager; usable from any thread.
 
-    bytes_up, bytes_down: raw bytes read from clients and from the server. A connection counts no delay of its own: only
-    bytes are late, so a TCP handshake costs nothing here.
+    rtt_ms: delay added to a round trip, half each way. A connection counts no delay of its own: only bytes are late, so
+    a TCP handshake costs nothing here. Raises ConfigError, and RuntimeUnavailable where it cannot listen.
     """
 
-    def __init__(self, host: str, port: int, options: ProxyOptions | None = None, listen_port: int = 0) -> None:
+    def __init__(self, host: str, port: int, rtt_ms: float = 0.0, listen_port: int = 0) -> None:
         self._target = host, port
-        self._options = options or ProxyOptions()
+        self.set_rtt_ms(rtt_ms)
         self._listen_port = listen_port
-        self._random = random.Random(self._options.seed)
-        self._free_at = {True: 0.0, False: 0.0}  # when the link has carried all before: up, down
         self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
         self._thread = threading.Thread(target=self._serve, name="outrider-proxy", daemon=True)
         self._started = threading.Event()
@@ -67,20 +42,13 @@ class DelayProxy:
         self._error: OSError | None = None
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
-        self.bytes_up = 0
-        self.bytes_down = 0
-        self.num_connections = 0
-        self.num_cuts = 0
-        self._is_held = False
-        self._mark = b""
-        self._cuts: deque[int] = deque()
 
     @property
     def url(self) -> str:
         """Where clients connect."""
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> DelayProxy:
+    def __enter__(self) -> Self:
         self._thread.start()
         self._started.wait()
         if self._error is not None:
@@ -91,31 +59,11 @@ class DelayProxy:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
-    def cut(self) -> None:
-        """Closes every open connection both ways; what was under way is lost. New ones are served as before."""
-        self._loop.call_soon_threadsafe(self._cut_all)
-
-    def cut_after(self, mark: bytes, *nums: int) -> None:
-        """Cuts once `mark` has come from the server so many times, at least 1; the next number counts from there.
-
-        All up to it is sent on, what follows is lost: so a cut hits the middle of an answer however late its reader
-        is. Replaces what was asked before. A mark that two reads share is not seen. Raises ConfigError.
-        """
-        if not mark or min(nums, default=1) < 1:
-            raise ConfigError(f"the mark is {mark!r} and comes {nums} times; expected one byte or more, 1 time or more")
-        self._loop.call_soon_threadsafe(self._set_cuts, mark, nums)
-
-    def hold(self) -> None:
-        """From now on nothing comes through, either way, and no connection is closed: a link that is dead."""
-        self._is_held = True
-
     def set_rtt_ms(self, rtt_ms: float) -> None:
         """Changes the round trip of the bytes to come; none overtakes those under way. Raises ConfigError."""
-        self._options = replace(self._options, rtt_ms=rtt_ms)
-
-    def throttle(self, kbit_s: float) -> None:
-        """Changes the link's rate, for what comes from now on; 0 ends the limit."""
-        self._options = replace(self._options, kbit_s=kbit_s)
+        if not 0.0 <= rtt_ms <= 60_000.0:
+            raise ConfigError(f"rtt_ms is {rtt_ms!r}; expected 0 to 60000")
+        self._delay_s = rtt_ms / 2e3
 
     def _serve(self) -> None:
         try:
@@ -150,26 +98,10 @@ class DelayProxy:
             task.add_done_callback(self._connections.discard)
             # A task that is cancelled before it began never runs its own clean-up.
             task.add_done_callback(lambda _: client.close())
-            self.num_connections += 1
 
     def _cut_all(self) -> None:
         for task in self._connections:
             task.cancel()
-            self.num_cuts += 1
-
-    def _set_cuts(self, mark: bytes, nums: Sequence[int]) -> None:
-        self._mark, self._cuts = mark, deque(nums)
-
-    def _up_to_cut(self, data: bytes) -> tuple[bytes, bool]:
-        """What is delivered of bytes from the server, and whether a cut comes after it."""
-        end = 0
-        while self._cuts and (at := data.find(self._mark, end)) >= 0:
-            end = at + len(self._mark)
-            self._cuts[0] -= 1
-            if not self._cuts[0]:
-                self._cuts.popleft()
-                return data[:end], True
-        return data, False
 
     async def _connect(self, client: socket.socket) -> None:
         writers: list[asyncio.StreamWriter] = []
@@ -191,34 +123,22 @@ class DelayProxy:
         """Reads at once and writes each chunk at its due time; the two never wait for each other."""
         late: deque[tuple[float, bytes | None]] = deque()  # none is a cut, empty is the end
         arrived = asyncio.Event()
-        is_cut = False
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._deliver(late, arrived, writer))
             while data := await reader.read(_CHUNK_BYTES):
-                if is_up:
-                    self.bytes_up += len(data)
-                else:
-                    self.bytes_down += len(data)
-                    if self._options.cut_chance and self._random.random() < self._options.cut_chance:
-                        self.num_cuts += 1
-                        raise ConnectionResetError("cut on purpose")
-                if self._is_held:
-                    continue
-                if not is_up:
-                    data, is_cut = self._up_to_cut(data)
-                late.append((self._due(len(data), is_up=is_up), data))
-                arrived.set()
-                if is_cut:
-                    break
-            late.append((self._due(0, is_up=is_up), None if is_cut else b""))
+                for part in self._parts(data, is_up=is_up):
+                    late.append((self._due(len(part or b""), is_up=is_up), part))
+                    arrived.set()
+            late.append((self._due(0, is_up=is_up), b""))
             arrived.set()
 
+    def _parts(self, data: bytes, *, is_up: bool) -> Sequence[bytes | None]:
+        """What is delivered of bytes that were read; None cuts all connections. Tests make faults here."""
+        return [data]
+
     def _due(self, num_bytes: int, *, is_up: bool) -> float:
-        """When bytes that are sent now arrive: behind all that the link has yet to carry."""
-        sent_at = self._loop.time()
-        if kbit_s := self._options.kbit_s:
-            sent_at = self._free_at[is_up] = max(sent_at, self._free_at[is_up]) + num_bytes * 8 / (kbit_s * 1e3)
-        return sent_at + self._options.rtt_ms / 2e3
+        """When bytes that are sent now arrive."""
+        return self._loop.time() + self._delay_s
 
     async def _deliver(
         self, late: deque[tuple[float, bytes | None]], arrived: asyncio.Event, writer: asyncio.StreamWriter
@@ -248,7 +168,7 @@ def main() -> None:
     cli.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
     args = cli.parse_args()
     host, _, port = args.target.rpartition(":")
-    with DelayProxy(host, int(port), ProxyOptions(args.rtt_ms), args.port) as proxy:
+    with DelayProxy(host, int(port), args.rtt_ms, args.port) as proxy:
         print(proxy.url, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:

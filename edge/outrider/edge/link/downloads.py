@@ -9,9 +9,10 @@ from urllib.parse import quote
 
 import httpx
 
-from outrider.models.client.client import PLAIN, Headers, VerifierClient
+from outrider.models.client.client import PLAIN, VerifierClient
 from outrider.models.client.errors import ProtocolBroken, short
 from outrider.models.client.exchange import Exchange
+from outrider.models.client.http_endpoint import Headers
 from outrider.models.wire.protocol import DraftList, OfferedFile
 
 
@@ -54,11 +55,7 @@ class DraftClient(VerifierClient):
         exchange = Exchange(self._left, is_traced=self._is_traced)
         request = self._build("GET", f"/v1/drafts/{quote(draft)}/{quote(file.path)}", exchange, headers=headers)
         try:
-            async with self._deadline(self._head_timeout_s):
-                response = await exchange.send(self._http, request)
-            self._count(response)
-            async with self._deadline(self._head_timeout_s):
-                await exchange.run(self._require_success(response))
+            response = await self._head(exchange, request)
             first = self._first_byte(response, file, start)
             async with aclosing(self._pieces(exchange, file.size - first)) as pieces:
                 yield Arriving(first, pieces)

@@ -20,7 +20,6 @@ class Posts(Protocol):
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
         """Delivers one message or raises an OutriderError."""
-        ...
 
 
 class DraftSender:

@@ -42,7 +42,6 @@ class Agent(Protocol):
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
         """Generates one text; `on_tokens` is called with each commit's tokens as they arrive."""
-        ...
 
 
 def make_depth(name: str, estimates: Estimates, effort: Effort = Effort.NORMAL) -> DepthController:

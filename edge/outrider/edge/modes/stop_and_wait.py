@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.cached_text import Logits
 from outrider.edge.drafting.calibration import Guess, sampled_guess
 from outrider.edge.drafting.depth import DepthController
-from outrider.edge.drafting.drafter import Drafter, Logits, Propose, ProposingDrafter
+from outrider.edge.drafting.drafter import Drafter, Propose, ProposingDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import Served, TextOrigin
@@ -33,7 +34,7 @@ from outrider.models.picks.rejection import NUM_IDS, WHOLE, SparseDistribution, 
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.picks.tolerance import LEAST_LOG, DeltaCalibrator, log_probability
 from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
-from outrider.models.wire.protocol import VerifyItem, VerifyRequest, VerifyResult
+from outrider.models.wire.verify import VerifyItem, VerifyRequest, VerifyResult
 
 
 class RuleDrafter:

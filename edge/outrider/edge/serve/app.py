@@ -1,8 +1,7 @@
 """Builds the application of the local endpoint.
 
-A request passes these layers, from the outside in: CORS where it is configured, counts, traces, the error boundary, the
-pace of each client, the body limit, the gate (host, origin, key, media type and rate), without keys the caller's user,
-then the router. All but counts, traces and the last two are the cloud's own.
+A request passes these layers, from the outside in: CORS where it is configured, traces, `ServedRequests`, the gate,
+without keys the caller's user, then the router. `ServedRequests` and the gate are the cloud's own.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.edge.serve.metrics import route_of
 from outrider.edge.serve.neighbours import OwnUser
@@ -25,11 +24,12 @@ from outrider.edge.serve.page_routes import GENERATE, watching_routes
 from outrider.edge.serve.routes import PATHS_ARE, local_routes
 from outrider.edge.serve.state import LocalCore
 from outrider.models.client import tracing
-from outrider.models.http.counted_requests import CountedRequests
-from outrider.models.http.errors import ErrorBoundary
-from outrider.models.http.handlers import install_error_handlers
-from outrider.models.http.limits import BodyLimit, RateLimiter
-from outrider.models.http.security import Gate, Paced, PagePolicy
+from outrider.models.http.errors import install_error_handlers
+from outrider.models.http.security import Gate, GatePaths
+from outrider.models.http.served_requests import ServedRequests
+
+_SPAN: Final = "outrider.span"
+"""Key of the ASGI scope that holds the request's span, where traces are on."""
 
 
 class TracedRequests:
@@ -44,17 +44,14 @@ class TracedRequests:
             return await self._app(scope, receive, send)
         name = tracing.HEADER.encode()
         incoming = next((value for key, value in scope["headers"] if key == name), b"").decode("latin-1")
-        with tracing.span("request", incoming) as span:
+        with tracing.span("request", incoming) as scope[_SPAN]:
+            await self._app(scope, receive, send)
 
-            async def note_status(message: Message) -> None:
-                if message["type"] == "http.response.start":
-                    span.set(http__response__status_code=message["status"])
-                await send(message)
 
-            try:
-                await self._app(scope, receive, note_status)
-            finally:
-                span.set(http__request__method=scope["method"], http__route=route_of(scope))
+def note_request(scope: Scope, status: int | None, took_s: float) -> None:
+    """Completes the span of a request that is over."""
+    if (span := scope.get(_SPAN)) is not None:
+        span.set(http__request__method=scope["method"], http__route=route_of(scope), http__response__status_code=status)
 
 
 HEADERS: Final = {
@@ -98,33 +95,23 @@ def _route(file: Path) -> Route:
     return Route("/" if file.name == "index.html" else f"/page/{file.name}", serve, methods=["GET"])
 
 
-PROBE_PATHS: Final = ("/health/live", "/health/ready")
+PROBE_PATHS: Final = frozenset({"/health/live", "/health/ready"})
 """Answered without a key, under any host name."""
-COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/outrider/verify", GENERATE)
+COSTLY_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/outrider/verify", GENERATE})
 """Counted against a client's rate."""
 
 
 def create_local_app(core: LocalCore) -> Starlette:
     """The application: the API and the page."""
     settings, page = core.settings, page_routes()
+    paths = GatePaths(frozenset(page_paths(page)), PROBE_PATHS, COSTLY_PATHS)
     layers = [
-        Middleware(CountedRequests, tally=core.metrics, route_of=route_of),
         Middleware(TracedRequests),
-        Middleware(ErrorBoundary),
-        Middleware(Paced, keys=settings.keys, probe_paths=PROBE_PATHS),
-        Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
-        Middleware(
-            Gate,
-            keys=settings.keys,
-            limiter=RateLimiter(settings.rate_per_s),
-            pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
-            open_paths=page_paths(page),
-            probe_paths=PROBE_PATHS,
-            costly_paths=COSTLY_PATHS,
-        ),
+        Middleware(ServedRequests, tally=core.metrics, route_of=route_of, on_over=note_request),
+        Middleware(Gate, settings=settings, paths=paths),
     ]
     if not len(settings.keys) and not settings.any_user:
-        layers.append(Middleware(OwnUser, open_paths={*page_paths(page), *PROBE_PATHS}))
+        layers.append(Middleware(OwnUser, open_paths=paths.open | paths.probes))
     if settings.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

@@ -1,29 +1,30 @@
-"""Generates the texts of one completion call, drafted on the device, and turns their commits into text."""
+"""Generates the texts of one completion call, drafted on the device, and turns their commits into text.
+
+Has the target check an answer that the draft wrote alone, too: POST /v1/outrider/verify.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import eased, make_agent
 from outrider.edge.modes.offline import OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, TokenBatch
-from outrider.edge.serve.faults import as_request_error, shutting_down
+from outrider.edge.results import GenerationRequest, GenerationResult, OnTokens, TokenBatch
+from outrider.edge.serve.faults import shutting_down
 from outrider.edge.serve.lent_drafts import Loan
 from outrider.edge.serve.state import LocalCore
-from outrider.edge.serve.unverified import KeptText
+from outrider.edge.serve.unverified import KeptAnswer, KeptText, VerifiedAnswer, VerifiedChoice, compared
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.http.call_texts import CallTexts, Choice
-from outrider.models.http.choices import choice_params
+from outrider.models.http.call_texts import CallTexts, Choice, choice_params
 from outrider.models.http.encoding import check_tokens
 from outrider.models.http.inbox import Inbox
 from outrider.models.http.shapes import Delta
@@ -95,6 +96,20 @@ class LocalTexts(CallTexts[_Text, _Event]):
         for index in range(0, len(self.choices), num_each):
             self._begin(index)
 
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Closes the texts where what prepares them fails. Raises RequestError in place of our other errors."""
+        try:
+            yield
+        except OutriderError as error:
+            self.close()
+            if isinstance(error, CloudError):
+                self.core.upstream.forget_facts()
+            raise self.core.request_error(error) from None
+        except BaseException:
+            self.close()
+            raise
+
     def _begin(self, index: int) -> None:
         choice = self.choices[index]
         assert self._facts is not None
@@ -114,7 +129,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
             self.reader.put((index, shutting_down()))
 
     async def _generate(self, index: int, request: GenerationRequest, facts: ModelFacts, *, is_up: bool) -> None:
-        core, settings = self.core, self.core.settings
+        core = self.core
         tokens: list[int] = []
 
         metrics, timer, ended = core.metrics, core.metrics.text_timer(), False
@@ -126,17 +141,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
             self.reader.put((index, batch))
 
         with self._lend(request) as loan:
-            agent = make_agent(
-                Mode.STREAM,
-                self._endpoints(),
-                loan.drafter,
-                settings.depth,
-                settings.options if core.power.reason is None else eased(settings.options),
-                core.drafts.scheduler,
-                loan.estimates,
-                self._quoted[index] if self._quoted else (),
-            )
-            assert isinstance(agent, StreamAgent)
+            agent = core.stream_agent(self._endpoints(), loan, self._quoted[index] if self._quoted else ())
             self._watch(agent)
             try:
                 # The draft alone has no logprobs of the target.
@@ -157,7 +162,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
                     log_fault(error)
                 if isinstance(error, CloudError):
                     core.upstream.forget_facts()
-                self.reader.put((index, as_request_error(error, shows_details=settings.shows_details)))
+                self.reader.put((index, core.request_error(error)))
             finally:
                 loan.text = [*request.prompt, *tokens]
                 if not ended:  # a stop string, or the client has left
@@ -242,3 +247,41 @@ class LocalTexts(CallTexts[_Text, _Event]):
             if choice.task is not None:
                 choice.task.cancel()
             self.reader.poke()
+
+
+async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAnswer) -> VerifiedAnswer:
+    """The target's text of each choice, one after the other, and how far the draft's agrees.
+
+    Raises RequestError 429 or 503 where no place is free, CloudError where no cloud answers.
+    """
+    facts = await core.upstream.facts()
+    core.places.take(owner, 1)
+    try:
+        choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
+    finally:
+        core.places.release(owner)
+    return VerifiedAnswer(id=answer, model=facts.name, choices=choices)
+
+
+async def _verify(core: LocalCore, owner: bytes, index: int, text: KeptText, facts: ModelFacts) -> VerifiedChoice:
+    kept, request = text.rest(facts.target)
+    new: tuple[int, ...] = ()
+    reason = "length"
+    if request is not None:
+        with core.drafts.lend(owner, request.prompt) as loan:
+            agent = core.stream_agent(core.upstream.endpoints(), loan)
+            result = await agent.generate(request, None, core.upstream.origin(facts))
+            loan.has_failed = result.draft_error is not None
+            loan.text = [*request.prompt, *result.tokens]
+            new, reason = result.tokens, result.finish_reason
+    num_confirmed, num_replaced = compared(kept, new)
+    assembler = kept.style.assembler(core.tokenizer, kept.request.prompt)
+    whole = assembler.push([*kept.verified, *new]) + assembler.finish()
+    return VerifiedChoice(
+        index=index,
+        text=whole,
+        finish_reason="stop" if reason == "stop" or assembler.is_stopped else "length",
+        is_same=num_replaced == 0 and num_confirmed == len(new),
+        confirmed_tokens=num_confirmed,
+        replaced_tokens=num_replaced,
+    )

@@ -6,7 +6,6 @@ request names no file: what the server may read is its owner's choice.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final
@@ -17,13 +16,12 @@ from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.grounding import Grounding, Library
 from outrider.edge.retrieval.index import PassageIndex
 from outrider.edge.serve.state import LocalCore
-from outrider.models.http import openai, openai_answers
-from outrider.models.http.answer_text import TokenPiece
+from outrider.models.http import openai
 from outrider.models.http.errors import FieldError
-from outrider.models.http.shapes import Delta, FoundText, Shape
+from outrider.models.http.shapes import Shape
 from outrider.models.process.extras import is_installed
+from outrider.models.wire.fields import StrictMessage
 from outrider.models.wire.protocol import ModelFacts
-from outrider.models.wire.strict_message import StrictMessage
 
 MAX_DOCUMENTS: Final = 256
 MAX_TEXT_BYTES: Final = 1 << 17
@@ -71,60 +69,13 @@ class PassageNote(BaseModel):
     last_line: int
 
 
-class GroundedCompletion(openai_answers.Completion):
-    """A completion, and the passages that its prompts had."""
-
-    passages: list[PassageNote]
-
-
-class GroundedChatCompletion(openai_answers.ChatCompletion):
-    """A chat completion, and the passages that its prompt had."""
-
-    passages: list[PassageNote]
-
-
-class GroundedShape:
-    """Adds passages to the answers of another shape: to the whole one, or to a stream's first event."""
-
-    def __init__(self, inner: Shape, groundings: Sequence[Grounding]) -> None:
-        self._inner = inner
-        self._notes = [
-            PassageNote.model_validate({"choice": choice, **note})
-            for choice, each in enumerate(groundings)
-            for note in each.as_json()
-        ]
-
-    @property
-    def id(self) -> str:
-        """The answer's."""
-        return self._inner.id
-
-    def whole(
-        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
-    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
-        """The whole answer."""
-        whole = self._inner.whole(texts, usage)
-        kind = GroundedCompletion if isinstance(whole, openai_answers.Completion) else GroundedChatCompletion
-        return kind(**dict(whole), passages=self._notes)
-
-    def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
-        """Those of tokens."""
-        return self._inner.logprobs(index, pieces)
-
-    def first(self) -> bytes:
-        """The first event, with the passages."""
-        event = self._inner.first() or self._inner.piece(Delta(0, ""))
-        first, _, others = event.partition(b"\n\n")
-        message = {**json.loads(first.removeprefix(b"data: ")), "passages": [note.model_dump() for note in self._notes]}
-        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode() + others
-
-    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
-        """New text."""
-        return self._inner.piece(delta, usage)
-
-    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
-        """The usage, as the last chunk."""
-        return self._inner.last(usage)
+def add_passages(shape: Shape, groundings: Sequence[Grounding]) -> None:
+    """Adds passages to an answer: to the whole one, or to a stream's first event."""
+    shape.extras["passages"] = [
+        PassageNote.model_validate({"choice": choice, **note}).model_dump()
+        for choice, each in enumerate(groundings)
+        for note in each.as_json()
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.models.http.openai import Messages
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
-from outrider.models.wire.protocol import ErrorBody, Integer, Number
-from outrider.models.wire.strict_message import StrictMessage
+from outrider.models.wire.fields import Integer, Number, StrictMessage
+from outrider.models.wire.protocol import ErrorBody
 
 MAX_TOKENS: Final = 4096
 MAX_ROUND_TRIP_MS: Final = 500.0

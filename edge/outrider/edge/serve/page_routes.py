@@ -15,14 +15,12 @@ from starlette.routing import Route
 from outrider.edge.chat.messages import KEPT_SHARE, MAX_RESERVED_SHARE, TOO_LONG, turns_of, without_oldest
 from outrider.edge.results import GenerationRequest
 from outrider.edge.retrieval.grounding import Grounding
-from outrider.edge.serve.facts import facts_or_draft
-from outrider.edge.serve.faults import as_request_error
 from outrider.edge.serve.grounded_calls import ground_messages, ground_prompts, sources_of
 from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest, PassagesEvent
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.upstream import conversation_to_render
 from outrider.edge.serve.watched_text import WatchedText
-from outrider.models.errors import CloudError, OutriderError, RequestError
+from outrider.models.errors import RequestError
 from outrider.models.http import sse
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
@@ -38,7 +36,7 @@ def watching_routes(core: LocalCore) -> list[Route]:
     """What the page asks."""
 
     async def info(_: Request) -> Response:
-        facts, is_up = await facts_or_draft(core)
+        facts, is_up = await core.facts_or_draft()
         message = PageInfo(
             model=facts.name,
             is_up=is_up,
@@ -52,30 +50,17 @@ def watching_routes(core: LocalCore) -> list[Route]:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, PageRequest, await read_body(request.receive))
         params = sampling_of(body.params)
-        facts, is_up = await facts_or_draft(core)
+        facts, is_up = await core.facts_or_draft()
         text = WatchedText(core, owner, 1)
-        try:
+        with text.closing_on_error():
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
             text.answer_id = f"page-{secrets.token_urlsafe(12)}"
             prompt, text.dropped, grounding = await _prompt_ids(core, owner, body, facts, is_up=is_up)
             if grounding.passages:
                 text.passages = PassagesEvent.model_validate({"passages": grounding.as_json()})
             stop_ids = frozenset(facts.eos_token_ids)
-            wanted = GenerationRequest(
-                tuple(prompt),
-                params,
-                body.max_tokens,
-                tokenizer=core.fingerprint,
-            )
+            wanted = GenerationRequest(tuple(prompt), params, body.max_tokens, tokenizer=core.fingerprint)
             text.begin([wanted], TextStyle(stop_ids=stop_ids), facts, [grounding.quoted], is_up=is_up)
-        except OutriderError as error:
-            text.close()
-            if isinstance(error, CloudError):
-                core.upstream.forget_facts()
-            raise as_request_error(error, shows_details=core.settings.shows_details) from None
-        except BaseException:
-            text.close()
-            raise
         return sse.EventStream(text.events(), text.reader, text.close, keep_alive_s=core.settings.keep_alive_s)
 
     return [Route(INFO, info, methods=["GET"]), Route(GENERATE, generate, methods=["POST"])]

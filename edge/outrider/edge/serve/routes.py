@@ -19,13 +19,11 @@ from starlette.types import Scope
 
 from outrider.edge.results import GenerationRequest, ends_of
 from outrider.edge.retrieval.grounding import Grounding
-from outrider.edge.serve.drafted_texts import LocalTexts
-from outrider.edge.serve.facts import facts_or_draft, target_facts
-from outrider.edge.serve.faults import as_request_error
+from outrider.edge.serve.drafted_texts import LocalTexts, verify_answer
 from outrider.edge.serve.grounded_calls import (
-    GroundedShape,
     LocalChatRequest,
     LocalCompletionRequest,
+    add_passages,
     ground_messages,
     ground_prompts,
     sources_of,
@@ -34,14 +32,12 @@ from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.edge.serve.upstream import conversation_to_render
-from outrider.edge.serve.verify import verify_answer
-from outrider.models.errors import CloudError, OutriderError, RequestError
+from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
 from outrider.models.http.call_grammar import grammar_of_call
-from outrider.models.http.call_plan import chat_style, engine_logprobs, look_of, text_style
-from outrider.models.http.dialects import Dialect
+from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.encoding import (
     check_prediction,
     check_prompts,
@@ -119,7 +115,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     async def complete(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
-        facts, is_up = await facts_or_draft(core, body.model)
+        facts, is_up = await core.facts_or_draft(body.model)
         prompts = body.prompts()
         check_prompts(core.tokenizer, facts.max_positions - 1, body)
         sources = sources_of(core, body.documents)
@@ -140,12 +136,12 @@ def local_routes(core: LocalCore) -> list[Route]:
                 return await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body), None
             return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
 
-        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, CompletionShape, is_up)
+        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, is_up)
 
     async def chat(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalChatRequest, await read_body(request.receive))
-        facts, is_up = await facts_or_draft(core, body.model)
+        facts, is_up = await core.facts_or_draft(body.model)
         if not facts.has_chat_template:
             raise no_chat_template(facts.name)
 
@@ -167,7 +163,7 @@ def local_routes(core: LocalCore) -> list[Route]:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings
 
-        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, ChatShape, is_up)
+        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, is_up)
 
     async def verify(request: Request) -> Response:
         owner = owner_of(request)
@@ -176,14 +172,14 @@ def local_routes(core: LocalCore) -> list[Route]:
             try:
                 verified = await _while_connected(request, verify_answer(core, owner, body.id, kept))
             except OutriderError as error:
-                raise as_request_error(error, shows_details=core.settings.shows_details) from None
+                raise core.request_error(error) from None
         return _json(verified)
 
     async def list_models(_: Request) -> Response:
-        return _json(openai_answers.ModelList(data=[_card(await target_facts(core))]))
+        return _json(openai_answers.ModelList(data=[_card(await core.target_facts())]))
 
     async def retrieve_model(request: Request) -> Response:
-        facts = await target_facts(core)
+        facts = await core.target_facts()
         require_model(facts.name, request.path_params["model"])
         return _json(_card(facts))
 
@@ -238,7 +234,6 @@ async def _answer(
     num_prompts: int,
     encode: Callable[[], Awaitable[Encoded]],
     max_tokens: int,
-    shape_type: type[CompletionShape | ChatShape],
     is_up: bool,
 ) -> Response:
     body.require_few(num_prompts)
@@ -249,7 +244,7 @@ async def _answer(
     owner = owner_of(request)
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts(core, owner, num_prompts * body.num_each)
-    try:
+    with texts.closing_on_error():
         prompts, groundings = await _while_connected(request, encode())
         grammar = grammar_of_call(body, style, core.tokenizer, prompts)
         stop_ids = None if body.stop_token_ids is None else frozenset(body.stop_token_ids)
@@ -279,20 +274,13 @@ async def _answer(
             )
             for prompt in prompts
         ]
+        shape_type = ChatShape if isinstance(body, LocalChatRequest) else CompletionShape
         shape: Shape = shape_type(facts.name, params.seed, facts.target, look_of(body, style, core.tokenizer, prompts))
         texts.answer_id = shape.id
         if groundings is not None:
-            shape = GroundedShape(shape, [each for each in groundings for _ in range(body.num_kept)])
+            add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]
         texts.begin(requests, cut, facts, quoted, is_up=is_up, num_each=body.num_each)
-    except OutriderError as error:
-        texts.close()
-        if isinstance(error, CloudError):
-            core.upstream.forget_facts()
-        raise as_request_error(error, shows_details=core.settings.shows_details) from None
-    except BaseException:
-        texts.close()
-        raise
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
     return await answer(texts, num_prompts, shape, body, request, core.held_logprobs, core.settings.keep_alive_s)

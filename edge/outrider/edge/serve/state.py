@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.modes.stream import AgentOptions
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import eased, make_agent
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
+from outrider.edge.results import Mode
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.retrieval.grounding import Library
-from outrider.edge.serve.lent_drafts import DraftSequences
+from outrider.edge.serve.faults import NO_VERIFIER, as_request_error
+from outrider.edge.serve.lent_drafts import DraftSequences, Loan
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.counted import counted
-from outrider.models.errors import RequestError
+from outrider.models.errors import OutriderError, RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
-from outrider.models.http.answers import HeldLogprobs
+from outrider.models.http.answers import HeldLogprobs, require_model
 from outrider.models.http.bodies import Bodies
-from outrider.models.http.dialects import dialect_of
+from outrider.models.http.call_grammar import Grammars
+from outrider.models.http.call_plan import dialect_of
 from outrider.models.http.encoding import Workers
-from outrider.models.http.grammars import Grammars
-from outrider.models.http.security import KeyRing, PagePolicy
+from outrider.models.http.security import GateSettings
+from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
@@ -29,24 +35,19 @@ _ANY_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LocalSettings:
+class LocalSettings(GateSettings):
     """How the endpoint treats its clients, and how it drafts.
 
-    keys: accepted API keys. max_requests: texts at a time, of all clients. max_own: of one client. rate_per_s: requests
-    that start work, per second and client; 0 is no limit. keep_alive_s: silence on a stream after which a comment is
-    sent. pages: which names and pages may call. allowed_origins: whose pages also get CORS headers. any_user: without
-    keys, other users of this machine may call too. shows_details: whether errors may name the verifiers.
+    max_requests: texts at a time, of all clients. max_own: of one client. keep_alive_s: silence on a stream after which
+    a comment is sent. allowed_origins: whose pages also get CORS headers. any_user: without keys, other users of this
+    machine may call too. shows_details: whether errors may name the verifiers.
     docs_tokens: of passages in one prompt, at most. shows_metrics: whether there is /metrics. terms: how the target
     accepts what is drafted, of all texts.
     """
 
-    keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 1 << 20
     max_requests: int = 16
     max_own: int = 16
-    rate_per_s: float = 0.0
     keep_alive_s: float = 5.0
-    pages: PagePolicy | None = None
     allowed_origins: tuple[str, ...] = ()
     any_user: bool = False
     shows_details: bool = True
@@ -132,6 +133,39 @@ class LocalCore:
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
     held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
+
+    def request_error(self, error: Exception) -> RequestError:
+        """The error that a client gets for this one."""
+        return as_request_error(error, shows_details=self.settings.shows_details)
+
+    async def target_facts(self, model: str | None = None) -> ModelFacts:
+        """The target's facts. model: the one that a request names. Raises RequestError, also where it is another."""
+        try:
+            facts = await self.upstream.facts()
+            if model and model != facts.name:
+                facts = await self.upstream.facts(is_fresh=True)
+        except OutriderError as error:
+            raise self.request_error(error) from None
+        if model:
+            require_model(facts.name, model)
+        return facts
+
+    async def facts_or_draft(self, model: str | None = None) -> tuple[ModelFacts, bool]:
+        """The target's facts, and whether a cloud answers. Without one, with --offline-ok, the draft's."""
+        try:
+            return await self.target_facts(model), True
+        except RequestError as error:
+            if error.code != NO_VERIFIER or self.offline is None:
+                raise
+            return self.offline_facts, False
+
+    def stream_agent(self, endpoints: Endpoints, loan: Loan, quoted: Sequence[QuotedText] = ()) -> StreamAgent:
+        """What generates one text with a lent draft. quoted: documents that the text may quote."""
+        options = self.settings.options if self.power.reason is None else eased(self.settings.options)
+        depth, scheduler = self.settings.depth, self.drafts.scheduler
+        agent = make_agent(Mode.STREAM, endpoints, loan.drafter, depth, options, scheduler, loan.estimates, quoted)
+        assert isinstance(agent, StreamAgent)
+        return agent
 
     @property
     def offline_facts(self) -> ModelFacts:

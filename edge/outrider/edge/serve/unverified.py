@@ -7,7 +7,6 @@ the target's text.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +18,8 @@ from outrider.edge.link.origin import Served
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.wire.strict_message import StrictMessage
+from outrider.models.process.by_owner import Bounds, OwnerStore
+from outrider.models.wire.fields import StrictMessage
 
 MAX_KEPT: Final = 64
 """Answers; the oldest of the client that has most give way."""
@@ -60,43 +60,26 @@ class KeptText:
         return kept, replace(self.request, prompt=prompt, max_tokens=max_tokens, num_generated=num_generated)
 
 
-@dataclass(frozen=True, slots=True)
-class KeptAnswer:
-    """An answer with unverified choices. owner: who may ask for it. choices: by index."""
-
-    owner: bytes
-    choices: dict[int, KeptText]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are kept."""
-        return sum(text.num_tokens for text in self.choices.values())
+KeptAnswer = dict[int, KeptText]
+"""The unverified choices of an answer, by index."""
 
 
 class UnverifiedAnswers:
     """The latest answers that hold unverified text, by id; bounded in number and tokens. Lives on one event loop."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
-        self._num_tokens = 0
+        self._kept = OwnerStore[bytes, str, KeptAnswer](Bounds(max_all=MAX_KEPT, max_size=MAX_KEPT_TOKENS))
         self._in_work: set[str] = set()
 
     def keep(self, answer: str, owner: bytes, index: int, text: KeptText) -> None:
         """Keeps a choice of an answer."""
-        kept = self._kept.setdefault(answer, KeptAnswer(owner, {}))
-        kept.choices[index] = text
-        self._num_tokens += text.num_tokens
-        while self._kept and (len(self._kept) > MAX_KEPT or self._num_tokens > MAX_KEPT_TOKENS):
-            shares = Counter[bytes]()
-            for kept in self._kept.values():
-                shares[kept.owner] += kept.num_tokens if self._num_tokens > MAX_KEPT_TOKENS else 1
-            most = max(shares.values())
-            self.forget(next(name for name, kept in self._kept.items() if shares[kept.owner] == most))
+        kept = {**(self._kept.get(owner, answer) or {}), index: text}
+        self._kept.put(owner, answer, kept, sum(each.num_tokens for each in kept.values()))
 
     def find(self, answer: str, owner: bytes) -> KeptAnswer:
         """The answer with this id. Raises RequestError 404, also for one of another client."""
-        kept = self._kept.get(answer)
-        if kept is None or kept.owner != owner:
+        kept = self._kept.get(owner, answer)
+        if kept is None:
             raise RequestError(
                 "unknown_answer",
                 f"no unverified answer has the id {answer!r}; it was verified, or is too old",
@@ -120,13 +103,7 @@ class UnverifiedAnswers:
             yield kept
         finally:
             self._in_work.remove(answer)
-        self.forget(answer)
-
-    def forget(self, answer: str) -> None:
-        """Forgets an answer."""
-        kept = self._kept.pop(answer, None)
-        if kept is not None:
-            self._num_tokens -= kept.num_tokens
+        self._kept.pop(owner, answer)
 
 
 class VerifyAnswerRequest(StrictMessage):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
-from xml.etree import ElementTree
+from xml.sax.saxutils import escape
 
 import platformdirs
 
@@ -31,7 +31,6 @@ MARK: Final = "Written by `outrider service install`"
 """Stands in each file; `uninstall` removes no other."""
 LABEL: Final = "outrider.serve"
 TASK_NAME: Final = "Outrider"
-_TASK_SPACE: Final = "http://schemas.microsoft.com/windows/2004/02/mit/task"
 COMMAND_TIMEOUT_S: Final = 30.0
 
 UNIT: Final = """\
@@ -61,6 +60,45 @@ SystemCallArchitectures=native
 
 [Install]
 WantedBy=default.target
+"""
+
+TASK: Final = """\
+<?xml version="1.0" encoding="utf-16"?>
+<Task xmlns="http://schemas.microsoft.com/windows/2004/02/mit/task" version="1.2">
+  <RegistrationInfo>
+    <Description>{mark}; not run on hardware.</Description>
+  </RegistrationInfo>
+  <Triggers>
+    <LogonTrigger>
+      <Enabled>true</Enabled>
+      <UserId>{user}</UserId>
+    </LogonTrigger>
+  </Triggers>
+  <Principals>
+    <Principal id="Author">
+      <UserId>{user}</UserId>
+      <LogonType>InteractiveToken</LogonType>
+      <RunLevel>LeastPrivilege</RunLevel>
+    </Principal>
+  </Principals>
+  <Settings>
+    <MultipleInstancesPolicy>IgnoreNew</MultipleInstancesPolicy>
+    <DisallowStartIfOnBatteries>false</DisallowStartIfOnBatteries>
+    <StopIfGoingOnBatteries>false</StopIfGoingOnBatteries>
+    <ExecutionTimeLimit>PT0S</ExecutionTimeLimit>
+    <RestartOnFailure>
+      <Interval>PT1M</Interval>
+      <Count>5</Count>
+    </RestartOnFailure>
+  </Settings>
+  <Actions Context="Author">
+    <Exec>
+      <Command>{command}</Command>
+      <Arguments>{arguments}</Arguments>
+      <WorkingDirectory>{home}</WorkingDirectory>
+    </Exec>
+  </Actions>
+</Task>
 """
 
 
@@ -152,38 +190,15 @@ class Service:
         return head + f"<!-- {MARK}; not run on hardware. -->\n<plist ".encode() + rest
 
     def _task(self) -> bytes:
-        ElementTree.register_namespace("", _TASK_SPACE)
-        task = ElementTree.Element(f"{{{_TASK_SPACE}}}Task", version="1.2")
-
-        def put(parent: ElementTree.Element, name: str, text: str | None = None, **names: str) -> ElementTree.Element:
-            made = ElementTree.SubElement(parent, f"{{{_TASK_SPACE}}}{name}", names)
-            made.text = text
-            return made
-
-        put(put(task, "RegistrationInfo"), "Description", f"{MARK}; not run on hardware.")
-        trigger = put(put(task, "Triggers"), "LogonTrigger")
-        put(trigger, "Enabled", "true")
-        put(trigger, "UserId", self.user)
-        principal = put(put(task, "Principals"), "Principal", id="Author")
-        put(principal, "UserId", self.user)
-        put(principal, "LogonType", "InteractiveToken")
-        put(principal, "RunLevel", "LeastPrivilege")
-        settings = put(task, "Settings")
-        put(settings, "MultipleInstancesPolicy", "IgnoreNew")
-        put(settings, "DisallowStartIfOnBatteries", "false")
-        put(settings, "StopIfGoingOnBatteries", "false")
-        put(settings, "ExecutionTimeLimit", "PT0S")
-        restart = put(settings, "RestartOnFailure")
-        put(restart, "Interval", "PT1M")
-        put(restart, "Count", "5")
-        run = put(put(task, "Actions", Context="Author"), "Exec")
-        put(run, "Command", self.command[0])
-        put(run, "Arguments", subprocess.list2cmdline(self.command[1:]))
-        put(run, "WorkingDirectory", str(self.home))
-        ElementTree.indent(task)
+        words = {
+            "mark": MARK,
+            "user": self.user,
+            "command": self.command[0],
+            "arguments": subprocess.list2cmdline(self.command[1:]),
+            "home": str(self.home),
+        }
         # Task Scheduler's own files are UTF-16 with a byte order mark.
-        written: bytes = ElementTree.tostring(task, encoding="utf-16", xml_declaration=True)
-        return written
+        return TASK.format(**{name: escape(each) for name, each in words.items()}).encode("utf-16")
 
 
 def service_here(module: str, platform: str = sys.platform) -> Service:

@@ -79,13 +79,6 @@ def continue_prompts(
     return tuple(found)
 
 
-def measure_acceptance(
-    draft: SequenceRuntime, texts: Sequence[Continuation], *, num_ids: int, target_name: str
-) -> tuple[Acceptance, ...]:
-    """One figure per temperature of `texts`, in their order. Raises as `measure_ranks`."""
-    return summarize(measure_ranks(draft, texts, num_ids=num_ids), target_name)
-
-
 def measure_ranks(draft: SequenceRuntime, texts: Sequence[Continuation], *, num_ids: int) -> dict[float, Ranks]:
     """Where the target's picks stand among the draft's guesses, by temperature of `texts`, in their order.
 

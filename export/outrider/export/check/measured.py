@@ -18,6 +18,10 @@ from outrider.models.bundle.manifest import Precision, Role
 
 MEASURED: Final = Path(__file__).with_name("support_table.json")
 
+TINY_LAYERS: Final = 2
+TINY_HIDDEN: Final = 64
+"""Sizes of the tiny models that were measured: a model's errors grow with its own."""
+
 WIDE: Final = (
     ("draft", "npu", "openvino", "int8"),
     ("draft", "cpu", "openvino", "int8"),

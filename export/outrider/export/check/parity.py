@@ -11,36 +11,18 @@ shorter one. Knows neither torch nor OpenVINO: the source's logits come in as ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol, runtime_checkable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.check.advice import GENERAL, Advice
-from outrider.export.source.config_reader import LONGEST_CHECKED
+from outrider.export.check.source_logits import BEFORE, KEPT, MULTI, ROLLED, SINGLE, ParityReference, SequencePair
 from outrider.models.bundle.manifest import Parity, ParityStage
 from outrider.models.errors import ExportError, ParityFailure
-from outrider.models.text.tokenizer import Tokenizer
 
-PARITY_TEXT: Final = (
-    "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n    if len(ordered) "
-    "% 2:\n        return ordered[middle]\n    return (ordered[middle - 1] + ordered[middle]) / 2\n\n"
-    "The median of an even number of values is the mean of the two in the middle; it moves little when one "
-    "value is far off, which is why the figures of a benchmark are given as medians of several runs.\n"
-)
-LEAST_POSITIONS: Final = 24
-"""The longest sequence of an export must have room for the shortest check."""
-_PREFILL: Final = 48
-_SINGLE: Final = 8
-_MULTI: Final = 8
-_KEPT: Final = 3
-_ROLLED: Final = 6
-_BEYOND: Final = 16
-"""Tokens by which the first step beyond a window goes beyond it."""
-_BEFORE: Final = 4
-"""Tokens by which the first step across an original length stays before it, so that single steps cross it."""
 _NEIGHBOUR: Final = 160
 """Tokens of the longer sequence in a batch, beside 64."""
 _FRESH_NEIGHBOUR: Final = 80
@@ -89,14 +71,6 @@ class BatchedSteps(Steps, Protocol):
         self, tokens: Sequence[int], neighbour: Sequence[int], num_rows: int, num_neighbour_rows: int
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Appends tokens to both in one step; the logits after the last rows of each. `tokens` may be empty."""
-        ...
-
-
-class Logits(Protocol):
-    """The source."""
-
-    def __call__(self, tokens: Sequence[int], num_rows: int = 0) -> NDArray[np.float32]:
-        """Logits after the last `num_rows` of a whole sequence (0: after all), [rows, vocab_size]."""
         ...
 
 
@@ -151,120 +125,6 @@ QUANTIZED: Final = ("int8", "int4", "w8a8")
 """Precisions whose noise can hide an error of the graph: the same graph is checked unquantized first."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequencePair:
-    """Two sequences that share a beginning, and the source's logits after the last tokens of each.
-
-    prefill: tokens of the first step. main_logits: [compared rows of the first step + the rest of main, vocab_size];
-    other_logits: [what differs from main, vocab_size].
-    """
-
-    prefill: int
-    main: tuple[int, ...]
-    other: tuple[int, ...]
-    main_logits: NDArray[np.float32]
-    other_logits: NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class ParityReference:
-    """The source's logits.
-
-    far: by sliding window, beyond it. crossing: by the positions before rotary scaling, across them, as far as real
-    sequences get; batches cross each of `originals`.
-    """
-
-    near: SequencePair
-    far: Mapping[int, SequencePair] = field(default_factory=dict)
-    crossing: Mapping[int, SequencePair] = field(default_factory=dict)
-    originals: tuple[int, ...] = ()
-
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Its content, for a file of arrays."""
-        arrays: dict[str, NDArray[Any]] = {
-            "windows": np.array(list(self.far), np.int64),
-            "crossed": np.array(list(self.crossing), np.int64),
-            "originals": np.array(self.originals, np.int64),
-        }
-        far = {f"far_{window}": pair for window, pair in self.far.items()}
-        crossing = {f"crossing_{original}": pair for original, pair in self.crossing.items()}
-        for name, pair in ({"near": self.near} | far | crossing).items():
-            arrays |= {
-                f"{name}_prefill": np.array(pair.prefill),
-                f"{name}_main": np.array(pair.main),
-                f"{name}_other": np.array(pair.other),
-                f"{name}_main_logits": pair.main_logits,
-                f"{name}_other_logits": pair.other_logits,
-            }
-        return arrays
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> ParityReference:
-        """Reads what `to_arrays` gave."""
-
-        def pair(name: str) -> SequencePair:
-            return SequencePair(
-                int(arrays[f"{name}_prefill"]),
-                tuple(arrays[f"{name}_main"].tolist()),
-                tuple(arrays[f"{name}_other"].tolist()),
-                arrays[f"{name}_main_logits"],
-                arrays[f"{name}_other_logits"],
-            )
-
-        return cls(
-            pair("near"),
-            {window: pair(f"far_{window}") for window in arrays["windows"].tolist()},
-            {original: pair(f"crossing_{original}") for original in arrays["crossed"].tolist()},
-            tuple(arrays["originals"].tolist()),
-        )
-
-
-def make_reference(
-    tokenizer: Tokenizer,
-    logits_of: Logits,
-    longest: int,
-    windows: Sequence[int] = (),
-    originals: Sequence[int] = (),
-) -> ParityReference:
-    """Runs the source once per sequence: two of at most 64 tokens, and for each window two of at most window + 32.
-
-    longest: the export's longest sequence, at least LEAST_POSITIONS: none is longer. originals: positions before rotary
-    scaling; up to LONGEST_CHECKED, two sequences of at most original + 12 for each.
-    """
-    near = _sequence_pair(tokenizer, logits_of, _PREFILL, _PREFILL, longest)
-    # Of such a long step only the last row is compared: all rows would be gigabytes with a large vocabulary, and an
-    # error in an earlier row is in the keys and values that later steps attend.
-    far = {w: _sequence_pair(tokenizer, logits_of, w + _BEYOND, 1, longest) for w in windows if w < longest}
-    crossing = {
-        original: _sequence_pair(tokenizer, logits_of, original - _BEFORE, 1, longest)
-        for original in originals
-        if _BEFORE < original <= min(LONGEST_CHECKED, longest - 1)
-    }
-    return ParityReference(near, far, crossing, tuple(original for original in originals if original < longest))
-
-
-def _sequence_pair(tokenizer: Tokenizer, logits_of: Logits, prefill: int, compared: int, longest: int) -> SequencePair:
-    prefill = min(prefill, longest - _SINGLE - _MULTI)
-    compared = min(compared, prefill)
-    length = prefill + _SINGLE + _MULTI
-    text = _text(tokenizer, length + _ROLLED)
-    # What replaces the rolled-back tokens must differ from them, or stale slots would go unnoticed.
-    other = (*text[: prefill + _KEPT], *text[::-1][:_ROLLED])
-    main = text[:length]
-    return SequencePair(
-        prefill, main, other, logits_of(main, compared + length - prefill).copy(), logits_of(other, _ROLLED).copy()
-    )
-
-
-def _text(tokenizer: Tokenizer, length: int) -> tuple[int, ...]:
-    """PARITY_TEXT, then its tokens in other orders: plain repetition would hide an error far back."""
-    once = tokenizer.encode(PARITY_TEXT)
-    text = list(once)
-    for seed in range(length // len(once)):
-        text += np.random.default_rng(seed).permutation(once).tolist()
-    return tuple(text[:length])
-
-
 def check_parity(
     steps: Steps,
     reference: ParityReference,
@@ -282,9 +142,7 @@ def check_parity(
     hold a sequence of the check.
     """
     stages, own_delta = _run(steps, reference.near, "")
-    places = [(f", beyond the window of {window}", pair) for window, pair in reference.far.items()]
-    places += [(f", across the original length of {original}", pair) for original, pair in reference.crossing.items()]
-    for where, pair in places:
+    for where, pair in reference.beyond.items():
         steps.truncate(0)
         more, own_far = _run(steps, pair, where)
         stages, own_delta = stages + more, max(own_delta, own_far)
@@ -310,20 +168,20 @@ def check_parity(
 
 def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage], float]:
     """The four stages, and their largest difference from the export's own prefill of the same tokens."""
-    main, prefill, kept = pair.main, pair.prefill, pair.prefill + _KEPT
+    main, prefill, kept = pair.main, pair.prefill, pair.prefill + KEPT
     if len(main) > steps.max_positions:
         raise ExportError(
             f"the numerical check{where} needs {len(main)} positions, the export holds {steps.max_positions}; choose a "
             "lower --max-positions"
         )
     compared = len(pair.main_logits) - (len(main) - prefill)
-    single_end = prefill + _SINGLE
-    expected = np.split(pair.main_logits, [compared, compared + _SINGLE])
+    single_end = prefill + SINGLE
+    expected = np.split(pair.main_logits, [compared, compared + SINGLE])
     found = [steps.run(main[:prefill], compared).copy()]
     found.append(np.concatenate([steps.run(main[i : i + 1], 1).copy() for i in range(prefill, single_end)]))
-    found.append(steps.run(main[single_end:], _MULTI).copy())
+    found.append(steps.run(main[single_end:], MULTI).copy())
     steps.truncate(kept)
-    found.append(steps.run(pair.other[kept:], _ROLLED).copy())
+    found.append(steps.run(pair.other[kept:], ROLLED).copy())
     names = ("prefill", "cached step", "multi-token step", "step after rollback")
     stages = [
         _compare(f"{name}{where}", rows, source_rows)
@@ -345,25 +203,25 @@ def _run_batched(steps: BatchedSteps, reference: ParityReference, original: int)
     its position there.
     """
     main, prefill = reference.near.main, reference.near.prefill
-    single_end = prefill + _SINGLE
+    single_end = prefill + SINGLE
     rest = len(main) - prefill
     # Other tokens than the first sequence's, which reads wrong slots unnoticed otherwise.
-    is_fresh = bool(reference.far)
+    is_fresh = reference.has_windows
     length = min(_FRESH_NEIGHBOUR if is_fresh else _NEIGHBOUR, steps.max_neighbour, steps.num_positions)
     text = (main[::-1] * (length // len(main) + 1))[:length]
     begin = length - rest
     end_position = steps.num_positions
     if original and original + rest <= end_position:
-        end_position = max(length, original + rest - _BEFORE)
+        end_position = max(length, original + rest - BEFORE)
     first_position = end_position - length
     steps.truncate(0)
     steps.begin_neighbour(first_position)
     cuts = [(0, prefill, 0, begin)]
-    cuts += [(prefill + i, prefill + i + 1, begin + i, begin + i + 1) for i in range(_SINGLE)]
-    cuts += [(single_end, len(main), begin + _SINGLE, length)]
+    cuts += [(prefill + i, prefill + i + 1, begin + i, begin + i + 1) for i in range(SINGLE)]
+    cuts += [(single_end, len(main), begin + SINGLE, length)]
     own_rows, neighbour_rows = [], []
     for start, end, other_start, other_end in cuts:
-        num_rows, num_others = end - start, min(other_end - other_start, _MULTI)
+        num_rows, num_others = end - start, min(other_end - other_start, MULTI)
         if is_fresh:
             steps.begin_neighbour(first_position)
             other_start = 0

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.check.advice import Advice, advise
-from outrider.export.check.measured import load_measured
+from outrider.export.check.measured import TINY_HIDDEN, TINY_LAYERS, load_measured
 from outrider.export.check.parity import Steps, check_parity, log_softmax, rounded
 from outrider.export.check.source_logits import Truth
-from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
+from outrider.export.check.timing import machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.family_facts import is_mixture
-from outrider.export.source.tiny import TINY_HIDDEN, TINY_LAYERS
+from outrider.export.source.model_source import SourceModel
 from outrider.models.bundle.manifest import Agreement, Parity, Precision, Timing
 from outrider.models.errors import (
     BundleError,
@@ -145,45 +145,55 @@ def model_file(directory: Path, options: ExportOptions) -> Path:
     return next(directory.glob("*.onnx" if options.format == "onnx" else "*.xml"))
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """The measured figures of an export."""
+def usual_delta(source: SourceModel, options: ExportOptions, precision: Precision) -> float | None:
+    """The usual error of this recipe, measured on tiny models, for a model of this size; None if unknown.
 
-    parity: Parity
-    agreement: Agreement
-    timing: Timing
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """The model under check. name: for messages. num_ids: ids that its tokenizer knows. facts: of its configuration."""
-
-    name: str
-    num_ids: int
-    facts: Mapping[str, Any]
-    layers: int
-    hidden_size: int
-
-    def usual_delta(self, options: ExportOptions, precision: Precision) -> float | None:
-        """The usual error of this recipe, measured on tiny models, for a model of this size; None if unknown.
-
-        Rounding errors of layers, and of the terms of a dot product, are independent: they grow with the roots.
-        """
-        usual = load_measured().usual_error(options.role, options.device, options.resolved_runtime, precision)
-        growth = math.sqrt(max(1.0, self.layers / TINY_LAYERS) * max(1.0, self.hidden_size / TINY_HIDDEN))
-        return None if usual is None else usual * growth
+    Rounding errors of layers, and of the terms of a dot product, are independent: they grow with the roots.
+    """
+    usual = load_measured().usual_error(options.role, options.device, options.resolved_runtime, precision)
+    shape = source.architecture
+    growth = math.sqrt(max(1.0, shape.layers / TINY_LAYERS) * max(1.0, shape.hidden_size / TINY_HIDDEN))
+    return None if usual is None else usual * growth
 
 
-def check_export(directory: Path, options: ExportOptions, truth: Truth, model: Checked) -> Examined:
+def check_export(
+    directory: Path, options: ExportOptions, truth: Truth, source: SourceModel
+) -> tuple[Parity, Agreement, Timing]:
     """Checks the files in `directory`, then measures agreement and times; loads the model once.
 
     Raises ExportError if they fail the check, or the runtime refuses them.
     """
-    with _opened(directory, options, model) as (steps, runtime):
-        return _examine(steps, runtime, options, truth, model)
+    place, precision = where_to_check(options), options.resolved_precision
+    with _opened(directory, options, source) as (steps, runtime):
+        parity = check_parity(
+            steps,
+            truth.reference,
+            precision,
+            type(runtime).__name__,
+            advise(options, source.facts),
+            is_mixture=is_mixture(source.facts),
+            usual_delta=usual_delta(source, options, precision),
+        )
+        agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=source.tokenizer.size)
+        prompt = timing_prompt(truth.reference.near.main, steps.max_positions)
+        with MachineLoad() as load:
+            times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
+            load.lengthen()  # a small model's steps take a few milliseconds in all
+        timing = Timing(
+            machine=machine(options.num_threads),
+            provider=getattr(runtime, "provider", place.words),
+            is_on_device=place.is_real,
+            context=len(prompt),
+            token_ms=rounded(times.token_ms),
+            extend_tokens=times.extend_tokens,
+            extend_ms=rounded(times.extend_ms),
+            extra_ms=None if times.extra_ms is None else rounded(times.extra_ms),
+            load_warning=load.warning(),
+        )
+    return parity.model_copy(update={"checked_on": place.words}), agreement, timing
 
 
-def check_twin(directory: Path, options: ExportOptions, truth: Truth, model: Checked) -> None:
+def check_twin(directory: Path, options: ExportOptions, truth: Truth, source: SourceModel) -> None:
     """Checks the same graph unquantized, in the runtime that will run it quantized.
 
     Raises ExportError as `check_export` does.
@@ -192,9 +202,9 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, model: Che
     # An NPU computes in FP16 and a GPU may; the NPU's path has its cache in FP16 where it is emulated too, and ONNX
     # Runtime's graph for CUDA is in FP16 wherever it runs.
     computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
-    elsewhere = advise(options, model.facts).elsewhere
+    elsewhere = advise(options, source.facts).elsewhere
     advice = Advice(elsewhere, elsewhere)  # the graph is wrong in any precision
-    with _opened(directory, options, model) as (steps, runtime):
+    with _opened(directory, options, source) as (steps, runtime):
         try:
             precision: Precision = "fp32" if computes_fp32 else "fp16"
             check_parity(
@@ -203,8 +213,8 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, model: Che
                 precision,
                 type(runtime).__name__,
                 advice,
-                is_mixture=is_mixture(model.facts),
-                usual_delta=model.usual_delta(options, precision),
+                is_mixture=is_mixture(source.facts),
+                usual_delta=usual_delta(source, options, precision),
             )
         except ParityFailure as error:
             raise ParityFailure(f"already before quantization: {error}", error.relative_delta) from None
@@ -212,7 +222,7 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, model: Che
 
 @contextmanager
 def _opened(
-    directory: Path, options: ExportOptions, model: Checked
+    directory: Path, options: ExportOptions, source: SourceModel
 ) -> Iterator[tuple[SequenceSteps | BatchSteps, RowsRuntime | BatchRuntime]]:
     path = model_file(directory, options)
     try:
@@ -225,54 +235,24 @@ def _opened(
             yield BatchSteps(target), target
     except (BundleError, ModelFault, RuntimeUnavailable) as error:
         # Without the names of directories that will be gone.
-        said = str(error).replace(str(path), model.name).replace(f"{directory}{os.sep}", "").replace(str(directory), "")
+        said = (
+            str(error).replace(str(path), source.name).replace(f"{directory}{os.sep}", "").replace(str(directory), "")
+        )
         if isinstance(error, RuntimeUnavailable) and where_to_check(options).is_real:
             raise RuntimeUnavailable(said) from error
-        raise _cannot_run(options, model, said) from error
+        raise _cannot_run(options, source, said) from error
     except OutriderError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:  # what a model's own code raises in a step
         first_line = next(iter(str(error).splitlines()), "")
-        raise _cannot_run(options, model, f"{type(error).__name__}: {first_line}") from error
+        raise _cannot_run(options, source, f"{type(error).__name__}: {first_line}") from error
 
 
-def _cannot_run(options: ExportOptions, model: Checked, why: str) -> ExportError:
+def _cannot_run(options: ExportOptions, source: SourceModel, why: str) -> ExportError:
     return ExportError(
         f"{options.resolved_runtime} cannot run the exported model: {why}; nothing was written: "
-        f"{advise(options, model.facts).elsewhere}"
+        f"{advise(options, source.facts).elsewhere}"
     )
-
-
-def _examine(
-    steps: Steps, runtime: RowsRuntime | BatchRuntime, options: ExportOptions, truth: Truth, model: Checked
-) -> Examined:
-    place, advice = where_to_check(options), advise(options, model.facts)
-    parity = check_parity(
-        steps,
-        truth.reference,
-        options.resolved_precision,
-        type(runtime).__name__,
-        advice,
-        is_mixture=is_mixture(model.facts),
-        usual_delta=model.usual_delta(options, options.resolved_precision),
-    )
-    agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=model.num_ids)
-    prompt = timing_prompt(truth.reference.near.main, steps.max_positions)
-    with MachineLoad() as load:
-        times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
-        load.lengthen()  # a small model's steps take a few milliseconds in all
-    timing = Timing(
-        machine=machine(options.num_threads),
-        provider=getattr(runtime, "provider", place.words),
-        is_on_device=place.is_real,
-        context=len(prompt),
-        token_ms=rounded(times.token_ms),
-        extend_tokens=times.extend_tokens,
-        extend_ms=rounded(times.extend_ms),
-        extra_ms=rounded(times.extra_ms) if isinstance(times, StepTimes) else None,
-        load_warning=load.warning(),
-    )
-    return Examined(parity.model_copy(update={"checked_on": place.words}), agreement, timing)
 
 
 class SequenceSteps:

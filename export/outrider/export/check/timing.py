@@ -33,22 +33,13 @@ _MAX_S: Final = 4.0  # of one median: a slow model gets fewer samples
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceTimes:
-    """Of a draft, medians in ms: of a step of one token, and of one of `extend_tokens`."""
-
-    token_ms: float
-    extend_tokens: int
-    extend_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Of a target, in ms: steps of one token and of `extend_tokens`, and what each drafted token adds."""
+    """Medians in ms: steps of one and of `extend_tokens` tokens. extra_ms: what a drafted token adds to a target's."""
 
     token_ms: float
     extend_tokens: int
     extend_ms: float
-    extra_ms: float
+    extra_ms: float | None = None
 
 
 def timing_prompt(ids: Sequence[int], max_positions: int) -> tuple[int, ...]:
@@ -57,7 +48,7 @@ def timing_prompt(ids: Sequence[int], max_positions: int) -> tuple[int, ...]:
     return tuple(ids[index % len(ids)] for index in range(length))
 
 
-def time_draft(runtime: SequenceRuntime, prompt: Sequence[int], extend_tokens: int = EXTEND_TOKENS) -> SequenceTimes:
+def time_draft(runtime: SequenceRuntime, prompt: Sequence[int], extend_tokens: int = EXTEND_TOKENS) -> StepTimes:
     """Steps on the cache after `prompt`, rolled back every few: the sequence is left with the prompt.
 
     The prompt and 2 * extend_tokens more must fit the runtime's longest sequence.
@@ -78,7 +69,7 @@ def time_draft(runtime: SequenceRuntime, prompt: Sequence[int], extend_tokens: i
 
     token_ms, extend_ms = _median_ms(one_token), _median_ms(several)
     runtime.truncate(context)
-    return SequenceTimes(token_ms, extend_tokens, extend_ms)
+    return StepTimes(token_ms, extend_tokens, extend_ms)
 
 
 def time_target(runtime: BatchRuntime, prompt: Sequence[int]) -> StepTimes:
@@ -91,9 +82,9 @@ def time_target(runtime: BatchRuntime, prompt: Sequence[int]) -> StepTimes:
     blocks = range(-(-(context + max(STEP_TOKENS)) // runtime.block_size))
     runtime.forward([SequenceSlice(prompt, 0, blocks, 1)])
 
-    def step(num_tokens: int) -> Callable[[], None]:
+    def step(num_tokens: int) -> Callable[[], object]:
         tokens = [prompt[index % context] for index in range(num_tokens)]
-        return lambda: _drop(runtime.forward([SequenceSlice(tokens, context, blocks, num_tokens)]))
+        return lambda: runtime.forward([SequenceSlice(tokens, context, blocks, num_tokens)])
 
     times = {num_tokens: _median_ms(step(num_tokens)) for num_tokens in STEP_TOKENS}
     added = [(num_tokens - 1, times[num_tokens] - times[1]) for num_tokens in STEP_TOKENS[1:]]
@@ -109,7 +100,7 @@ def machine(num_threads: int) -> str:
     return f"{processor()}, {count} thread{'s' if count > 1 else ''}"
 
 
-def _median_ms(run: Callable[[], None]) -> float:
+def _median_ms(run: Callable[[], object]) -> float:
     for _ in range(_WARM_UP):
         run()
     taken: list[float] = []
@@ -119,10 +110,6 @@ def _median_ms(run: Callable[[], None]) -> float:
         run()
         taken.append(time.perf_counter() - at)
     return 1e3 * median(taken)
-
-
-def _drop(found: object) -> None:
-    """A step's logits are of no interest here."""
 
 
 def processor() -> str:

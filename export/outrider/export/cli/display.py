@@ -1,17 +1,22 @@
-"""Shows an export in a terminal: a line per stage while it runs, a report card at the end."""
+"""Shows an export in a terminal: a line per stage while it runs, then its report card, or JSON for programs."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from outrider.export.make.sweep import Swept
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.report.card import (
     BY_GAP_EXPLAINED,
@@ -111,15 +116,11 @@ def print_warnings(console: Console, manifest: Manifest) -> None:
 
 def print_comparison(console: Console, found: Comparison) -> None:
     """A sweep: a row per draft, the reasons of those that were not made, the recommendation and the verdict."""
-    table = _plain_table("drafts compared")
-    table.add_column("draft")
     # Short, so that the figures fit a terminal of 60 columns.
-    for name in ("MB", "ms/\ntoken", "arg-\nmax", "T 0", "T 0.5", f"T {JUDGED_AT:g}", "per\npass"):
-        table.add_column(name, justify="right", no_wrap=True)
-    speeds = _plain_table("predicted tokens/s, and speed-up over cloud-only streaming")
-    speeds.add_column("draft")
-    for rtt_ms in found.round_trips_ms:
-        speeds.add_column(f"at {rtt_ms:g} ms", justify="right")
+    figures = ("MB", "ms/\ntoken", "arg-\nmax", "T 0", "T 0.5", f"T {JUDGED_AT:g}", "per\npass")
+    table = figure_table("drafts compared", *figures, first="draft")
+    places = (f"at {rtt_ms:g} ms" for rtt_ms in found.round_trips_ms)
+    speeds = figure_table("predicted tokens/s, and speed-up over cloud-only streaming", *places, first="draft")
     for row in found.rows:
         report, is_best = row.manifest.report, row.label == found.recommended
         assert report.timing is not None and report.agreement is not None
@@ -199,12 +200,8 @@ def _facts(manifest: Manifest, where: str) -> Table:
 
 def _acceptance(found: tuple[Acceptance, ...]) -> Table:
     title = escape(f"acceptance by {found[0].target}, {found[0].tested_tokens} tokens tested")
-    table = _plain_table(title)
-    table.add_column("T", justify="right")
-    table.add_column("acceptance", justify="right")
     depths = [row.depth for row in found[0].by_depth]
-    for depth in depths:
-        table.add_column(f"depth {depth}", justify="right")
+    table = figure_table(title, "T", "acceptance", *(f"depth {depth}" for depth in depths))
     for measured in found:
         at = {row.depth: f"{row.tokens_per_pass:.2f}" for row in measured.by_depth}
         table.add_row(
@@ -218,19 +215,16 @@ def _acceptance(found: tuple[Acceptance, ...]) -> Table:
 
 
 def _by_rank(found: tuple[Acceptance, ...]) -> Table:
-    table = _plain_table("the target's pick is among the draft's best")
-    table.add_column("T", justify="right")
-    for row in found[0].by_width:
-        table.add_column(f"{row.width}", justify="right")
+    widths = (f"{row.width}" for row in found[0].by_width)
+    table = figure_table("the target's pick is among the draft's best", "T", *widths)
     for measured in found:
         table.add_row(f"{measured.temperature:g}", *(f"{row.rate:.3f}" for row in measured.by_width))
     return table
 
 
 def _by_gap(found: Acceptance) -> Table:
-    table = _plain_table(f"acceptance by lead of the draft's pick (temperature {found.temperature:g})")
-    for name in ("lead", "tokens", "first", "second"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = f"acceptance by lead of the draft's pick (temperature {found.temperature:g})"
+    table = figure_table(title, "lead", "tokens", "first", "second")
     for name, row in zip(leads(found), found.by_gap, strict=True):
         best, second = row.rates
         table.add_row(name, f"{row.share:.0%}", f"{best:.2f}", f"{second:.2f}")
@@ -238,11 +232,10 @@ def _by_gap(found: Acceptance) -> Table:
 
 
 def _curve(forecast: Forecast) -> Table:
-    table = _plain_table(f"predicted speed-up over cloud-only streaming, times (temperature {forecast.temperature:g})")
+    title = f"predicted speed-up over cloud-only streaming, times (temperature {forecast.temperature:g})"
     trees = has_trees(forecast)
     names = ("path", "alternatives", "tree") if trees else ("streamed",)
-    for name in ("round trip, ms", *names, "stop-and-wait"):
-        table.add_column(name, justify="right")
+    table = figure_table(title, "round trip, ms", *names, "stop-and-wait")
     for point in forecast.curve:
         branched = (point.line, point.tree) if trees else ()
         speeds = (point.stream, *branched, point.stop_and_wait)
@@ -250,5 +243,65 @@ def _curve(forecast: Forecast) -> Table:
     return table
 
 
-def _plain_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+def figure_table(title: str, *columns: str, first: str | None = None) -> Table:
+    """A table of figures, each column to the right; `first` is a column of names before them."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    if first is not None:
+        table.add_column(first)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None) -> None:
+    """Prints each report card; as JSON an object for one bundle, a list for several. page: the HTML's place, if any."""
+    for bundle in bundles:
+        print_warnings(Console(stderr=True), bundle.manifest)
+    if as_json:
+        found = [_as_json(bundle) for bundle in bundles]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        return
+    console = Console()
+    for bundle in bundles:
+        print_report(console, bundle)
+    if page is not None:
+        console.print(f"as a page: {escape(str(page))}", soft_wrap=True, highlight=False)
+
+
+def report_sweep(swept: Swept, *, as_json: bool, page: Path) -> None:
+    """Prints the comparison and the recommendation; as JSON with every manifest. page: where the HTML is."""
+    for bundle in (swept.draft, swept.target):
+        print_warnings(Console(stderr=True), bundle.manifest)
+    found = swept.comparison
+    if as_json:
+        paths = {label: bundle.path for label, bundle in swept.kept.items()} | {found.recommended: swept.draft.path}
+        rows = [
+            {
+                "label": row.label,
+                "path": str(paths[row.label]) if row.label in paths else None,
+                "tokens_per_s": [round(tokens, 3) for tokens in row.tokens_per_s],
+                "speed_ups": [round(speed_up, 4) for speed_up in row.speed_ups],
+                **row.manifest.model_dump(mode="json"),
+                "warnings": warnings_of(row.manifest),
+            }
+            for row in found.rows
+        ]
+        whole = {
+            "recommended": found.recommended,
+            "reason": found.reason,
+            "round_trips_ms": found.round_trips_ms,
+            "rows": rows,
+            "not_made": [{"label": skipped.label, "reason": skipped.reason} for skipped in found.not_made],
+            "target": _as_json(swept.target),
+        }
+        typer.echo(json.dumps(whole, indent=2))
+        return
+    console = Console()
+    print_comparison(console, found)
+    written = ", ".join(str(path) for path in (swept.draft.path, swept.target.path, page))
+    console.print(f"written: {escape(written)}", soft_wrap=True, highlight=False)
+
+
+def _as_json(bundle: Bundle) -> dict[str, Any]:
+    manifest = bundle.manifest
+    return {"path": str(bundle.path), **manifest.model_dump(mode="json"), "warnings": warnings_of(manifest)}

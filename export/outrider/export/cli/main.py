@@ -12,15 +12,13 @@ from typing import Annotated, Any, Final, Literal
 import typer
 from click.core import ParameterSource
 
-from outrider.export.cli.display import show_progress
-from outrider.export.cli.distill import distill
+from outrider.export.cli.display import report, report_sweep, show_progress
 from outrider.export.cli.families import families
-from outrider.export.cli.heads import heads
-from outrider.export.cli.reporting import report, report_sweep
-from outrider.export.make.pair import export_pair, reference_directories
+from outrider.export.cli.training import distill, heads
+from outrider.export.make.pair import DEFAULT_RTT_MS, Judging, PairOptions, export_pair, named_source
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.export.make.sweep import DEFAULT_RTT_MS, sweep_pair
+from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card_html import REPORT_NAME, PageWriter, write_card_html
 from outrider.export.source.prompts import read_prompts
@@ -92,8 +90,10 @@ CACHE_TAKES: Final = frozenset({
 @app.command()
 def pair(
     ctx: typer.Context,
-    draft: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}' for the bundled pair.")] = REFERENCE,
-    target: Annotated[str | None, typer.Argument(help="Model directory of the target.")] = None,
+    draft: Annotated[
+        str, typer.Argument(help=f"Draft: directory, hub id, or '{REFERENCE}', alone for both.")
+    ] = REFERENCE,
+    target: Annotated[str | None, typer.Argument(help=f"Its target: likewise, or '{REFERENCE}'.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Bundles go to OUT/draft and OUT/target.")] = Path("bundles"),
     draft_device: DraftOn = "cpu",
     draft_runtime: DraftWith = None,
@@ -139,7 +139,11 @@ def pair(
     """Export a draft and its target, checked against each other, with a report card in OUT/report.html."""
     if cached:
         _require_cacheable(ctx, draft, target)
-    draft_dir, target_dir = _pair_directories(draft, target)
+    if (rtt_ms or keep) and not sweep:
+        raise ConfigError("--rtt-ms and --keep are for several drafts; add --sweep, or leave them out")
+    if target is None and draft != REFERENCE:
+        raise ConfigError(f"only one model was given ({draft}); name draft and target, or '{REFERENCE}'")
+    draft_source, target_source = named_source(draft, "draft"), named_source(target or draft, "target")
     if draft == REFERENCE and target is None:
         if widen is None:
             widen = WIDENED_MB
@@ -150,20 +154,6 @@ def pair(
             )
         if widen and target_precision is None:
             target_precision = "fp32"
-    if cached:
-        with show_progress(is_quiet=False) as progress:
-            kept = export_reference_pair(
-                widen_mb=widen or None,
-                target_precision=target_precision or "fp32",
-                draft_precision=draft_precision,
-                draft_device=draft_device,
-                draft_runtime=draft_runtime,
-                draft_shapes=_shapes(prompt_len, response_len, step_len),
-                progress=progress,
-            )
-        places = {"draft": str(kept.draft), "target": str(kept.target)}
-        typer.echo(json.dumps(places) if as_json else "\n".join(f"{role}: {at}" for role, at in places.items()))
-        return
     draft_options = ExportOptions(
         "draft",
         draft_precision,
@@ -176,6 +166,17 @@ def pair(
         npu_platform=npu_platform,
         max_positions=max_positions,
     )
+    if cached:
+        with show_progress(is_quiet=False) as progress:
+            kept = export_reference_pair(
+                widen_mb=widen or None,
+                target_precision=target_precision or "fp32",
+                draft=draft_options,
+                progress=progress,
+            )
+        places = {"draft": str(kept.draft), "target": str(kept.target)}
+        typer.echo(json.dumps(places) if as_json else "\n".join(f"{role}: {at}" for role, at in places.items()))
+        return
     target_options = ExportOptions(
         "target",
         target_precision,
@@ -186,46 +187,23 @@ def pair(
         device=target_device,
         max_positions=max_positions,
     )
+    options = PairOptions(draft_options, target_options)
     texts = read_prompts(prompts) if prompts is not None else None
+    judging = Judging(texts, chat, step_ms, extra_ms, tuple(rtt_ms or (DEFAULT_RTT_MS,)), is_forced=force)
     page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
-    if not sweep:
-        with show_progress(is_quiet=as_json) as progress:
-            bundles = export_pair(
-                draft_dir,
-                target_dir,
-                out,
-                draft_options=draft_options,
-                target_options=target_options,
-                prompts=texts,
-                is_chat=chat,
-                step_ms=step_ms,
-                extra_ms=extra_ms,
-                is_forced=force,
-                page=page,
-                progress=progress,
-            )
-        report(bundles, as_json=as_json, page=page.path)
-        _show_next(out, as_json=as_json)
-        return
+    given = (draft_source, target_source, out)
     with show_progress(is_quiet=as_json) as progress:
-        swept = sweep_pair(
-            draft_dir,
-            target_dir,
-            out,
-            draft_options=draft_options,
-            target_options=target_options,
-            prompts=texts,
-            is_chat=chat,
-            round_trips_ms=rtt_ms or (DEFAULT_RTT_MS,),
-            step_ms=step_ms,
-            extra_ms=extra_ms,
-            keeps_all=keep,
-            is_forced=force,
-            page=page,
-            progress=progress,
-        )
-    report_sweep(swept, as_json=as_json, page=page.path)
-    _show_next(out, as_json=as_json)
+        if sweep:
+            swept = sweep_pair(*given, options=options, judging=judging, keeps_all=keep, page=page, progress=progress)
+        else:
+            bundles = export_pair(*given, options=options, judging=judging, page=page, progress=progress)
+    if sweep:
+        report_sweep(swept, as_json=as_json, page=page.path)
+    else:
+        report(bundles, as_json=as_json, page=page.path)
+    if not as_json:
+        # The command that serves the pair; it prints the one that runs it.
+        typer.echo(f"Serve it: outrider-cloud serve {shlex.quote(str(out / 'target'))}")
 
 
 @app.command()
@@ -247,7 +225,6 @@ def draft(
     as_json: Json = False,
 ) -> None:
     """Export one model as a draft."""
-    directory = reference_directories().draft if model == REFERENCE else model
     options = ExportOptions(
         "draft",
         precision,
@@ -262,7 +239,7 @@ def draft(
         max_positions=max_positions,
     )
     with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(directory, out, options, progress)
+        bundle = export_model(named_source(model, "draft"), out, options, progress)
     report((bundle,), as_json=as_json)
 
 
@@ -283,7 +260,6 @@ def target(
     as_json: Json = False,
 ) -> None:
     """Export one model as a target."""
-    directory = reference_directories().target if model == REFERENCE else model
     options = ExportOptions(
         "target",
         precision,
@@ -296,7 +272,7 @@ def target(
         max_positions=max_positions,
     )
     with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(directory, out, options, progress)
+        bundle = export_model(named_source(model, "target"), out, options, progress)
     report((bundle,), as_json=as_json)
 
 
@@ -324,12 +300,6 @@ app.command()(distill)
 app.command()(heads)
 
 
-def _show_next(out: Path, *, as_json: bool) -> None:
-    """The command that serves a pair; it prints the one that runs it."""
-    if not as_json:
-        typer.echo(f"Serve it: outrider-cloud serve {shlex.quote(str(out / 'target'))}")
-
-
 def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:
     """The given lengths, defaults for the others; None if none was given."""
     asked = {"prompt_len": prompt_len, "response_len": response_len, "step_len": step_len}
@@ -351,15 +321,6 @@ def _require_cacheable(ctx: typer.Context, draft: str, target: str | None) -> No
     ]
     if refused:
         raise ConfigError(f"--cached does not take {', '.join(refused)}; leave out these or --cached")
-
-
-def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str | Path]:
-    if target is not None:
-        return draft, target
-    if draft == REFERENCE:
-        found = reference_directories()
-        return found.draft, found.target
-    raise ConfigError(f"only one model was given ({draft}); name draft and target, or '{REFERENCE}'")
 
 
 def main() -> None:

@@ -8,9 +8,7 @@ directory runs: the builder sees a copy with configuration, safetensors and toke
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import gc
 import importlib
 import importlib.metadata
@@ -32,7 +30,7 @@ from outrider.export.convert.onnx_graph import (
     select_rows,
     strip_origins,
 )
-from outrider.export.quiet import missing_extra, quiet_upstream
+from outrider.export.quiet import quiet_upstream
 from outrider.export.source.config_reader import read_shape
 from outrider.export.source.model_source import read_config
 from outrider.models.text.tokenizer import TOKENIZER_FILES
@@ -41,7 +39,9 @@ BuilderPrecision = Literal["fp32", "fp16"]
 """The two that its attention kernel takes: FP32 on the CPU, FP16 on CUDA."""
 
 CONFIG_FILE: Final = "genai_config.json"
-# Measured exact in FP32, to 1e-5. What is in neither of the two lists goes through torch's exporter.
+# Measured exact in FP32, to 1e-5, with onnxruntime-genai 0.18.0. What is not here goes through torch's exporter.
+# Measured wrong or failing: Olmo (RMS norms where the model has layer norms), Gemma3 (fields that its configuration no
+# longer has), Phi (off by thousandths of a logit), SmolLM3 (layers without rotary embedding).
 _EXACT: Final = frozenset(
     f"{family}ForCausalLM"
     for family in (
@@ -49,58 +49,22 @@ _EXACT: Final = frozenset(
         *("Granite", "Ernie4_5", "HunYuanDenseV1"),
     )
 )
-# Known to the builder, but measured wrong or failing (onnxruntime-genai 0.18.0, transformers 5.5.4).
-_REFUSED: Final = {
-    "OlmoForCausalLM": "writes RMS norms where the model has layer norms",
-    "Gemma3ForCausalLM": "looks for fields that Gemma 3's configuration no longer has",
-    "PhiForCausalLM": "is off by thousandths of a logit",
-    "SmolLM3ForCausalLM": "fails at layers without rotary embedding",
-}
 _ROPES: Final = {"default", "llama3"}
 _GEMMAS: Final = ("gemma", "gemma2")
 
 
-def builder_obstacle(config: Mapping[str, Any]) -> str | None:
-    """Why the builder is not used for a model with these facts; None if it is used."""
+def supports(config: Mapping[str, Any]) -> bool:
+    """Whether `build_with_genai` converts a model with these facts correctly."""
     architecture = (config.get("architectures") or ["none"])[0]
-    if architecture in _REFUSED:
-        return f"onnxruntime-genai's builder {_REFUSED[architecture]}"
-    if architecture not in _known_architectures():
-        return f"onnxruntime-genai's builder does not know {architecture}"
-    if architecture not in _EXACT:
-        return f"{architecture} is not checked in onnxruntime-genai's builder"
-    if set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
-        return "not every layer of the model is attention over a cache"
+    if architecture not in _EXACT or set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        return False
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _ROPES or (kind == "llama3" and architecture != "LlamaForCausalLM"):
-        return f"{kind} rotary scaling is not checked in onnxruntime-genai's builder"
+        return False
     head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotated = int(head_size * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
-    if head_size % 16 or rotated % 16:
-        return f"GroupQueryAttention rotates multiples of 16, the model {rotated} of heads of {head_size}"
-    return None
-
-
-def supports(config: Mapping[str, Any]) -> bool:
-    """Whether `build_with_genai` converts a model with these facts correctly."""
-    return builder_obstacle(config) is None
-
-
-@functools.cache
-def _known_architectures() -> frozenset[str]:
-    """The architectures that the builder knows, read from its source: it has no list of them."""
-    spec = importlib.util.find_spec("onnxruntime_genai")
-    if spec is None or spec.origin is None:
-        missing = ModuleNotFoundError("No module named 'onnxruntime_genai'", name="onnxruntime_genai")
-        raise missing_extra(missing, "exporting to ONNX")
-    tree = ast.parse((Path(spec.origin).parent / "models" / "builder.py").read_text(encoding="utf-8"))
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Compare) and "config.architectures[0]" in ast.unparse(node.left):
-            names = [part.value for part in node.comparators if isinstance(part, ast.Constant)]
-            found |= {name for name in names if isinstance(name, str) and name.endswith("ForCausalLM")}
-    return frozenset(found)
+    return not (head_size % 16 or rotated % 16)  # what GroupQueryAttention rotates
 
 
 def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrecision, work: Path, name: str) -> None:
@@ -132,9 +96,7 @@ def _view(source_dir: Path, config: Mapping[str, Any], view: Path) -> None:
     if config["model_type"] in _GEMMAS:
         seen["dtype"] = "float32"  # it adds 1 to norms in their own type
         seen.pop("torch_dtype", None)
-    if (
-        config["model_type"] == "phi3"
-    ):  # it takes two lengths for a rotary scaling, which `builder_obstacle` has ruled out
+    if config["model_type"] == "phi3":  # it takes two lengths for a rotary scaling, which `supports` has ruled out
         seen["original_max_position_embeddings"] = seen["max_position_embeddings"]
     (view / "config.json").write_text(json.dumps(seen), encoding="utf-8")
     others = [*TOKENIZER_FILES, "model.safetensors.index.json"]

@@ -102,7 +102,7 @@ def _halve_matrices(model: Any) -> None:
 def _compress(model: Any, precision: Precision, device: Device) -> Quantization:
     """Quantizes the weights of `model` in place."""
     if device == "npu" and precision == "int4":
-        from outrider.export.convert.symmetric_int4 import compress_int4_symmetric
+        from outrider.export.convert.symmetric import compress_int4_symmetric
 
         return compress_int4_symmetric(model)
     if device == "npu":

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from outrider.export.disk import free_bytes, telling_of_full_disks
-from outrider.export.distill.measure import HeldoutChange, measure_heldout
+from outrider.export.distill.measure import HeldoutChange, make_record, measure_heldout
 from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.output import (
     RECORD_NAME,
@@ -28,7 +28,6 @@ from outrider.export.distill.output import (
     write_model,
 )
 from outrider.export.distill.prompts import Split, split_prompts
-from outrider.export.distill.record import make_record
 from outrider.export.distill.target import TargetText, load_for_torch, write_target_text
 from outrider.export.distill.trainer.distill import TrainingResult, distill
 from outrider.export.distill.trainer.files import save_json
@@ -91,7 +90,7 @@ def distill_draft(
     device = _device(options)
     work = (options.work or default_work(out)).absolute()
     with (
-        _telling_of_full_disks(work, out.parent),
+        telling_of_full_disks(work, out.parent, kept=f"the same command goes on from {work}, and "),
         locked(default_work(out)),
         locked(work) if work != default_work(out) else contextlib.nullcontext(),
         _threads(options.num_threads),
@@ -132,7 +131,13 @@ class _Job:
             **{name: chosen[name] for name in ("tokens", "row_length", "seed", "temperatures", "target_dtype")},
         }
         self.text_state = StateFolder(work, "pool", for_text)
-        for_training = {"pool": self.text_state.path.name, "draft": self.origins[0].weights_sha256, **chosen}
+        # The version is that of the state's format: one of another begins again.
+        for_training = {
+            "version": 2,
+            "pool": self.text_state.path.name,
+            "draft": self.origins[0].weights_sha256,
+            **chosen,
+        }
         self.training_state = StateFolder(work, "training", for_training)
 
     def run(self, stop: Interruption) -> DistillResult:
@@ -160,19 +165,12 @@ class _Job:
             gc.collect()
             self._news("measure", "measuring the result from the written files")
             after = measure_heldout(load_for_torch(read_source(partial), "float32", self.device), *measured)
-            record = make_record(
-                draft=self.origins[0],
-                target=self.origins[1],
-                tokenizer_fingerprint=self.draft.tokenizer.fingerprint,
-                split=self.split,
-                options=self.options,
-                device=self.device,
-                text=text,
-                outcome=outcome,
-                before=before,
-                after=after,
-                weights=partial,
-            )
+            models = {
+                "draft": self.origins[0].model_dump(),
+                "target": self.origins[1].model_dump(),
+                "tokenizer_fingerprint": self.draft.tokenizer.fingerprint,
+            }
+            record = make_record(models, self.split, self.options, self.device, text, outcome, (before, after), partial)
             return self._conclude(partial, record, HeldoutChange.of(before, after))
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -184,6 +182,7 @@ class _Job:
             seed=options.seed,
             minutes=options.training_minutes,
             steps=options.steps,
+            temperatures=options.temperatures,
             rates=Rates.like_adamw(options.rate),
             weights=Weights(options.kl, options.match, options.cross_entropy),
             rows_per_step=ROWS_PER_STEP,
@@ -193,7 +192,6 @@ class _Job:
         return distill(
             student,
             text.pool,
-            options.temperatures,
             plan,
             checkpoint,
             num_ids=self.target.tokenizer.size,
@@ -287,19 +285,3 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def _telling_of_full_disks(work: Path, place: Path) -> Iterator[None]:
-    """As in `disk`, but the message says that the state is kept."""
-    try:
-        with telling_of_full_disks(work, place):
-            yield
-    except DiskFull as error:
-        if error.__cause__ is None:  # raised before the work, with its own message
-            raise
-        rooms = ", ".join(f"{free_bytes(one) / 1e6:,.0f} MB free for {one}" for one in (work, place))
-        raise DiskFull(
-            f"the disk is full ({rooms}); finished work is kept in {work} and the output is unchanged: free some "
-            "space and run the same command again"
-        ) from error

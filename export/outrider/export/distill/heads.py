@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.export.disk import telling_of_full_disks
-from outrider.export.distill.options import TargetDtype
+from outrider.export.distill.options import TargetDtype, require_training
 from outrider.export.distill.prompts import Split, split_prompts
 from outrider.export.distill.target import DTYPES, load_for_torch
 from outrider.export.distill.trainer.heads import Heads as TrainedHeads
@@ -31,7 +31,7 @@ from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.bundle.draft_heads import FORMAT, HEADS_FILE
 from outrider.models.bundle.manifest import HeadAcceptance, Heads, Manifest
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.text.tokenizer import require_same_tokenizer
 
 MAX_HEADS: Final = 5
@@ -42,7 +42,7 @@ class HeadOptions:
     """count: of heads. minutes, steps: of training, one of the two. tokens: of the target's text to train on.
 
     row_length: tokens per row, prompt included. rate: peak learning rate of AdamW. heldout: share of the prompts.
-    Raises ConfigError for invalid values.
+    Raises ConfigError for invalid values, RuntimeUnavailable for a device that torch does not have.
     """
 
     count: int = 3
@@ -63,12 +63,15 @@ class HeadOptions:
             raise ConfigError(f"{self.count} heads were asked for; expected 1 to {MAX_HEADS}")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigError("the training has no budget, or two; give --minutes or --steps")
-        if self.minutes is not None and not self.minutes > 0.0:
-            raise ConfigError(f"the training has {self.minutes} minutes; expected more than 0")
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"the training has {self.steps} steps; expected at least 1")
+        require_training(self)
         if self.row_length < 2 * self.count + 8:
             raise ConfigError(f"rows have {self.row_length} tokens; expected at least {2 * self.count + 8}")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            raise RuntimeUnavailable(
+                f"torch cannot use {self.device!r} here ({next(iter(str(error).splitlines()), '')}); use --device cpu"
+            ) from None
 
 
 def add_heads(

@@ -1,17 +1,28 @@
-"""Measures a draft on held-out prompts, and compares two drafts on the same prompts."""
+"""Measures a draft on held-out prompts, compares two drafts on them, and composes `distillation.json` of it.
+
+The record has prompts as counts and a hash, never as text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
+import torch
+import transformers
 from transformers import PreTrainedModel
 
-from outrider.export.distill.target import MEASURED_AT, TargetText
+from outrider.export.distill.options import DistillOptions
+from outrider.export.distill.prompts import Split
+from outrider.export.distill.target import MEASURED_AT, TargetText, new_tokens
 from outrider.export.distill.trainer.acceptance import Acceptance, Change, Score, compare, score, summarize
+from outrider.export.distill.trainer.distill import TrainingResult
+from outrider.export.distill.trainer.losses import Agreement, measure_agreement
 from outrider.export.distill.trainer.memory import training_rows
-from outrider.export.distill.trainer.validation import Agreement, measure_agreement
+from outrider.models.bundle.bundle import hash_file
+from outrider.models.version import outrider_version
 
 Verdict = Literal["better", "no clear difference", "worse"]
 
@@ -26,7 +37,7 @@ class Heldout:
 
     def describe(self) -> dict[str, Any]:
         """For the record: JSON-able, without the single scores."""
-        rows = [{name: value for name, value in asdict(row).items() if value is not None} for row in self.acceptance]
+        rows = [asdict(row) for row in self.acceptance]
         return {"acceptance": rows, **{name: list(values) for name, values in asdict(self.agreement).items()}}
 
 
@@ -74,3 +85,69 @@ class HeldoutChange:
             "no clear difference": f"held-out acceptance did not rise by more than chance explains: {number}",
             "worse": f"held-out acceptance FELL: {number}",
         }[self.verdict]
+
+
+SCHEMA: Final = 1
+
+
+def make_record(
+    models: Mapping[str, Any],
+    split: Split,
+    options: DistillOptions,
+    device: str,
+    text: TargetText,
+    outcome: TrainingResult,
+    heldout: tuple[Heldout, Heldout],
+    weights: Path,
+) -> dict[str, Any]:
+    """The record as plain values.
+
+    models: entries that describe draft and target. heldout: before and after. weights: the directory of the new ones.
+    """
+    before, after = heldout
+    overall = HeldoutChange.of(before, after)
+    changes = {
+        f"{temperature:g}": asdict(change) for temperature, change in zip(MEASURED_AT, overall.changes, strict=True)
+    }
+    return {
+        "schema": SCHEMA,
+        **models,
+        "prompts": {
+            "sha256": split.fingerprint,
+            "train": len(split.train),
+            "validation": len(split.validation),
+            "test": len(split.test),
+            "cut": split.num_cut,
+            "dropped": split.num_dropped,
+        },
+        "options": options.of_the_result() | {"compiled": options.is_compiled, "device": device},
+        "pool": {
+            "rows": text.pool.made.rows,
+            "target_tokens": text.pool.made.tokens,
+            "seconds": round(text.pool.made.used_s, 1),
+        },
+        "training": {
+            "steps": outcome.steps,
+            "seconds": round(outcome.used_s, 1),
+            "best_step": outcome.best_step,
+            "validation": [
+                {"step": one.step, "kl": one.agreement.mean_kl, "match": one.agreement.mean_match}
+                for one in outcome.judged
+            ],
+        },
+        "heldout": {
+            "prompts": len(split.test),
+            "new_tokens": new_tokens(options),
+            "before": before.describe(),
+            "after": after.describe(),
+            "change": changes | {"mean": asdict(overall.mean)},
+        },
+        "verdict": overall.verdict,
+        "summary": overall.sentence(),
+        "weights": {path.name: hash_file(path) for path in sorted(weights.glob("*.safetensors"))},
+        "versions": {
+            "outrider": outrider_version(),
+            "torch": torch.__version__,
+            "transformers": str(transformers.__version__),
+        },
+    }

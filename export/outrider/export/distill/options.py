@@ -15,6 +15,20 @@ DEFAULT_MINUTES: Final = 30.0
 _NOT_OF_THE_RESULT: Final = ("overwrite", "force", "resume", "work", "num_threads", "is_compiled", "device", "heldout")
 
 
+def require_training(options: Any) -> None:
+    """Checks what every training has: a budget, tokens, rate, seed, row_length, heldout. Raises ConfigError."""
+    for name in ("minutes", "steps", "tokens", "rate"):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name} is {value}; expected a number above 0")
+    if not 0 <= options.seed < 2**32:
+        raise ConfigError(f"the seed is {options.seed}; expected a number from 0 to {2**32 - 1}")
+    if options.row_length < 16:
+        raise ConfigError(f"the row length is {options.row_length}; expected at least 16 tokens")
+    if isinstance(options.heldout, float) and not 0.0 < options.heldout <= 0.5:
+        raise ConfigError(f"the share held out is {options.heldout:g}; expected up to 0.5, or a file")
+
+
 @dataclass(frozen=True, slots=True)
 class DistillOptions:
     """heldout: the share of the prompts that is held out, or a file of such prompts.
@@ -52,16 +66,7 @@ class DistillOptions:
     def __post_init__(self) -> None:
         if self.minutes is not None and self.steps is not None:
             raise ConfigError(f"both {self.minutes:g} minutes and {self.steps} steps were given; expected one of them")
-        for name in ("minutes", "steps", "tokens", "rate"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} is {value}; expected a number above 0")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"the seed is {self.seed}; expected a number from 0 to {2**32 - 1}")
-        if self.row_length < 16:
-            raise ConfigError(f"the row length is {self.row_length}; expected at least 16 tokens")
-        if isinstance(self.heldout, float) and not 0.0 < self.heldout <= 0.5:
-            raise ConfigError(f"the share held out is {self.heldout:g}; expected up to 0.5, or a file")
+        require_training(self)
         if not self.temperatures or not all(0.05 <= t <= 5.0 for t in self.temperatures):
             raise ConfigError(
                 f"the temperatures are {self.temperatures}; expected numbers between 0.05 and 5 (greedy text is always "

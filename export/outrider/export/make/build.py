@@ -17,20 +17,19 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from outrider.export.check.advice import ADVICE, advise
-from outrider.export.check.parity import PARITY_TEXT, QUANTIZED
-from outrider.export.check.source_logits import LoadedSource, Truth, held_out_texts
+from outrider.export.check.parity import QUANTIZED
+from outrider.export.check.source_logits import PARITY_TEXT, LoadedSource, Truth, held_out_texts
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.convert.weight_check import require_close_weights
 from outrider.export.disk import require_room
-from outrider.export.make.sizes import converted_bytes, finished_bytes, truth_bytes
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.config_reader import LONGEST_CHECKED
 from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import SourceModel
-from outrider.models.bundle.manifest import Quantization, Source
+from outrider.models.bundle.manifest import Precision, Quantization, Source
 from outrider.models.errors import ExportError
 from outrider.models.version import outrider_version
 
@@ -119,7 +118,7 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
     texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]
     # Sequences of the check are not longer than the longest window that it goes beyond, and some tokens.
     longest = min(longest_sequence(job.source, job.options), 2 * LONGEST_CHECKED)
-    place = job.store.get(job.key("truth", texts=texts, longest=longest), tell_truth)
+    place = job.store.get(job.key("truth", layout=2, texts=texts, longest=longest), tell_truth)
     match job.options.resolved_runtime:
         case "openvino":
             with _advising(job):
@@ -250,15 +249,14 @@ def _onnx_graph(job: Job) -> Path:
 
 def place_files(source: Path, destination: Path) -> None:
     """Links the files of one directory into another, or copies them where the disk has no links."""
-    for path in sorted(source.rglob("*")):
-        target = destination / path.relative_to(source)
-        if path.is_dir():
-            target.mkdir(parents=True, exist_ok=True)
-            continue
-        try:
-            os.link(path, target)
-        except OSError:  # another disk, or one that has no links
-            shutil.copyfile(path, target)
+    shutil.copytree(source, destination, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(path: str, target: str) -> None:
+    try:
+        os.link(path, target)
+    except OSError:  # another disk, or one that has no links
+        shutil.copyfile(path, target)
 
 
 def separate_files(directory: Path) -> None:
@@ -289,3 +287,43 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions | {"outrider": outrider_version()}
+
+
+# Of the stored weights; scales and weights that keep more bits come on top.
+_BYTES_PER_WEIGHT: Final[dict[Precision, float]] = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "int8": 1.0,
+    "w8a8": 1.0,
+    "int4": 0.5,
+}
+# Rows of logits that `Truth` keeps: of the parity check's two pairs, about 70 each, and of six held-out texts.
+_TRUTH_ROWS: Final = 2 * 70 + 6 * 24
+
+
+def finished_bytes(source: SourceModel, options: ExportOptions) -> float:
+    """Bytes of the bundle of `source`."""
+    return source.architecture.parameters * _BYTES_PER_WEIGHT[options.resolved_precision]
+
+
+def widened_bytes(options: ExportOptions) -> float:
+    """Bytes that widening adds: a temporary copy in FP32, and the bundle's growth."""
+    copies = 1.0 + _BYTES_PER_WEIGHT[options.resolved_precision] / _BYTES_PER_WEIGHT["fp32"]
+    return 1e6 * options.widen_mb * copies if options.widen_mb is not None else 0.0
+
+
+def truth_bytes(source: SourceModel) -> float:
+    """Bytes of the source's logits in the stage store."""
+    return 4.0 * _TRUTH_ROWS * source.architecture.vocab_size
+
+
+def converted_bytes(source: SourceModel, options: ExportOptions) -> float:
+    """Bytes of the converted model in the stage store, before it is quantized: FP32, or FP16 for CUDA.
+
+    The torch runtime's weights are cast straight into the bundle.
+    """
+    if options.resolved_runtime == "torch":
+        return 0.0
+    is_half = (options.device, options.resolved_runtime) == ("gpu", "onnxruntime")
+    return (2.0 if is_half else 4.0) * source.architecture.parameters

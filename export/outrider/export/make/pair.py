@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from outrider.export.check.acceptance import Continuation, continue_prompts, measure_ranks, summarize
 from outrider.export.check.runner import model_file, open_draft, open_target
@@ -19,8 +19,13 @@ from outrider.export.report.card_html import PageWriter
 from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel, read_source
 from outrider.export.source.prompts import Ids, encode_prompts
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Role
+from outrider.models.bundle.reference_export import REFERENCE
+from outrider.models.bundle.speed_up import Setting
 from outrider.models.errors import ConfigError, ExportError
 from outrider.models.text.tokenizer import require_same_tokenizer
+
+DEFAULT_RTT_MS: Final = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,46 +43,83 @@ def reference_directories() -> PairPaths:
     return PairPaths(REFERENCE_ROOT / "draft", REFERENCE_ROOT / "target")
 
 
+@dataclass(frozen=True, slots=True)
+class PairOptions:
+    """How both models are exported. Raises ConfigError where the options are for other roles."""
+
+    draft: ExportOptions
+    target: ExportOptions
+
+    def __post_init__(self) -> None:
+        roles = (self.draft.role, self.target.role)
+        if roles != ("draft", "target"):
+            raise ConfigError(f"the options are for a {roles[0]} and a {roles[1]}; expected a draft and a target")
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """By what a draft is judged.
+
+    prompts: texts or lists of chat messages; None: built-in ones. is_chat: texts are user messages for the target's
+    chat template. step_ms, extra_ms: the target's step where it will run, and what a drafted token adds to it; None: as
+    measured here. round_trips_ms: a sweep compares its drafts on the average over these. is_forced: a draft that is
+    accepted too rarely is written too. Raises ConfigError for times that no target or network has.
+    """
+
+    prompts: Sequence[Any] | None = None
+    is_chat: bool = False
+    step_ms: float | None = None
+    extra_ms: float | None = None
+    round_trips_ms: tuple[float, ...] = (DEFAULT_RTT_MS,)
+    is_forced: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.round_trips_ms:
+            raise ConfigError("a sweep compares drafts at round trips and none was given; give at least one")
+        for rtt_ms in self.round_trips_ms:
+            Setting(0.0, 0.0, 1.0 if self.step_ms is None else self.step_ms, self.extra_ms or 0.0, rtt_ms)
+
+
+DEFAULT_OPTIONS: Final = PairOptions(ExportOptions("draft"), ExportOptions("target"))
+DEFAULT_JUDGING: Final = Judging()
+
+
+def named_source(model: str, role: Role) -> str | Path:
+    """What to read for a model that a user names: the bundled pair's directory for REFERENCE, else the name itself."""
+    if model != REFERENCE:
+        return model
+    return reference_directories().draft if role == "draft" else reference_directories().target
+
+
 def export_pair(
     draft: str | Path,
     target: str | Path,
     out: str | Path,
     *,
-    draft_options: ExportOptions | None = None,
-    target_options: ExportOptions | None = None,
-    prompts: Sequence[Any] | None = None,
-    step_ms: float | None = None,
-    extra_ms: float | None = None,
-    is_chat: bool = False,
-    is_forced: bool = False,
+    options: PairOptions = DEFAULT_OPTIONS,
+    judging: Judging = DEFAULT_JUDGING,
     page: PageWriter | None = None,
     progress: Progress = silent,
 ) -> tuple[Bundle, Bundle]:
     """Exports both to `out`/draft and `out`/target; acceptance and what follows from it go into the draft's manifest.
 
-    prompts: texts or lists of chat messages that the draft is judged on; None: built-in ones. is_chat: texts are user
-    messages for the target's chat template. step_ms, extra_ms: the target's step where it will run, and what a drafted
-    token adds to it; None: as measured here. page: the report card to write beside them.
+    page: the report card to write beside them.
     Raises TokenizerMismatch before any work if the two do not share one tokenizer, ExportError if the draft is accepted
     too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is renamed into
     place before both have passed and everything is written.
     """
-    draft_options, target_options = pair_options(draft_options, target_options)
-    TargetTimes.require_sense(step_ms, extra_ms)
     root = Path(out)
-    require_places(root, draft_options, target_options, page)
-    draft_source, target_source = read_pair(draft, target, draft_options, target_options)
-    ids = encode_judging(target_source, prompts, is_chat=is_chat)
+    draft_source, target_source, ids = read_pair(draft, target, root, options, judging, page)
     store = stage_store()
     with (
-        stage_export(target_source, root / "target", target_options, progress, store) as staged_target,
-        stage_export(draft_source, root / "draft", draft_options, progress, store) as staged_draft,
+        stage_export(target_source, root / "target", options.target, progress, store) as staged_target,
+        stage_export(draft_source, root / "draft", options.draft, progress, store) as staged_draft,
         page or nullcontext(),
     ):
         progress(StageEvent("pair", "measure"))
-        texts = write_texts(staged_target.directory, target_options, target_source, ids)
-        times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
-        judge(staged_draft, texts, times, target_source, is_forced=is_forced)
+        texts = write_texts(staged_target.directory, options.target, target_source, ids)
+        times = TargetTimes.resolve(staged_target.manifest.report.timing, judging.step_ms, judging.extra_ms)
+        judge(staged_draft, texts, times, target_source, is_forced=judging.is_forced)
         progress(StageEvent("pair", "write"))
         staged_target.seal()  # both before either is renamed: a full disk replaces neither
         staged_draft.seal()
@@ -96,23 +138,20 @@ def export_draft_for(
     target_source: str | Path,
     draft: str | Path,
     destination: str | Path,
-    *,
-    draft_options: ExportOptions,
-    target_options: ExportOptions,
+    options: PairOptions,
     progress: Progress = silent,
 ) -> Bundle:
     """Exports a draft to `destination`, judged on a target that was exported from `target_source` with its options.
 
     Acceptance and what follows from it go into the draft's manifest. Raises as `export_pair` does.
     """
-    draft_options, target_options = pair_options(draft_options, target_options)
-    require_ready(destination, draft_options)
-    draft_model, target_model = read_pair(draft, target_source, draft_options, target_options)
+    require_ready(destination, options.draft)
+    draft_model, target_model = _read_sources(draft, target_source, options)
     ids = encode_judging(target_model, None, is_chat=False)
     store = stage_store()
-    with stage_export(draft_model, destination, draft_options, progress, store) as staged:
+    with stage_export(draft_model, destination, options.draft, progress, store) as staged:
         progress(StageEvent("pair", "measure"))
-        texts = write_texts(target.path, target_options, target_model, ids)
+        texts = write_texts(target.path, options.target, target_model, ids)
         times = TargetTimes.resolve(target.manifest.report.timing, None, None)
         judge(staged, texts, times, target_model, is_forced=False)
         progress(StageEvent("draft", "write"))
@@ -121,30 +160,30 @@ def export_draft_for(
     return bundle
 
 
-def pair_options(draft: ExportOptions | None, target: ExportOptions | None) -> tuple[ExportOptions, ExportOptions]:
-    """The options of both, defaults for None. Raises ConfigError if they are for other roles."""
-    draft, target = draft or ExportOptions("draft"), target or ExportOptions("target")
-    if (draft.role, target.role) != ("draft", "target"):
-        raise ConfigError(f"the options are for a {draft.role} and a {target.role}; expected a draft and a target")
-    return draft, target
+def read_pair(
+    draft: str | Path,
+    target: str | Path,
+    root: Path,
+    options: PairOptions,
+    judging: Judging,
+    page: PageWriter | None,
+) -> tuple[SourceModel, SourceModel, list[Ids]]:
+    """Both sources, and the prompts that drafts are judged on, as token ids.
 
-
-def require_places(
-    root: Path, draft_options: ExportOptions, target_options: ExportOptions, page: PageWriter | None
-) -> None:
-    """Raises what `require_ready` and `PageWriter.check` raise, before any work."""
-    require_ready(root / "draft", draft_options)
-    require_ready(root / "target", target_options)
+    Raises before any work what `require_ready`, `PageWriter.check`, `read_source` and `encode_judging` raise, and
+    TokenizerMismatch if the two do not share one tokenizer.
+    """
+    require_ready(root / "draft", options.draft)
+    require_ready(root / "target", options.target)
     if page is not None:
         page.check()
+    draft_source, target_source = _read_sources(draft, target, options)
+    return draft_source, target_source, encode_judging(target_source, judging.prompts, is_chat=judging.is_chat)
 
 
-def read_pair(
-    draft: str | Path, target: str | Path, draft_options: ExportOptions, target_options: ExportOptions
-) -> tuple[SourceModel, SourceModel]:
-    """Both sources. Raises TokenizerMismatch if they do not share one tokenizer, and what `read_source` raises."""
-    draft_source = read_source(draft, max_positions=draft_options.max_positions)
-    target_source = read_source(target, max_positions=target_options.max_positions)
+def _read_sources(draft: str | Path, target: str | Path, options: PairOptions) -> tuple[SourceModel, SourceModel]:
+    draft_source = read_source(draft, max_positions=options.draft.max_positions)
+    target_source = read_source(target, max_positions=options.target.max_positions)
     require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     return draft_source, target_source
 

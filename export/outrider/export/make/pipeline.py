@@ -12,40 +12,51 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from outrider.export.check.advice import require_runtime
-from outrider.export.check.parity import LEAST_POSITIONS
-from outrider.export.check.runner import Checked, check_export, check_twin, model_file, where_to_check
-from outrider.export.check.source_logits import Truth
+from outrider.export.check.runner import check_export, check_twin, model_file, where_to_check
+from outrider.export.check.source_logits import LEAST_POSITIONS
 from outrider.export.convert.safetensors_cast import config_for
 from outrider.export.disk import require_room, telling_of_full_disks
-from outrider.export.make.build import Job, build, build_twin, longest_sequence, package_versions
-from outrider.export.make.sizes import finished_bytes, widened_bytes
+from outrider.export.make.build import (
+    Job,
+    build,
+    build_twin,
+    finished_bytes,
+    longest_sequence,
+    package_versions,
+    widened_bytes,
+)
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.source.model_source import SourceModel, read_source
-from outrider.export.source.weight_range import require_range
+from outrider.export.source.weight_files import require_range
 from outrider.export.source.widen import describe_widening, widen
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
-from outrider.models.bundle.manifest import Acceptance, ExportReport, FileEntry, Manifest, Quantization, Source
+from outrider.models.bundle.manifest import Acceptance, ExportReport, Manifest
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import PROMISED_POSITIONS
 from outrider.models.text.tokenizer import TOKENIZER_FILES
 
+_NEVER_RUN: Final = (
+    "its blob was compiled on a machine without an NPU and has never run; the check ran the model that it was compiled "
+    "from"
+)
+
 
 class StagedExport:
-    """A bundle that is built and checked but not yet in place. truth: the unquantized source's logits."""
+    """A bundle that is built and checked but not yet in place."""
 
-    def __init__(self, writer: BundleWriter, manifest: Manifest, options: ExportOptions, truth: Truth) -> None:
+    def __init__(self, writer: BundleWriter, manifest: Manifest, options: ExportOptions) -> None:
         self._writer = writer
         self.manifest = manifest
         self.options = options
-        self.truth = truth
 
     @property
     def directory(self) -> Path:
@@ -152,37 +163,46 @@ def stage_export(
         twin = build_twin(job)
         _copy_texts(built, writer.directory, options)
         progress(StageEvent(options.role, "check"))
-        shape = source.architecture
-        model = Checked(source.name, source.tokenizer.size, source.facts, shape.layers, shape.hidden_size)
         try:
             if twin is not None:
                 _copy_texts(built, twin, options)
-                check_twin(twin, options, truth, model)
+                check_twin(twin, options, truth, source)
             shutil.rmtree(scratch)
-            examined = check_export(writer.directory, options, truth, model)
+            parity, agreement, timing = check_export(writer.directory, options, truth, source)
         except ExportError:
             store.release()  # a stored result may be the cause
             raise
+        notes = built.notes
+        if options.compiles_ahead and not where_to_check(options).is_real:
+            notes += (_NEVER_RUN,)
         files = writer.list_files()
         report = ExportReport(
             size_bytes=sum(entry.size for entry in files),
-            parity=examined.parity,
-            agreement=examined.agreement,
-            timing=examined.timing,
-            notes=(*built.notes, *_notes_of(options)),
+            parity=parity,
+            agreement=agreement,
+            timing=timing,
+            notes=notes,
             versions=package_versions(),
         )
-        manifest = _manifest(built, origin, options, files, quantization, report)
-        yield StagedExport(writer, manifest, options, truth)
-
-
-def _notes_of(options: ExportOptions) -> tuple[str, ...]:
-    if options.compiles_ahead and not where_to_check(options).is_real:
-        return (
-            "its blob was compiled on a machine without an NPU and has never run; the check ran the model that it was "
-            "compiled from",
+        manifest = Manifest(
+            name=options.name or built.name,
+            role=options.role,
+            architecture=built.architecture,
+            format=options.format,
+            runtime=options.resolved_runtime,
+            device=options.device,
+            precision=options.resolved_precision,
+            quantization=quantization,
+            static_shapes=options.resolved_shapes,
+            tokenizer_fingerprint=built.tokenizer.fingerprint,
+            eos_token_ids=built.tokenizer.eos_token_ids,
+            bos_token_id=built.tokenizer.bos_token_id,
+            source=origin,
+            widened=describe_widening(built),
+            files=files,
+            report=report,
         )
-    return ()
+        yield StagedExport(writer, manifest, options)
 
 
 def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) -> None:
@@ -196,31 +216,3 @@ def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) ->
     for name in TOKENIZER_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, directory / name)
-
-
-def _manifest(
-    source: SourceModel,
-    origin: Source,
-    options: ExportOptions,
-    files: tuple[FileEntry, ...],
-    quantization: Quantization | None,
-    report: ExportReport,
-) -> Manifest:
-    return Manifest(
-        name=options.name or source.name,
-        role=options.role,
-        architecture=source.architecture,
-        format=options.format,
-        runtime=options.resolved_runtime,
-        device=options.device,
-        precision=options.resolved_precision,
-        quantization=quantization,
-        static_shapes=options.resolved_shapes,
-        tokenizer_fingerprint=source.tokenizer.fingerprint,
-        eos_token_ids=source.tokenizer.eos_token_ids,
-        bos_token_id=source.tokenizer.bos_token_id,
-        source=origin,
-        widened=describe_widening(source),
-        files=files,
-        report=report,
-    )

@@ -17,13 +17,13 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from outrider.export.make.build import package_versions
-from outrider.export.make.pair import PairPaths, export_draft_for, reference_directories
+from outrider.export.make.pair import DEFAULT_OPTIONS, PairOptions, PairPaths, export_draft_for, reference_directories
 from outrider.export.make.pipeline import export_model
 from outrider.export.progress import Progress, silent
-from outrider.export.recipes import ExportOptions, RuntimeName
+from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.manifest import SCHEMA_VERSION, Device, Precision, StaticShapes
+from outrider.models.bundle.manifest import SCHEMA_VERSION, Precision
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError
 
@@ -33,43 +33,31 @@ def export_reference_pair(
     *,
     widen_mb: float | None = None,
     target_precision: Precision = "fp32",
-    draft_precision: Precision | None = None,
-    draft_device: Device = "cpu",
-    draft_runtime: RuntimeName | None = None,
-    draft_shapes: StaticShapes | None = None,
+    draft: ExportOptions = DEFAULT_OPTIONS.draft,
     source: PairPaths | None = None,
     progress: Progress = silent,
 ) -> PairPaths:
     """The bundles of the reference pair (or of `source`), exported if this cache has no intact ones.
 
     Safe to call from several processes at once: one exports, the others wait and use the result. `progress`
-    is not called when the cache has them. draft_precision, draft_runtime, draft_shapes (of a draft for an NPU): None
-    takes the device's default. Raises what `export_model` and `export_draft_for` raise.
+    is not called when the cache has them. draft: how the draft is exported. Raises what `export_model` and
+    `export_draft_for` raise.
     """
     directories = source or reference_directories()
-    draft_options = ExportOptions(
-        "draft", draft_precision, draft_runtime, device=draft_device, static_shapes=draft_shapes, overwrite=True
-    )
-    target_options = ExportOptions("target", target_precision, widen_mb=widen_mb, overwrite=True)
+    target = ExportOptions("target", target_precision, widen_mb=widen_mb, overwrite=True)
+    options = PairOptions(replace(draft, overwrite=True), target)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    place = root / "pairs" / _key(directories.target, target_options)
-    pair = PairPaths(place / _key(directories.draft, draft_options) / "draft", place / "target")
+    place = root / "pairs" / _key(directories.target, options.target)
+    pair = PairPaths(place / _key(directories.draft, options.draft) / "draft", place / "target")
     if _is_intact(pair.draft) and _is_intact(pair.target):
         return pair
     place.parent.mkdir(parents=True, exist_ok=True)
     with _lock(place.with_suffix(".lock")):
         if not _is_intact(pair.target):
-            export_model(directories.target, pair.target, target_options, progress)
+            export_model(directories.target, pair.target, options.target, progress)
         if not _is_intact(pair.draft):
-            export_draft_for(
-                Bundle.open(pair.target),
-                directories.target,
-                directories.draft,
-                pair.draft,
-                draft_options=draft_options,
-                target_options=target_options,
-                progress=progress,
-            )
+            made = Bundle.open(pair.target)
+            export_draft_for(made, directories.target, directories.draft, pair.draft, options, progress)
     return pair
 
 

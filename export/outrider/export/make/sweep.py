@@ -10,11 +10,18 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
 
 from outrider.export.disk import telling_of_full_disks
 from outrider.export.make.build import place_files
-from outrider.export.make.pair import encode_judging, judge, pair_options, read_pair, require_places, write_texts
+from outrider.export.make.pair import (
+    DEFAULT_JUDGING,
+    DEFAULT_OPTIONS,
+    Judging,
+    PairOptions,
+    judge,
+    read_pair,
+    write_texts,
+)
 from outrider.export.make.pipeline import StagedExport, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
@@ -23,11 +30,8 @@ from outrider.export.report.card_html import PageWriter
 from outrider.export.report.comparison import Comparison, NotMade, acceptance_of, compare
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
-from outrider.models.bundle.speed_up import Setting
 from outrider.models.cache_folder import default_cache_dir
-from outrider.models.errors import ConfigError, DiskFull, ExportError, OutriderError
-
-DEFAULT_RTT_MS: Final = 50.0
+from outrider.models.errors import DiskFull, ExportError, OutriderError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,57 +60,46 @@ def sweep_pair(
     target: str | Path,
     out: str | Path,
     *,
-    draft_options: ExportOptions | None = None,
-    target_options: ExportOptions | None = None,
-    prompts: Sequence[Any] | None = None,
-    is_chat: bool = False,
-    round_trips_ms: Sequence[float] = (DEFAULT_RTT_MS,),
-    step_ms: float | None = None,
-    extra_ms: float | None = None,
+    options: PairOptions = DEFAULT_OPTIONS,
+    judging: Judging = DEFAULT_JUDGING,
     keeps_all: bool = False,
-    is_forced: bool = False,
     page: PageWriter | None = None,
     progress: Progress = silent,
 ) -> Swept:
     """Exports the target, and the draft in every way that fits its device; the recommended one goes to `out`/draft.
 
-    draft_options: a given precision or runtime narrows the sweep. round_trips_ms: the predictions are compared on
-    their average. prompts, is_chat, step_ms, extra_ms, page: as for `export_pair`. keeps_all: the other drafts
-    go to `out`/sweep. Raises as `export_pair`; ExportError also if no draft could be made, with the reason of each.
+    A draft's precision or runtime in `options` narrows the sweep. page: as for `export_pair`. keeps_all: the other
+    drafts go to `out`/sweep. Raises as `export_pair`; ExportError also if no draft could be made, with the reason of
+    each.
     """
-    draft_options, target_options = pair_options(draft_options, target_options)
-    TargetTimes.require_sense(step_ms, extra_ms)
-    if not round_trips_ms:
-        raise ConfigError("a sweep compares drafts at round trips and none was given; give at least one")
-    for rtt_ms in round_trips_ms:
-        Setting(0.0, 0.0, 1.0, 0.0, rtt_ms)
     root, store = Path(out), stage_store()
-    require_places(root, draft_options, target_options, page)
-    draft_source, target_source = read_pair(draft, target, draft_options, target_options)
-    ids = encode_judging(target_source, prompts, is_chat=is_chat)
-    recipes = {options.label: options for options in recipes_for(draft_options)}
+    draft_source, target_source, ids = read_pair(draft, target, root, options, judging, page)
+    recipes = {recipe.label: recipe for recipe in recipes_for(options.draft)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(telling_of_full_disks(root, default_cache_dir()))
         # Opened before the work, so that an occupied destination fails first.
         writers = {
             name: stack.enter_context(
-                BundleWriter(root / "sweep" / name.replace(" ", "-"), overwrite=draft_options.overwrite)
+                BundleWriter(root / "sweep" / name.replace(" ", "-"), overwrite=options.draft.overwrite)
             )
             for name in (recipes if keeps_all else ())
         }
         staged_target = stack.enter_context(
-            stage_export(target_source, root / "target", target_options, progress, store)
+            stage_export(target_source, root / "target", options.target, progress, store)
         )
         progress(StageEvent("target", "measure"))
-        texts = write_texts(staged_target.directory, target_options, target_source, ids)
-        times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
+        texts = write_texts(staged_target.directory, options.target, target_source, ids)
+        times = TargetTimes.resolve(staged_target.manifest.report.timing, judging.step_ms, judging.extra_ms)
         made: dict[str, StagedExport] = {}
         not_made: list[NotMade] = []
-        for name, options in recipes.items():
-            told = _telling_of(name, progress)
+        for name, recipe in recipes.items():
+
+            def told(event: StageEvent, name: str = name) -> None:
+                progress(StageEvent(name, event.stage) if event.bundle == "draft" else event)
+
             try:
                 with contextlib.ExitStack() as attempt:
-                    staged = attempt.enter_context(stage_export(draft_source, root / "draft", options, told, store))
+                    staged = attempt.enter_context(stage_export(draft_source, root / "draft", recipe, told, store))
                     told(StageEvent("draft", "measure"))
                     judge(staged, texts, times, target_source, is_forced=True)
                     stack.push(attempt.pop_all())
@@ -115,7 +108,7 @@ def sweep_pair(
                 raise  # not about this draft: the others would not fit either
             except OutriderError as error:
                 not_made.append(NotMade(name, str(error)))
-        found = _compare(made, not_made, round_trips_ms, is_forced=is_forced)
+        found = _compare(made, not_made, judging)
         progress(StageEvent("pair", "write"))
         if page is not None:
             stack.enter_context(page)
@@ -148,21 +141,14 @@ def _put_in_place(
     return Swept(found, best.commit(), target_bundle, kept)
 
 
-def _compare(
-    made: Mapping[str, StagedExport], not_made: Sequence[NotMade], round_trips_ms: Sequence[float], *, is_forced: bool
-) -> Comparison:
+def _compare(made: Mapping[str, StagedExport], not_made: Sequence[NotMade], judging: Judging) -> Comparison:
     if not made:
         reasons = "; ".join(f"{skipped.label}: {skipped.reason}" for skipped in not_made)
         raise ExportError(f"no draft could be exported. {reasons}")
     manifests = [staged.manifest for staged in made.values()]
-    found = compare(manifests, round_trips_ms, not_made, is_forced=is_forced)
+    found = compare(manifests, judging.round_trips_ms, not_made, is_forced=judging.is_forced)
     if found is None:
         highest = max(manifests, key=acceptance_of)
         require_acceptance(highest.report.acceptance, f"{highest.name} ({label(highest)}, the best of {len(made)})")
     assert found is not None
     return found
-
-
-def _telling_of(name: str, progress: Progress) -> Progress:
-    """The same progress, with the draft under its label."""
-    return lambda event: progress(StageEvent(name, event.stage) if event.bundle == "draft" else event)

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Final
 
 from outrider.export import recipes
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, simulate
+from outrider.export.report.simulation.world import Form, Plan, Times
 from outrider.models.bundle.manifest import Acceptance, AtRoundTrip, Forecast, Manifest, Timing
-from outrider.models.bundle.speed_up import WORTH_IT, Setting, alpha_for, predict
+from outrider.models.bundle.speed_up import WORTH_IT, alpha_for, predict
 from outrider.models.errors import ExportError
 
 MOST_TOKENS: Final = 480
@@ -84,11 +84,6 @@ class TargetTimes:
     step_ms: float
     extra_ms: float
     words: str
-
-    @staticmethod
-    def require_sense(step_ms: float | None, extra_ms: float | None) -> None:
-        """Raises ConfigError for times that no target has, so that an export fails before the work, not after it."""
-        Setting(0.0, 0.0, 1.0 if step_ms is None else step_ms, extra_ms or 0.0, 0.0)
 
     @classmethod
     def resolve(cls, measured: Timing | None, step_ms: float | None, extra_ms: float | None) -> TargetTimes:

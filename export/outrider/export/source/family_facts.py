@@ -23,25 +23,6 @@ FAMILIES: Final[tuple[str, ...]] = (
 )
 """The model_type of families that the tests export: the tensors' shapes are compared with the configuration."""
 
-_SHIFTED: Final = "its positions begin behind the padding's id, not at 0 as the positions of a step do"
-_FLAT_MASK: Final = "its attention is its own, and takes a mask of two axes only"
-NO_PATH: Final[dict[str, str]] = {
-    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), _SHIFTED),
-    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "xmod"), _SHIFTED),
-    "cpmant": "it puts tokens of its own in front of a prompt",
-    "ctrl": _FLAT_MASK,
-    "doge": "it makes a mask of its own from its values",
-    "gemma3n_text": "its configuration has an intermediate size for each layer, which is not understood",
-    "glm_moe_dsa": "its sparse attention keeps keys of its own",
-    "longcat_flash": "each of its layers has two attentions, which the check of the weights does not understand",
-    "llama4_text": "it attends chunks, of which it does not tell the attention interface",
-    "megatron-bert": _FLAT_MASK,
-    "openai-gpt": "it has no cache of keys and values",
-    "rembert": _FLAT_MASK,
-    "roformer": _FLAT_MASK,
-}
-"""Why no path took a family when this was looked into: docs/families.md names it where the measurement agrees."""
-
 # Tensor names' ends, and what their shape must be: V vocabulary, H hidden size, Q all query heads, K all key heads, F
 # feed-forward, P positions, D one head. Sums are for tensors that lie in one.
 SHAPES: Final[dict[str, tuple[str, ...]]] = {

@@ -20,24 +20,20 @@ _NOT_NEEDED: Final = ("*/*", "consolidated*.safetensors")
 _HUB_ID: Final = re.compile(r"(?P<id>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w][\w./-]*))?")
 
 
-def resolve_model(model: str | Path, revision: str | None = None) -> Path:
+def resolve_model(model: str | Path) -> Path:
     """The directory of a model: `model` itself if it is one, else that of the hub id "org/name" or "org/name@revision".
 
-    revision: a branch, tag or commit of a hub id; the hub's default if neither gives one. Blocks while downloading;
-    what the cache has is not downloaded again. Raises ExportError if there is no such directory or model, if access is
-    refused, or if it is not in the cache and the hub cannot be reached.
+    The revision is a branch, tag or commit; the hub's default if none is named. Blocks while downloading; what the
+    cache has is not downloaded again. Raises ExportError if there is no such directory or model, if access is refused,
+    or if it is not in the cache and the hub cannot be reached.
     """
     path = Path(model)
     if path.is_dir():
-        if revision is not None:
-            raise ExportError(f"{model} is a local directory, which has no revision {revision!r}; leave it out")
         return path.resolve()
     match = _HUB_ID.fullmatch(str(model))
     if match is None or (path.parent.is_dir() and match["revision"] is None):
         raise ExportError(f"{model} is not a directory; expected a local Hugging Face model directory or a hub id")
-    if revision is not None and match["revision"] not in (None, revision):
-        raise ExportError(f"{model} names another revision than {revision}; give one of the two")
-    return _download(match["id"], revision or match["revision"])
+    return _download(match["id"], match["revision"])
 
 
 def _download(hub_id: str, revision: str | None) -> Path:

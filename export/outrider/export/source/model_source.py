@@ -74,13 +74,13 @@ class SourceModel:
         return self.config | longest
 
 
-def read_source(model: str | Path, revision: str | None = None, max_positions: int | None = None) -> SourceModel:
+def read_source(model: str | Path, max_positions: int | None = None) -> SourceModel:
     """Reads a model directory, or a hub id, which is downloaded into the hub's cache.
 
-    revision: of a hub id. max_positions: the longest sequence that its export shall have; None for the model's. Raises
+    max_positions: the longest sequence that its export shall have; None for the model's. Raises
     ExportError or TokenizerError.
     """
-    path = resolve_model(model, revision)
+    path = resolve_model(model)
     config = read_config(path)
     _check_config(path, config)
     token_ids = _read_token_ids(path, config)

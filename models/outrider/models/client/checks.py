@@ -8,17 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outrider.models.client.errors import ProtocolBroken
-from outrider.models.wire.protocol import (
-    Commit,
-    RenderAnswer,
-    SessionEvent,
-    SessionOpen,
-    SessionRequest,
-    VerifyAnswer,
-    VerifyItem,
-    VerifyResult,
-    parse_event,
-)
+from outrider.models.wire.protocol import Commit, RenderAnswer, SessionEvent, SessionOpen, SessionRequest, parse_event
+from outrider.models.wire.verify import VerifyAnswer, VerifyItem, VerifyResult
 
 MAX_LINE_BYTES: Final = 1 << 18
 """A commit is a few hundred bytes; `open` repeats the request's stop ids."""

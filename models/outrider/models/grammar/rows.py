@@ -12,7 +12,7 @@ from outrider.models.grammar.state import GrammarState
 
 
 class GrammarRows:
-    """Masks rows with a `GrammarState`. Comes before a request's rules, which forbid ids among those that are left."""
+    """Masks rows with a `GrammarState`. Comes before logit processors, which forbid ids among those that are left."""
 
     __slots__ = ("state",)
 
@@ -34,7 +34,7 @@ class GrammarRows:
             raise RequestError(
                 "grammar_excluded",
                 f"token {token} after {self.length} tokens of text is outside the grammar; compare the "
-                "text and the request's rules with it",
+                "text and the request's logit processors with it",
             )
 
     def truncate(self, length: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.bounds import MAX_JSON_BYTES, MAX_TEXT_BYTES, check_lark, check_schema, read_json
-from outrider.models.wire.protocol import GrammarField
+from outrider.models.wire.fields import GrammarField
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 KINDS: Final[tuple[GrammarKind, ...]] = get_args(GrammarKind)

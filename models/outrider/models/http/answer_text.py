@@ -24,28 +24,43 @@ class TokenPiece:
     logprobs: TokenLogprobs | None
 
 
-class TextAssembler:
-    """Tokens in, text out; holds back text that may begin a stop string.
+@dataclass(frozen=True, slots=True)
+class TextStyle:
+    """How the texts of one call are cut and shown. stop_strings, stop_ids: end a text.
 
-    includes_stop: what ends the text, a stop string or the text of a stop id, is part of it. keeps_pieces:
-    `take_pieces` is called. Of text that was cut in a token, the token is part of the text.
+    includes_stop: what ends the text, a stop string or the text of a stop id, is part of it. skips_special: special
+    tokens leave no text, but those in `shown`. keeps_pieces: `take_pieces` is called. Of text that was cut in a token,
+    the token is part of the text.
     """
 
-    def __init__(
-        self,
-        detokenizer: StreamingDetokenizer,
-        stop_strings: Sequence[str],
-        stop_ids: frozenset[int],
-        *,
-        includes_stop: bool = False,
-        keeps_pieces: bool = False,
-    ) -> None:
+    stop_strings: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    includes_stop: bool = False
+    skips_special: bool = True
+    shown: frozenset[int] = frozenset()
+    keeps_pieces: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its stop strings are found in the text that a session's server sees."""
+        return self.skips_special and not self.shown
+
+    def assembler(self, tokenizer: Tokenizer, context: Sequence[int]) -> TextAssembler:
+        """For one text. context: the prompt."""
+        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=self.skips_special, shown=self.shown)
+        return TextAssembler(detokenizer, self)
+
+
+class TextAssembler:
+    """Tokens in, text out; holds back text that may begin a stop string."""
+
+    def __init__(self, detokenizer: StreamingDetokenizer, style: TextStyle) -> None:
         self._detokenizer = detokenizer
-        self._stops = [_StopString(stop) for stop in stop_strings]
-        self._stop_ids = stop_ids
-        self._includes_stop = includes_stop
+        self._stops = [_StopString(stop) for stop in style.stop_strings]
+        self._stop_ids = style.stop_ids
+        self._includes_stop = style.includes_stop
         self._held = ""
-        self._pieces: deque[TokenPiece] | None = deque() if keeps_pieces else None
+        self._pieces: deque[TokenPiece] | None = deque() if style.keeps_pieces else None
         self._sum_logprobs = 0.0
         self.num_tokens = 0
         self.num_chars = 0
@@ -155,35 +170,3 @@ class _StopString:
                 at = shorter[at - 1]
             shorter.append(at + (text[at] == text[len(shorter)]))
         return shorter[length - 1]
-
-
-@dataclass(frozen=True, slots=True)
-class TextStyle:
-    """How the texts of one call are cut and shown. stop_strings, stop_ids: end a text.
-
-    includes_stop, keeps_pieces: as in `TextAssembler`. skips_special: special tokens leave no text, but those in
-    `shown`.
-    """
-
-    stop_strings: tuple[str, ...] = ()
-    stop_ids: frozenset[int] = frozenset()
-    includes_stop: bool = False
-    skips_special: bool = True
-    shown: frozenset[int] = frozenset()
-    keeps_pieces: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its stop strings are found in the text that a session's server sees."""
-        return self.skips_special and not self.shown
-
-    def assembler(self, tokenizer: Tokenizer, context: Sequence[int]) -> TextAssembler:
-        """For one text. context: the prompt."""
-        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=self.skips_special, shown=self.shown)
-        return TextAssembler(
-            detokenizer,
-            self.stop_strings,
-            self.stop_ids,
-            includes_stop=self.includes_stop,
-            keeps_pieces=self.keeps_pieces,
-        )

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, sse
-from outrider.models.http.call_texts import CallTexts
-from outrider.models.http.choices import best_choices
+from outrider.models.http.call_texts import CallTexts, best_choices
 from outrider.models.http.errors import FieldError, error_answer
+from outrider.models.http.limits import Held
 from outrider.models.http.logprobs import PackedLogprobs
-from outrider.models.http.shapes import FoundText, Shape, unverified_field
+from outrider.models.http.shapes import Delta, Shape, json_bytes
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
@@ -35,42 +34,11 @@ _WITHOUT: Final = b'"logprobs":null'
 """Stands in an answer where its logprobs go. No text can contain it: its quotes would be escaped."""
 
 
-class HeldLogprobs:
-    """Counts the bytes that answers hold of logprobs until they are sent, of each owner and of all."""
+class HeldLogprobs(Held):
+    """The bytes that answers hold of logprobs until they are sent."""
 
     def __init__(self) -> None:
-        self._of_owner: Counter[bytes] = Counter()
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all owners."""
-        return self._of_owner.total()
-
-    def add(self, owner: bytes, num_bytes: int, num_before: int) -> None:
-        """Counts what an answer of `num_before` bytes grew by, or shrank. Raises RequestError, and counts nothing: 400
-        `answer_too_large` if it is over an owner's bound alone, 503 `too_many_bytes` if it is so with others.
-        """
-        if num_before + num_bytes > MAX_LOGPROB_BYTES:
-            raise FieldError(
-                "answer_too_large",
-                f"the logprobs of this answer take over {MAX_LOGPROB_BYTES >> 20} MiB; ask for fewer, or stream it",
-                param="logprobs",
-            )
-        is_too_much = self._of_owner[owner] + num_bytes > MAX_LOGPROB_BYTES
-        if is_too_much or self.num_bytes + num_bytes > MAX_ALL_LOGPROB_BYTES:
-            raise RequestError(
-                "too_many_bytes",
-                "the logprobs of answers in the making, of this client or in all, take as many bytes as the server "
-                "holds; stream them, or retry later",
-                status=503,
-            )
-        self._of_owner[owner] += num_bytes
-
-    def release(self, owner: bytes, num_bytes: int) -> None:
-        """An answer was sent, or has failed."""
-        self._of_owner[owner] -= num_bytes
-        if self._of_owner[owner] <= 0:
-            del self._of_owner[owner]
+        super().__init__(MAX_LOGPROB_BYTES, MAX_ALL_LOGPROB_BYTES)
 
 
 @dataclass(slots=True)
@@ -82,11 +50,27 @@ class _Holding:
     num_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        self.held.add(self.owner, num_bytes, self.num_bytes)
+        """Counts what the answer grew by, or shrank. Raises RequestError, and counts nothing: 400 `answer_too_large` if
+        it is over an owner's bound alone, 503 `too_many_bytes` if it is so with others.
+        """
+        if self.num_bytes + num_bytes > MAX_LOGPROB_BYTES:
+            raise FieldError(
+                "answer_too_large",
+                f"the logprobs of this answer take over {MAX_LOGPROB_BYTES >> 20} MiB; ask for fewer, or stream it",
+                param="logprobs",
+            )
+        if not self.held.add(self.owner, num_bytes):
+            raise RequestError(
+                "too_many_bytes",
+                "the logprobs of answers in the making, of this client or in all, take as many bytes as the server "
+                "holds; stream them, or retry later",
+                status=503,
+            )
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        self.held.release(self.owner, self.num_bytes)
+        """The answer was sent, or has failed."""
+        self.held.add(self.owner, -self.num_bytes)
         self.num_bytes = 0
 
 
@@ -124,7 +108,7 @@ async def _whole(
     request: Request,
     holding: _Holding,
 ) -> Response:
-    found = [FoundText() for _ in range(num_prompts * body.num_each)]
+    found = [Delta(index) for index in range(num_prompts * body.num_each)]
     none = shape.logprobs(0, ())
     logprobs = [PackedLogprobs(none) for _ in found] if none is not None else []
     turn_ends_s = time.monotonic() + _TURN_S
@@ -146,14 +130,7 @@ async def _whole(
         kept = best_choices(means, body.num_each, body.num_kept)
         found = [found[index] for index in kept]
         logprobs = [logprobs[index] for index in kept] if logprobs else []
-    whole = shape.whole(found, texts.completion_usage())
-    if any(text.num_unverified for text in found):
-        document = whole.model_dump()
-        for choice, text in zip(document["choices"], found, strict=True):
-            choice.update(unverified_field(text.num_unverified))
-        content = bytes(JSONResponse(document).body)
-    else:
-        content = whole.model_dump_json().encode()
+    content = json_bytes(shape.whole(found, texts.completion_usage()))
     if not logprobs:
         return Response(content, media_type="application/json")
     return _AnswerWithLogprobs(content, logprobs, holding.release)

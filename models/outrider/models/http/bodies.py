@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final, TypeVar
@@ -15,8 +14,8 @@ from starlette.types import Receive
 
 from outrider.models.errors import RequestError, SamplingError
 from outrider.models.http.errors import FieldError, from_validation
-from outrider.models.http.security import ANYBODY, OWNER
-from outrider.models.http.turns import Turns
+from outrider.models.http.limits import Held, Turns
+from outrider.models.http.security import ANYBODY, OWNER, body_too_large
 
 M = TypeVar("M", bound=BaseModel)
 Made = TypeVar("Made")
@@ -68,30 +67,17 @@ class Bodies:
     def __init__(self, max_body_bytes: int) -> None:
         """max_body_bytes: of the largest body."""
         self.turns = Turns()
-        self._max_each = MAX_OWN_BODIES * max_body_bytes
-        self._max_total = MAX_BODIES * max_body_bytes
-        self._held: Counter[bytes] = Counter()
-
-    @property
-    def num_held_bytes(self) -> int:
-        """Bytes of bodies that wait, of all owners."""
-        return self._held.total()
+        self.held = Held(MAX_OWN_BODIES * max_body_bytes, MAX_BODIES * max_body_bytes)
 
     @contextmanager
     def hold(self, owner: bytes, body: bytes) -> Iterator[None]:
         """Counts a body that waits inside. Raises RequestError 503 `too_many_bytes` if too much waits already."""
-        size = len(body)
-        if self._held[owner] + size > self._max_each or self.num_held_bytes + size > self._max_total:
-            if not self._held[owner]:
-                del self._held[owner]
+        if not self.held.add(owner, len(body)):
             raise too_many_bytes("waiting")
-        self._held[owner] += size
         try:
             yield
         finally:
-            self._held[owner] -= size
-            if not self._held[owner]:
-                del self._held[owner]
+            self.held.add(owner, -len(body))
 
     async def parse(self, owner: bytes, message: type[M], body: bytes, *, is_held: bool = False) -> M:
         """As the function `parse`, when its turn has come. is_held: the body is counted already."""
@@ -184,13 +170,19 @@ def sampling_of(make: Callable[[], Made]) -> Made:
         raise FieldError("invalid_parameter", message, param=message.partition(" ")[0]) from None
 
 
-async def read_body(receive: Receive) -> bytes:
-    """A request's whole body. Raises ClientDisconnect. Starlette's `Request.body` would keep it as long as a stream."""
+async def read_body(receive: Receive, max_bytes: int | None = None) -> bytes:
+    """A request's whole body. Raises ClientDisconnect, and RequestError 413 once it has more than `max_bytes`; the gate
+    bounds it too. Starlette's `Request.body` would keep it as long as a stream.
+    """
     parts: list[bytes] = []
+    num_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise body_too_large(max_bytes)
         if not message.get("more_body"):
             return b"".join(parts)

@@ -1,19 +1,61 @@
-"""Plans one completion call: how its texts are generated, cut and shown. The same for the cloud and the device."""
+"""Plans one completion call: how its texts are generated, cut and shown. The same for the cloud and the device.
+
+How a model writes tool calls and reasoning is found from what its chat template contains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from outrider.models.grammar.reasoning import opens_reasoning
+from outrider.models.grammar.reasoning import BEGIN, END, marks_reasoning, opens_reasoning
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.chat_reader import ChatStyle
-from outrider.models.http.dialects import Dialect, shown_ids
 from outrider.models.http.errors import FieldError
 from outrider.models.http.logprobs import LogprobWriter
 from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
+from outrider.models.http.openai_fields import NamedTool
 from outrider.models.http.shapes import Look
-from outrider.models.http.tools import NamedTool
 from outrider.models.text.tokenizer import Tokenizer
+
+MARKERS: Final = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
+"""Of tool calls. Where they are special tokens, text must show them to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How a model writes. tools: the format of its calls, a key of `tool_calls.PARSERS`; None: none that is known.
+
+    has_reasoning: its template marks reasoning by `<think>`.
+    """
+
+    tools: str | None = None
+    has_reasoning: bool = False
+
+
+def dialect_of(tokenizer: Tokenizer) -> Dialect:
+    """The dialect of this tokenizer's chat template."""
+    with_tools = tokenizer.template_source(has_tools=True) or ""
+    return Dialect(_tools_in(with_tools), marks_reasoning(tokenizer))
+
+
+def _tools_in(template: str) -> str | None:
+    if "tools" not in template:
+        return None
+    if "<tool_call>" in template:
+        return None if "<function=" in template else "hermes"  # Qwen3-Coder writes XML there
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<|python_tag|>" in template or '"parameters": dictionary of argument name' in template:
+        return "llama"
+    return None
+
+
+def shown_ids(tokenizer: Tokenizer, *, has_tools: bool, has_reasoning: bool) -> frozenset[int]:
+    """Special tokens that the text must show, so that calls and reasoning can be found in it."""
+    names = [*(MARKERS if has_tools else ()), *((BEGIN, END) if has_reasoning else ())]
+    return frozenset(index for name in names if (index := tokenizer.token_id(name)) is not None) & tokenizer.special_ids
 
 
 def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatStyle:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Final, Generic, TypeVar
 
-from outrider.models.http import openai_answers
 from outrider.models.http.answer_text import TextAssembler
 from outrider.models.http.inbox import Inbox
-from outrider.models.http.shapes import Delta
+from outrider.models.http.shapes import Delta, Usage
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.text.predicted import PredictionFollower
 
@@ -55,6 +56,32 @@ class Choice:
         text = self.assembler.finish()
         reason = "stop" if is_stop or self.assembler.is_stopped else "length"
         return [Delta(index, text, reason, pieces=tuple(self.assembler.take_pieces()))]
+
+
+_SEED_BITS: Final = 53
+"""Survives clients whose numbers are floats."""
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Choice 0 has the request's seed; choice i the first 53 bits of SHA-256 of "SEED/i" in ASCII."""
+    if index == 0:
+        return seed
+    digest = hashlib.sha256(f"{seed}/{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
+
+
+def choice_params(params: SamplingParams, index: int) -> SamplingParams:
+    """The sampling parameters of choice `index` of a prompt."""
+    return replace(params, seed=choice_seed(params.seed, index))
+
+
+def best_choices(means: Sequence[float], num_each: int, num_kept: int) -> list[int]:
+    """Of every `num_each` texts of a prompt the `num_kept` with the highest mean logprob per token, best first."""
+    kept: list[int] = []
+    for begin in range(0, len(means), num_each):
+        ranked = sorted(range(begin, begin + num_each), key=lambda index: (-means[index], index))
+        kept += ranked[:num_kept]
+    return kept
 
 
 AnyChoice = TypeVar("AnyChoice", bound=Choice)
@@ -115,7 +142,7 @@ class CallTexts(ABC, Generic[AnyChoice, Event]):
         """Of the tokens of a text that asked for logprobs."""
         return self.choices[index].assembler.mean_logprob
 
-    def completion_usage(self) -> openai_answers.CompletionUsage:
+    def completion_usage(self) -> Usage:
         """Tokens so far, exact once `deltas` has ended; a prompt counts once, whatever the number of its texts.
 
         Accepted and rejected tokens are those of the predictions if there are some, else of what was drafted.
@@ -125,21 +152,18 @@ class CallTexts(ABC, Generic[AnyChoice, Event]):
         completion_tokens = sum(choice.assembler.num_tokens for choice in self.choices)
         followers = [choice.prediction for choice in self.choices if choice.prediction is not None]
         if followers:
-            accepted, rejected = (sum(getattr(each, name) for each in followers) for name in _OF_PREDICTIONS)
+            accepted = sum(each.num_accepted for each in followers)
+            rejected = sum(each.num_rejected for each in followers)
         else:
             accepted = sum(choice.num_accepted for choice in self.choices)
             rejected = sum(choice.num_proposed for choice in self.choices) - accepted
-        return openai_answers.CompletionUsage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            completion_tokens_details=openai_answers.CompletionTokensDetails(
-                accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
-            ),
-            prompt_tokens_details=openai_answers.PromptTokensDetails(
-                cached_tokens=sum(choice.num_cached for choice in leaders)
-            ),
-        )
-
-
-_OF_PREDICTIONS = ("num_accepted", "num_rejected")
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
+            "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in leaders)},
+        }

@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.bodies import sampling_of
 from outrider.models.http.errors import FieldError
-from outrider.models.http.openai import CompletionRequest, Conversation, GenerationRequest
-from outrider.models.http.openai_processors import RuleParameters
-from outrider.models.http.turns import Turns
+from outrider.models.http.limits import Turns
+from outrider.models.http.openai import ChatRequest, CompletionRequest, Conversation, GenerationRequest
+from outrider.models.http.openai_fields import ProcessorParameters
 from outrider.models.processors.bad_words import bad_word_ids
 from outrider.models.processors.options import ProcessorOptions
 from outrider.models.text.tokenizer import Tokenizer
@@ -122,6 +122,22 @@ def has_far_too_many(tokenizer: Tokenizer, max_tokens: int, text: str) -> bool:
         if num_tokens > max_tokens + max_tokens // _USUAL_BYTES:  # what the parts' ends cut counts twice
             return True
     return False
+
+
+def check_call(tokenizer: Tokenizer, max_tokens: int, body: GenerationRequest, model: str) -> None:
+    """Raises RequestError for prompts that cannot fit, and for messages to a model without a template."""
+    if isinstance(body, CompletionRequest):
+        check_prompts(tokenizer, max_tokens, body)
+    elif not tokenizer.has_chat_template:
+        raise no_chat_template(model)
+
+
+def encode_call(tokenizer: Tokenizer, max_tokens: int, body: GenerationRequest) -> list[list[int]]:
+    """The token ids of each prompt of a call; a conversation is one. Raises RequestError."""
+    if isinstance(body, ChatRequest):
+        return [encode_chat(tokenizer, max_tokens, body)]
+    assert isinstance(body, CompletionRequest)
+    return encode_prompts(tokenizer, max_tokens, body)
 
 
 def check_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionRequest) -> None:
@@ -242,7 +258,9 @@ def no_chat_template(model: str) -> RequestError:
     )
 
 
-async def processors_of(workers: Workers, owner: bytes, tokenizer: Tokenizer, body: RuleParameters) -> ProcessorOptions:
+async def processors_of(
+    workers: Workers, owner: bytes, tokenizer: Tokenizer, body: ProcessorParameters
+) -> ProcessorOptions:
     """The logit processors of a completion, its bad words tokenized. Raises RequestError 400 `invalid_parameter`."""
     found: list[list[int]] = []
     if body.bad_words:

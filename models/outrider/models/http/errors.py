@@ -5,19 +5,23 @@ Internal faults are logged by type and place. They are never sent, and never log
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from starlette.requests import ClientDisconnect
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.request_context import current_request
 from outrider.models.wire.protocol import ErrorAnswer, ErrorBody
 
+_CODES: Final = {404: "not_found", 413: "body_too_large"}
+_OTHERS: Final = {"/v1/responses": "/v1/chat/completions"}
+"""Endpoints of OpenAI's that are refused by name, each with the one to use."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 ERROR_CODE: Final = "outrider.error"
 """Key of the ASGI scope that holds the code of the error that was answered."""
@@ -95,9 +99,12 @@ def error_answer(error: RequestError) -> ErrorAnswer:
     return ErrorAnswer(error=error_body(error), request_id=request.request_id if request else None)
 
 
-def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """The response for an error; 429 and 503 carry Retry-After."""
-    body = error_bytes(error)
+def error_response(scope: Scope, error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    """The response for an error of the request with this scope; 429 and 503 carry Retry-After.
+
+    Notes the error's code in the scope, for those who count and write it.
+    """
+    scope[ERROR_CODE] = error.code
     sent = dict(headers or {})
     if error.status in (429, 503):
         sent.setdefault("retry-after", str(error.retry_after_s or 1))
@@ -105,49 +112,31 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
         sent.setdefault("connection", "close")  # otherwise the rest of the body would have to be read
     if error.status == 401:
         sent.setdefault("www-authenticate", "Bearer")
-    return ErrorResponse(body, error.status, sent, "application/json", code=error.code)
+    return Response(error_bytes(error), error.status, sent, "application/json")
 
 
-class ErrorResponse(Response):
-    """The response for an error; notes the error's code in the ASGI scope, for those who count and write it."""
+def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
+    """Gives errors of the routes, and of the router itself, the one JSON shape.
 
-    def __init__(self, body: bytes, status: int, headers: Mapping[str, str], media_type: str, *, code: str) -> None:
-        super().__init__(body, status, headers, media_type)
-        self._code = code
+    where_paths_are: what an answer 404 says, such as "/openapi.json lists all paths".
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        scope[ERROR_CODE] = self._code
-        await super().__call__(scope, receive, send)
+    async def on_request_error(request: Request, error: Exception) -> Response:
+        # Here: on its way through the framework's layers an error would become a part of circles.
+        assert isinstance(error, RequestError)
+        return error_response(request.scope, error)
 
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path, status = request.url.path, error.status_code
+        if status == 405:
+            refusal = method_not_allowed(request.method)
+        elif status == 404 and (use := _OTHERS.get(path)):
+            refusal = RequestError("unsupported_endpoint", f"{path} is not supported; use {use}", status=404)
+        else:
+            message = f"there is no {path[:MAX_PARAM_CHARS]}; {where_paths_are}" if status == 404 else error.detail
+            refusal = RequestError(_CODES.get(status, "invalid_request"), message, status=status)
+        return error_response(request.scope, refusal, error.headers)
 
-class ErrorBoundary:
-    """ASGI layer that turns any escaped exception into a bare 500, or cuts a response that has begun."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        started = False
-
-        async def note_start(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, note_start)
-        except asyncio.CancelledError:
-            pass  # the server is closing; uvicorn would log a traceback
-        except ClientDisconnect:
-            pass  # the client left while its body was read
-        except Exception as error:
-            # Not the error itself: kept in a variable here it would be part of a circle with its own traceback.
-            response = error_response(as_answer(error))
-            # After a response has begun, returning is enough: the server closes the connection and the client sees a
-            # cut.
-            if not started:
-                await response(scope, receive, send)
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(HTTPException, on_http)

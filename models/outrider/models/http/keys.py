@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.wire.protocol import MAX_PRIORITY
+from outrider.models.wire.fields import MAX_PRIORITY
 
 KEYS_VARIABLE: Final = "OUTRIDER_API_KEYS"
 MIN_KEY_CHARS: Final = 16
 DIGEST_PREFIX: Final = "sha256:"
 KEY: Final = "outrider.key"
 """Key of the ASGI scope that holds the caller's `ApiKey`, where keys are required."""
+_DIGEST: Final = re.compile("[0-9A-Fa-f]{64}")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
@@ -79,12 +80,10 @@ class ApiKey:
         if not line.startswith(DIGEST_PREFIX):
             return cls.plain(line)
         digest, *attributes = line.split()
-        try:
-            values: dict[str, Any] = {"digest": bytes.fromhex(digest.removeprefix(DIGEST_PREFIX))}
-        except ValueError:
-            values = {"digest": b""}
-        if len(values["digest"]) != hashlib.sha256().digest_size:
-            raise ConfigError(f"a digest has {len(digest) - len(DIGEST_PREFIX)} characters; expected 64 hex digits")
+        spelled = digest.removeprefix(DIGEST_PREFIX)
+        if not _DIGEST.fullmatch(spelled):
+            raise ConfigError(f"a digest has {len(spelled)} characters; expected 64 hex digits")
+        values: dict[str, Any] = {"digest": bytes.fromhex(spelled)}
         for attribute in attributes:
             name, is_given, value = attribute.partition("=")
             read = _READ.get(name)
@@ -247,11 +246,6 @@ class KeyRing:
         if found is None:
             raise RequestError("unauthorized", "this API key is not accepted", status=401)
         return found
-
-    def owner(self, authorization: bytes | None) -> bytes:
-        """The owner of the Authorization header's key; empty without keys. Raises as `find`."""
-        key = self.find(authorization)
-        return b"" if key is None else key.digest
 
 
 def key_is_removed() -> RequestError:

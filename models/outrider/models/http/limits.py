@@ -1,4 +1,4 @@
-"""Bounds what one client can take: body size, requests per second, tokens per minute, open sequences.
+"""Bounds what one client can take: requests per second, tokens per minute, open sequences.
 
 Knows clients only as opaque bytes. The engine bounds the rest: prompt length, queue, blocks.
 """
@@ -13,47 +13,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
 
 BURST_S: Final = 2.0
 """A burst may hold the requests of this many seconds."""
-
-
-class BodyLimit:
-    """ASGI layer that refuses bodies over `max_bytes` with 413: by their Content-Length, or as soon as the chunks
-    received exceed it.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "DELETE"):
-            return await self._app(scope, receive, send)
-        for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > self._max_bytes:
-                raise body_too_large(self._max_bytes)
-        num_bytes = 0
-
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                raise body_too_large(self._max_bytes)
-            return message
-
-        await self._app(scope, counted, send)
-
-
-def body_too_large(max_bytes: int) -> RequestError:
-    """The error 413 of a body over `max_bytes`."""
-    return RequestError("body_too_large", f"the body is larger than {max_bytes} bytes; send less at a time", status=413)
 
 
 MAX_BUCKETS: Final = 65_536
@@ -97,17 +61,14 @@ class Buckets:
             return level
 
 
-class RateLimiter:
+class RateLimiter(Buckets):
     """Requests per second of each owner; `rate_per_s` 0 is no limit."""
 
     def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._rate_per_s = rate_per_s
-        self._buckets = Buckets(clock)
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def spend(self, owner: bytes, rate_per_s: float | None = None) -> None:
+    def take(self, owner: bytes, rate_per_s: float | None = None) -> None:
         """Takes one request from the owner's bucket. rate_per_s: the owner's own; None: as all others.
 
         Raises RequestError 429 `rate_limited`.
@@ -115,7 +76,7 @@ class RateLimiter:
         per_s = self._rate_per_s if rate_per_s is None else rate_per_s
         if not per_s:
             return
-        level = self._buckets.spend(owner, 1.0, per_s, max(1.0, per_s * BURST_S), 1.0)
+        level = self.spend(owner, 1.0, per_s, max(1.0, per_s * BURST_S), 1.0)
         if level < 1.0:
             wait_s = math.ceil((1.0 - level) / per_s)
             raise Throttled(
@@ -123,43 +84,34 @@ class RateLimiter:
             )
 
 
-class Pacer:
+class Pacer(Buckets):
     """Spaces a client's requests: `burst` at once, then `rate_per_s`; the others wait, so that none of many cheap ones
     keeps the event loop from other clients.
     """
 
     def __init__(self, rate_per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._rate_per_s = rate_per_s
         self._burst = burst
-        self._buckets = Buckets(clock)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
 
     def wait_s(self, client: bytes, most_s: float) -> float | None:
         """How long the client's next request waits, which is then counted; None, not counted, beyond `most_s`."""
         least = 1.0 - most_s * self._rate_per_s
-        level = self._buckets.spend(client, 1.0, self._rate_per_s, self._burst, least)
+        level = self.spend(client, 1.0, self._rate_per_s, self._burst, least)
         return max(0.0, 1.0 - level) / self._rate_per_s if level >= least else None
 
 
-class TokenBudget:
+class TokenBudget(Buckets):
     """A bucket of tokens per owner, which fills in a minute. Any thread may call it.
 
     A request is admitted once its prompt fits what is there, or the bucket is full. Tokens that its text then takes
     may exceed that: the debt is paid before the owner's next request.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._buckets = Buckets(clock)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     def admit(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
         """Takes a prompt's tokens. Raises RequestError 429 `tokens_exhausted`, and takes none, if it does not fit."""
         least = min(num_tokens, per_minute)
-        level = self._buckets.spend(owner, num_tokens, per_minute / 60.0, per_minute, least)
+        level = self.spend(owner, num_tokens, per_minute / 60.0, per_minute, least)
         if level < least:
             wait_s = max(1, math.ceil((least - level) * 60.0 / per_minute))
             raise Throttled(
@@ -170,7 +122,7 @@ class TokenBudget:
 
     def take(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
         """Takes tokens that a text used, or gives back where `num_tokens` is negative."""
-        self._buckets.spend(owner, num_tokens, per_minute / 60.0, per_minute)
+        self.spend(owner, num_tokens, per_minute / 60.0, per_minute)
 
 
 class Slots:
@@ -234,10 +186,12 @@ class Slots:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._forget(owner, turn)
-            else:
+            if not turn.cancelled():
                 self.release(owner)  # cancelled after its turn had come
+            elif turn in queue:  # `release` drops a cancelled turn too
+                queue.remove(turn)
+                if not queue:
+                    del self._waiting[owner]
             raise
 
     def release(self, owner: bytes, count: int = 1) -> None:
@@ -254,9 +208,66 @@ class Slots:
         if not self._taken[owner]:
             del self._taken[owner]
 
-    def _forget(self, owner: bytes, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(owner, deque())
-        if turn in queue:  # `release` drops a cancelled turn too
-            queue.remove(turn)
-            if not queue:
-                del self._waiting[owner]
+
+class Held:
+    """Counts what is held for owners, such as bytes: at most `max_each` for one of them, `max_all` in all. Lives on one
+    event loop.
+    """
+
+    def __init__(self, max_each: int, max_all: int) -> None:
+        self._max_each = max_each
+        self._max_all = max_all
+        self._of_owner: Counter[Hashable] = Counter()
+        self.total = 0
+
+    def __len__(self) -> int:
+        return len(self._of_owner)
+
+    def add(self, owner: Hashable, count: int) -> bool:
+        """Counts what is held in addition, or less where `count` is negative. False, and nothing is counted, where that
+        is too much.
+        """
+        held = self._of_owner[owner] + count
+        if count > 0 and (held > self._max_each or self.total + count > self._max_all):
+            return False
+        self.total += count
+        self._of_owner[owner] = held
+        if not held:
+            del self._of_owner[owner]
+        return True
+
+
+class Turns:
+    """At most `max_together` turns at once, one per owner; first come, first served. Lives on one event loop."""
+
+    def __init__(self, max_together: int = 1) -> None:
+        self._free = asyncio.Semaphore(max_together)
+        self._own: dict[bytes, asyncio.Lock] = {}
+        self.num_users: Counter[bytes] = Counter()
+        """Who have a turn or wait for one."""
+
+    async def take(self, owner: bytes) -> None:
+        """Waits for a turn; `release` ends it. Cancelled, it takes none."""
+        self.num_users[owner] += 1
+        own = self._own.setdefault(owner, asyncio.Lock())
+        has_own = False
+        try:
+            await own.acquire()
+            has_own = True
+            await self._free.acquire()
+        except BaseException:
+            if has_own:
+                own.release()
+            self._forget(owner)
+            raise
+
+    def release(self, owner: bytes) -> None:
+        """Ends the owner's turn."""
+        self._free.release()
+        self._own[owner].release()
+        self._forget(owner)
+
+    def _forget(self, owner: bytes) -> None:
+        self.num_users[owner] -= 1
+        if not self.num_users[owner]:
+            del self.num_users[owner], self._own[owner]

@@ -2,37 +2,40 @@
 
 An unsupported field that would change the output is refused by name. Unknown fields are ignored, because clients send
 many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`, `deadline_ms` and most
-logit processors of `openai_processors` in requests.
+logit processors of `openai_fields` in requests.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    TypeAdapter,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import structured
 from outrider.models.http.errors import FieldError
-from outrider.models.http.openai_processors import RuleParameters
-from outrider.models.http.tools import NamedTool, Tool, ToolChoice, Tools, with_read_arguments
+from outrider.models.http.openai_fields import (
+    NEUTRAL,
+    GrammarValue,
+    NamedTool,
+    Prediction,
+    ProcessorParameters,
+    Prompt,
+    Stop,
+    StreamOptions,
+    TemplateValues,
+    TextOrParts,
+    Tool,
+    ToolChoice,
+    Tools,
+    is_neutral,
+    with_read_arguments,
+)
 from outrider.models.picks.sampling import MAX_SEED, SamplingParams
-from outrider.models.wire.protocol import (
+from outrider.models.wire.fields import (
     DEADLINE,
     MAX_COUNT,
     MAX_TOP_LOGPROBS,
@@ -43,174 +46,13 @@ from outrider.models.wire.protocol import (
     Number,
     Priority,
     StopIds,
-    StopString,
-    StopStrings,
-    TokenId,
 )
 
-MAX_PROMPTS: Final = 64
 MAX_CHOICES: Final = 128
 """Texts of one call, over all its prompts; OpenAI's for one prompt."""
 MAX_MESSAGES: Final = 2048
-MAX_TEMPLATE_VALUES: Final = 1024
-"""Values in `chat_template_kwargs`, at any depth: a template may loop over them once per message."""
-MAX_TOOL_VALUES: Final = 8192
-"""Values in `tools`, at any depth."""
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for /v1/completions; chat continues to the end of the context."""
-
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
-Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-
-# Field -> the values that change nothing, besides null. Those of OpenAI first, then those of other servers.
-_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "moderation": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "length_penalty": (1,),
-    "use_beam_search": (False,),
-    "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "prompt_embeds": (),
-    "logprob_token_ids": (),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "return_token_offsets": (False,),
-    "return_prompt_text": (False,),
-    "thinking_token_budget": (),
-    "truncation_side": ("left",),
-    "spaces_between_special_tokens": (True,),
-    "repetition_detection": (),
-    "watermarking": (),
-    "cache_salt": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "mm_payload": (),
-    "vllm_xargs": ({},),
-    "kv_transfer_params": (),
-    "ec_transfer_params": (),
-}
-
-
-def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
-    # True == 1 in Python, and not in JSON.
-    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-
-
-def _by_shape(expected: str, choose: Callable[[Any], TypeAdapter[Any] | None]) -> WrapValidator:
-    """Validates a field as the one type that `choose` names for its shape.
-
-    pydantic tries every member of a union and collects the errors of each.
-    """
-
-    def validate(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
-        adapter = choose(value)
-        if adapter is None:
-            raise PydanticCustomError("wrong_shape", "expected {expected}", {"expected": expected})
-        return adapter.validate_python(value)
-
-    # Not PlainValidator: that serializes what it has serialized, and warns with the text that a client sent.
-    return WrapValidator(validate)
-
-
-_TEXT: Final[TypeAdapter[Any]] = TypeAdapter(str)
-_STOP: Final[TypeAdapter[Any]] = TypeAdapter(StopString)
-_STOPS: Final[TypeAdapter[Any]] = TypeAdapter(StopStrings)
-_PROMPT_LISTS: Final[dict[type, TypeAdapter[Any]]] = {str: TypeAdapter(Texts), list: TypeAdapter(TokenLists)}
-_PROMPT_IDS: Final[TypeAdapter[Any]] = TypeAdapter(TokenIds)
-
-
-def _prompt_shape(value: Any) -> TypeAdapter[Any] | None:
-    if isinstance(value, str):
-        return _TEXT
-    if isinstance(value, list):
-        return _PROMPT_LISTS.get(type(value[0]), _PROMPT_IDS) if value else _PROMPT_IDS
-    return None
-
-
-def _stop_shape(value: Any) -> TypeAdapter[Any] | None:
-    return _STOP if isinstance(value, str) else _STOPS if isinstance(value, list) else None
-
-
-def _bound(values: Any, limit: int) -> None:
-    left: list[Any] = [values]
-    count = 0
-    while left:
-        value = left.pop()
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        count += len(inside)
-        if count > limit:
-            raise PydanticCustomError("too_many_values", "expected at most {limit} values in all", {"limit": limit})
-        left.extend(inside)
-
-
-def _bounded_values(variables: dict[str, Any]) -> dict[str, Any]:
-    _bound(variables, MAX_TEMPLATE_VALUES)
-    return variables
-
-
-def _bounded_grammar(value: Any) -> Any:
-    _bound(value, structured.MAX_VALUES)
-    if isinstance(value, str) and len(value) > structured.MAX_SPACED_CHARS:
-        raise PydanticCustomError(
-            "too_long", "expected at most {limit} characters", {"limit": structured.MAX_SPACED_CHARS}
-        )
-    return value
-
-
-# Any JSON, which `structured` reads once it has a bound: a request with more waits for nothing.
-GrammarValue = Annotated[
-    Any,
-    AfterValidator(_bounded_grammar),
-    Field(
-        json_schema_extra={
-            "maxLength": structured.MAX_SPACED_CHARS,
-            "maxItems": structured.MAX_VALUES,
-            "maxProperties": structured.MAX_VALUES,
-        }
-    ),
-]
-
-
-class StreamOptions(BaseModel):
-    """What a stream carries beside the text. continuous_usage_stats: each chunk has the usage so far, as vLLM's."""
-
-    include_usage: StrictBool | None = None
-    continuous_usage_stats: StrictBool | None = None
-
-
-class TextPart(BaseModel):
-    """A part of a text."""
-
-    type: Literal["text"]
-    text: str
-
-
-TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
-_TEXT_PARTS: Final[TypeAdapter[Any]] = TypeAdapter(TextParts)
-
-
-def _parts_shape(value: Any) -> TypeAdapter[Any] | None:
-    return _TEXT if isinstance(value, str) else _TEXT_PARTS if isinstance(value, list) else None
-
-
-class Prediction(BaseModel):
-    """A text that the answer may repeat, in large parts: it is drafted from it."""
-
-    type: Literal["content"]
-    content: Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape)]
-
-    @property
-    def text(self) -> str:
-        """The text."""
-        content = self.content
-        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _document_unsupported(schema: dict[str, Any], model: type[GenerationRequest]) -> None:
@@ -218,7 +60,7 @@ def _document_unsupported(schema: dict[str, Any], model: type[GenerationRequest]
         schema["properties"][name] = {"enum": [*neutral, None], "description": "not supported: these change nothing"}
 
 
-class GenerationRequest(RuleParameters):
+class GenerationRequest(ProcessorParameters):
     """Fields of both kinds of completion. null means the default."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra=_document_unsupported)
@@ -234,7 +76,7 @@ class GenerationRequest(RuleParameters):
     top_k: Integer | None = Field(default=None, ge=-1, le=MAX_COUNT, description="0 or -1: off")
     min_p: Number | None = Field(default=None, ge=0.0, le=1.0)
     seed: Integer | None = Field(default=None, ge=0, le=MAX_SEED, description="random if unset, and reported")
-    stop: Annotated[StopString | StopStrings, _by_shape("a text or a list of texts", _stop_shape)] | None = None
+    stop: Stop | None = None
     stop_token_ids: StopIds | None = Field(default=None, description="beside the model's own")
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
@@ -263,14 +105,14 @@ class GenerationRequest(RuleParameters):
     @classmethod
     def neutral_values(cls) -> dict[str, tuple[Any, ...]]:
         """Unsupported fields, each with the values, besides null, that change nothing."""
-        return {**_NEUTRAL, **cls._unsupported}
+        return {**NEUTRAL, **cls._unsupported}
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, raw: Any) -> Any:
         if isinstance(raw, dict):
             for name, neutral in cls.neutral_values().items():
-                if name in raw and not _is_neutral(raw[name], neutral):
+                if name in raw and not is_neutral(raw[name], neutral):
                     allowed = f", except as {' or '.join(map(json.dumps, neutral))}" if neutral else ""
                     raise FieldError(
                         "unsupported_parameter", f"{name} is not supported{allowed}; leave it out", param=name
@@ -295,6 +137,15 @@ class GenerationRequest(RuleParameters):
     def repeats_usage(self) -> bool:
         """Whether each chunk of a stream has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts of the call: a conversation is one."""
+        return 1
+
+    def most_tokens(self, max_positions: int) -> int:
+        """Tokens that a text may have. max_positions: of the model."""
+        return self.max_tokens or max_positions
 
     @property
     def num_each(self) -> int:
@@ -346,11 +197,7 @@ class CompletionRequest(GenerationRequest):
         "tool_choice": ("none", "auto"),
     }
 
-    prompt: Annotated[
-        str | TokenIds | Texts | TokenLists,
-        _by_shape("a text, a list of token ids, or a list of either", _prompt_shape),
-        Field(examples=["def add(a, b):"]),
-    ]
+    prompt: Prompt = Field(examples=["def add(a, b):"])
     best_of: Integer | None = Field(
         default=None, ge=1, le=MAX_CHOICES, description="texts to choose the n best of, by mean logprob; not streamed"
     )
@@ -381,6 +228,15 @@ class CompletionRequest(GenerationRequest):
         return self
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts of the call."""
+        return len(self.prompts())
+
+    def most_tokens(self, max_positions: int) -> int:
+        """Tokens that a text may have."""
+        return self.max_tokens or DEFAULT_MAX_TOKENS
+
+    @property
     def num_each(self) -> int:
         """Texts to generate for each prompt."""
         return max(self.best_of or 1, self.num_kept)
@@ -405,7 +261,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape)] | None = None
+    content: TextOrParts | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message for a chat template: its content is one text."""
@@ -427,50 +283,29 @@ Messages = Annotated[
         examples=[[{"role": "user", "content": "Write a function that adds two numbers."}]],
     ),
 ]
-TemplateValues = Annotated[dict[str, Any], Field(max_length=MAX_TEMPLATE_VALUES), AfterValidator(_bounded_values)]
 
 
-def _bounded_tools(tools: list[Tool]) -> list[Tool]:
-    _bound([tool.model_dump(exclude_unset=True) for tool in tools], MAX_TOOL_VALUES)
-    return tools
-
-
-BoundedTools = Annotated[Tools, AfterValidator(_bounded_tools)]
-_CHOICES: Final[TypeAdapter[Any]] = TypeAdapter(Literal["none", "auto", "required"])
-_NAMED: Final[TypeAdapter[Any]] = TypeAdapter(NamedTool)
-
-
-def _choice_shape(value: Any) -> TypeAdapter[Any] | None:
-    return _CHOICES if isinstance(value, str) else _NAMED if isinstance(value, dict) else None
-
-
-class Conversation(Protocol):
+class Conversation(BaseModel):
     """What becomes a prompt through a chat template."""
-
-    messages: list[ChatMessage]
-    chat_template_kwargs: dict[str, Any] | None
-
-    def tools_for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that the template shows to the model."""
-        ...
-
-
-class RenderRequest(BaseModel):
-    """POST /v1/render: a conversation, to be made token ids by the model's chat template. A chat request is one too."""
 
     model_config = ConfigDict(extra="ignore")
 
     messages: Messages
     chat_template_kwargs: TemplateValues | None = Field(default=None, description="variables for the chat template")
-    tools: BoundedTools | None = Field(default=None, description="functions that the template shows to the model")
-    tokenizer: str | None = Field(default=None, description="fingerprint of the caller's; another one is refused")
+    tools: Tools | None = Field(default=None, description="functions that the model may call")
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the template shows to the model."""
         return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
 
-class ChatRequest(GenerationRequest):
+class RenderRequest(Conversation):
+    """POST /v1/render: a conversation, to be made token ids by the model's chat template. A chat request is one too."""
+
+    tokenizer: str | None = Field(default=None, description="fingerprint of the caller's; another one is refused")
+
+
+class ChatRequest(Conversation, GenerationRequest):
     """POST /v1/chat/completions."""
 
     _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -481,17 +316,12 @@ class ChatRequest(GenerationRequest):
         "echo": (False,),
     }
 
-    messages: Messages
     max_completion_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
-    chat_template_kwargs: TemplateValues | None = Field(default=None, description="variables for the chat template")
     logprobs: StrictBool | None = None
     top_logprobs: Integer | None = Field(
         default=None, ge=0, le=MAX_TOP_LOGPROBS, description="likeliest tokens to show for each token"
     )
-    tools: BoundedTools | None = Field(default=None, description="functions that the model may call")
-    tool_choice: (
-        Annotated[ToolChoice, _by_shape('"none", "auto", "required" or the name of a function', _choice_shape)] | None
-    ) = Field(default=None, description='"auto" if unset')
+    tool_choice: ToolChoice | None = Field(default=None, description='"auto" if unset')
     parallel_tool_calls: StrictBool | None = Field(default=None, description="false: at most one call is answered")
     include_reasoning: StrictBool | None = Field(default=None, description="false: reasoning is left out")
 
@@ -508,6 +338,10 @@ class ChatRequest(GenerationRequest):
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             raise FieldError("invalid_parameter", "tool_choice: expected the name of one of tools", param="tool_choice")
         return self
+
+    def most_tokens(self, max_positions: int) -> int:
+        """Tokens that a text may have. max_positions: of the model."""
+        return self.max_completion_tokens or super().most_tokens(max_positions)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -534,6 +368,4 @@ class ChatRequest(GenerationRequest):
 
     def tools_for_template(self) -> list[dict[str, Any]] | None:
         """The tools that the template shows to the model: none where none may be called."""
-        if not self.may_call_tools:
-            return None
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
+        return super().tools_for_template() if self.may_call_tools else None

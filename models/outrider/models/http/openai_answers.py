@@ -1,13 +1,13 @@
-"""Defines the OpenAI-compatible answers: whole ones, and the chunks of streams.
+"""Documents the OpenAI-compatible answers, which `shapes` writes: whole ones, and the chunks of streams.
 
 An addition to OpenAI's fields: `seed`, so that any answer can be reproduced.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, Field
 
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
@@ -133,15 +133,6 @@ class AssistantMessage(BaseModel):
     refusal: None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = serialize(self)
-        return {
-            name: value
-            for name, value in found.items()
-            if value is not None or name not in ("reasoning_content", "tool_calls")
-        }
 
 
 class ChatChoice(BaseModel):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final
 
-from starlette.types import ASGIApp, Receive, Send
+from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as AsgiScope
 
 from outrider.models.errors import ConfigError, RequestError
@@ -22,6 +23,7 @@ from outrider.models.http.errors import Throttled
 from outrider.models.http.keys import KEY, Scope
 from outrider.models.http.keys import KeyRing as KeyRing  # also for importers of this module
 from outrider.models.http.limits import Pacer, RateLimiter
+from outrider.models.wire.protocol import MAX_BODY_BYTES
 
 OWNER: Final = "outrider.owner"
 """Key of the ASGI scope that holds the client's identity."""
@@ -33,10 +35,8 @@ REQUESTS_PER_S: Final = 500.0
 STRANGERS_PER_S: Final = 100.0
 """Of an address, where keys are needed and none is accepted: documents and refusals are all that these get."""
 REQUESTS_BURST: Final = 16
+REQUEST_WAIT_S: Final = 2.0
 _LEAST_WAIT_S: Final = 1e-3
-_REQUEST_WAIT_S: Final = 2.0
-_FREE: Final = frozenset({401, 403, 404, 405, 415})
-"""Statuses of requests that are refused by their head."""
 _PROBE_WAIT_S: Final = 0.5
 """Half of what Kubernetes' probes wait for an answer. All connections of an address together get 1,280 a second so."""
 
@@ -50,7 +50,9 @@ WILDCARDS: Final = ("0.0.0.0", "::")
 """Addresses that stand for all of a machine's."""
 
 JSON_MEDIA_TYPE: Final = b"application/json"
-_LOOKED_AT: Final = frozenset({b"authorization", b"content-type", b"host", b"origin", b"sec-fetch-site"})
+_LOOKED_AT: Final = frozenset(
+    {b"authorization", b"content-length", b"content-type", b"host", b"origin", b"sec-fetch-site"}
+)
 _MAX_QUOTED_CHARS: Final = 100
 _MAX_AUTHORITY_BYTES: Final = 300
 """No name of DNS with its port is longer."""
@@ -139,121 +141,134 @@ def _is_parsed_loopback(authority: bytes) -> bool:
     return is_loopback(name) or name.endswith(".localhost")
 
 
-class Paced:
-    """ASGI layer in front of the routes: requests of one client wait for each other, by `Pacer`.
+def address_of(scope: AsgiScope) -> bytes:
+    """The client's address, or its network; ANYBODY where none is known."""
+    return client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
 
-    A client is a key that is accepted, a certificate, or else an address: the keyed clients of one proxy are apart from
-    each other and from whoever sends no key through it. Probes have a turn of their own, and are never refused.
+
+@dataclass(frozen=True, slots=True)
+class GateSettings:
+    """Whom a server lets in, and how much of each.
+
+    keys: the API keys. max_body_bytes: of one request. rate_per_s: requests that start work, per second and key; 0 is
+    no limit. pages: which names and pages may call; None: PagePolicy's defaults.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, probe_paths: Collection[str]) -> None:
+    keys: KeyRing = field(default_factory=KeyRing)
+    max_body_bytes: int = MAX_BODY_BYTES
+    rate_per_s: float = 0.0
+    pages: PagePolicy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatePaths:
+    """open: need no key. probes: neither a key nor a name that is allowed. costly: their POSTs count against the rate,
+    and must be JSON.
+    """
+
+    open: frozenset[str] = frozenset()
+    probes: frozenset[str] = frozenset()
+    costly: frozenset[str] = frozenset()
+
+
+class Gate:
+    """ASGI layer that lets requests in. It checks, in this order: the client's pace, the body's size, `Host`, `Origin`,
+    the key and its scope, the media type, the rate. Raises RequestError.
+
+    Requests of one client wait for each other, by `Pacer`. A client is a key that is accepted, a certificate, or else
+    an address: the keyed clients of one proxy are apart from each other and from whoever sends no key through it.
+    Probes have a turn of their own, and are never refused.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: GateSettings,
+        paths: GatePaths,
+        *,
+        media_types: Sequence[bytes] = (),
+        is_paced: bool = True,
+        on_admitted: Callable[[AsgiScope], None] = lambda scope: None,
+    ) -> None:
+        """media_types: all POSTs must be one of these; without any, those of paths that are not costly are left to the
+        router, which knows that there is no such route. is_paced: False where requests are spaced elsewhere.
+        on_admitted: called with the scope of a request that is let in.
+        """
         self._app = app
-        self._keys = keys
-        self._probe_paths = frozenset(probe_paths)
+        self._keys = settings.keys
+        self._pages = settings.pages or PagePolicy(is_keyless=not len(settings.keys))
+        self._limiter = RateLimiter(settings.rate_per_s)
+        self._max_body_bytes = settings.max_body_bytes
+        self._paths = paths
+        self._media_types = tuple(media_types)
+        self._is_paced = is_paced
+        self._on_admitted = on_admitted
         self._requests = Pacer(REQUESTS_PER_S, REQUESTS_BURST)
         self._strangers = Pacer(STRANGERS_PER_S, REQUESTS_BURST)
         self._probes = Pacer(REQUESTS_PER_S, REQUESTS_BURST)
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises RequestError 429 `rate_limited` where more wait than are answered in two seconds."""
+        """ASGI."""
         if scope["type"] == "http":
-            if scope["path"] in self._probe_paths:
-                wait_s = self._probes.wait_s(_address(scope), _PROBE_WAIT_S)
-                wait_s = _PROBE_WAIT_S if wait_s is None else wait_s
-            else:
-                client = self._client(scope)
-                pacer = self._requests if client is not None else self._strangers
-                found = pacer.wait_s(client or _address(scope), _REQUEST_WAIT_S)
-                if found is None:
-                    raise Throttled("rate_limited", "too many requests per second; retry later", retry_after_s=2)
-                wait_s = found
-            if wait_s > _LEAST_WAIT_S:
+            headers: dict[bytes, bytes] = {}
+            for name, value in scope["headers"]:
+                if name in _LOOKED_AT:
+                    headers.setdefault(name, value)
+            is_probe = scope["path"] in self._paths.probes
+            if self._is_paced and (wait_s := self._wait_s(scope, headers, is_probe=is_probe)) > _LEAST_WAIT_S:
                 await asyncio.sleep(wait_s)
+            if scope["method"] not in ("GET", "HEAD", "DELETE"):
+                receive = self._bounded(receive, headers)
+            if not is_probe:
+                self._check(scope, headers)
+            self._on_admitted(scope)
         await self._app(scope, receive, send)
 
-    def _client(self, scope: AsgiScope) -> bytes | None:
-        """None where a key is needed and none is accepted."""
-        if len(self._keys):
-            authorization = next((value for name, value in scope["headers"] if name == b"authorization"), None)
-            try:
-                return self._keys.owner(authorization)
-            except RequestError:
-                return None
-        return scope[SUBJECT].owner if scope.get(SUBJECT) else _address(scope)
-
-
-class PacedRefusals:
-    """ASGI layer for a route that is not `Paced`: what it refuses before it spends a budget waits, but for a burst."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._refused = Pacer(STRANGERS_PER_S, REQUESTS_BURST)
-
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        try:
-            await self._app(scope, receive, send)
-        except RequestError as error:
-            if error.status in _FREE:
-                wait_s = self._refused.wait_s(scope.get(OWNER) or _address(scope), _REQUEST_WAIT_S)
-                await asyncio.sleep(_REQUEST_WAIT_S if wait_s is None else wait_s)
-            raise
-
-
-def _address(scope: AsgiScope) -> bytes:
-    return client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
-
-
-class Gate:
-    """ASGI layer that identifies the client, keeps pages of other sites out, and enforces the client's rate."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: KeyRing,
-        limiter: RateLimiter,
-        *,
-        pages: PagePolicy,
-        open_paths: Collection[str],
-        probe_paths: Collection[str],
-        costly_paths: Collection[str],
-        media_types: Sequence[bytes] = (),
-    ) -> None:
-        """open_paths: need no key. probe_paths: neither a key nor a name that is allowed. costly_paths: their POSTs
-        count against the rate, and must be JSON. media_types: all POSTs must be one of these; without any, the others
-        are left to the router, which knows that there is no such route.
+    def _wait_s(self, scope: AsgiScope, headers: dict[bytes, bytes], *, is_probe: bool) -> float:
+        """How long the request waits for others of its client. Raises RequestError 429 `rate_limited` where more wait
+        than are answered in two seconds.
         """
-        self._app = app
-        self._open_paths = frozenset(open_paths)
-        self._probe_paths = frozenset(probe_paths)
-        self._costly_paths = frozenset(costly_paths)
-        self._keys = keys
-        self._limiter = limiter
-        self._pages = pages
-        self._media_types = tuple(media_types)
+        if is_probe:
+            found = self._probes.wait_s(address_of(scope), _PROBE_WAIT_S)
+            return _PROBE_WAIT_S if found is None else found
+        pacer = self._requests
+        client = scope[SUBJECT].owner if scope.get(SUBJECT) else address_of(scope)
+        try:
+            if (key := self._keys.find(headers.get(b"authorization"))) is not None:
+                client = key.digest
+        except RequestError:
+            pacer, client = self._strangers, address_of(scope)
+        found = pacer.wait_s(client, REQUEST_WAIT_S)
+        if found is None:
+            raise Throttled("rate_limited", "too many requests per second; retry later", retry_after_s=2)
+        return found
 
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] == "http":
-            path = scope["path"]
-            if path not in self._probe_paths:
-                self._check(scope, path)
-        await self._app(scope, receive, send)
+    def _bounded(self, receive: Receive, headers: dict[bytes, bytes]) -> Receive:
+        """Gives the body while it is not too large. Raises RequestError 413 for one that is announced as that."""
+        max_bytes, num_bytes = self._max_body_bytes, 0
+        if int(headers.get(b"content-length", b"0")) > max_bytes:
+            raise body_too_large(max_bytes)
 
-    def _check(self, scope: AsgiScope, path: str) -> None:
-        found: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
-            if name in _LOOKED_AT:
-                found.setdefault(name, value)
-        method = scope["method"]
-        host = found.get(b"host")
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > max_bytes:
+                raise body_too_large(max_bytes)
+            return message
+
+        return counted
+
+    def _check(self, scope: AsgiScope, headers: dict[bytes, bytes]) -> None:
+        """Finds the owner. Raises RequestError for one who may not call."""
+        method, path, host = scope["method"], scope["path"], headers.get(b"host")
         self._pages.require_host(host)
-        if b"origin" in found or b"sec-fetch-site" in found:
+        if b"origin" in headers or b"sec-fetch-site" in headers:
             is_write = method not in ("GET", "HEAD")
-            self._pages.require_origin(found.get(b"origin"), found.get(b"sec-fetch-site"), host, is_write=is_write)
-        if path in self._open_paths:
+            self._pages.require_origin(headers.get(b"origin"), headers.get(b"sec-fetch-site"), host, is_write=is_write)
+        if path in self._paths.open:
             return
-        key = self._keys.find(found.get(b"authorization"))
+        key = self._keys.find(headers.get(b"authorization"))
         if key is not None:
             owner = key.digest
             scope[KEY] = key
@@ -261,14 +276,19 @@ class Gate:
         elif scope.get(SUBJECT):
             owner = scope[SUBJECT].owner
         else:
-            owner = _address(scope)
+            owner = address_of(scope)
         scope[OWNER] = owner
         if method == "POST":
-            is_costly = path in self._costly_paths
+            is_costly = path in self._paths.costly
             if is_costly or self._media_types:
-                _require_media_type(found.get(b"content-type"), self._media_types or (JSON_MEDIA_TYPE,))
+                _require_media_type(headers.get(b"content-type"), self._media_types or (JSON_MEDIA_TYPE,))
             if is_costly:
-                self._limiter.spend(owner, None if key is None else key.requests_per_second)
+                self._limiter.take(owner, None if key is None else key.requests_per_second)
+
+
+def body_too_large(max_bytes: int) -> RequestError:
+    """The error 413 of a body over `max_bytes`."""
+    return RequestError("body_too_large", f"the body is larger than {max_bytes} bytes; send less at a time", status=413)
 
 
 def media_type_of(content_type: bytes | None) -> bytes:

@@ -1,21 +1,24 @@
-"""Shapes OpenAI-compatible answers: whole, or chunk by chunk as server-sent events."""
+"""Shapes OpenAI-compatible answers: whole, or chunk by chunk as server-sent events. `openai_answers` documents them."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from outrider.models.http import openai_answers
 from outrider.models.http.answer_text import TokenPiece
 from outrider.models.http.chat_reader import ChatReader, ChatStyle
 from outrider.models.http.logprobs import LogprobWriter
 
+Usage = dict[str, Any]
+"""`openai_answers.CompletionUsage`."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Delta:
     """New text of choice `index`; finish_reason marks the last.
 
@@ -24,30 +27,22 @@ class Delta:
     """
 
     index: int
-    text: str
+    text: str = ""
     finish_reason: str | None = None
     num_unverified: int = 0
     pieces: tuple[TokenPiece, ...] = ()
 
-    @property
-    def extension(self) -> dict[str, Any]:
-        """The extension field of its choice; none in a verified piece."""
-        return unverified_field(self.num_unverified)
-
-
-@dataclass(slots=True)
-class FoundText:
-    """A whole text: what all its deltas add up to, but for logprobs."""
-
-    text: str = ""
-    finish_reason: Any = None
-    num_unverified: int = 0
-
     def add(self, delta: Delta) -> None:
-        """Adds what a delta brings."""
+        """Adds what another brings, but for logprobs: a whole text is what all its deltas add up to."""
         self.text += delta.text
         self.finish_reason = delta.finish_reason or self.finish_reason
         self.num_unverified += delta.num_unverified
+
+    @property
+    def extension(self) -> dict[str, Any]:
+        """The extension field `outrider` of a choice with unverified tokens; nothing where all are verified."""
+        unverified = {"verified": False, "unverified_tokens": self.num_unverified}
+        return {"outrider": unverified} if self.num_unverified else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,171 +60,136 @@ class Look:
     insides: Sequence[bool] = ()
 
 
-def unverified_field(num_unverified: int) -> dict[str, Any]:
-    """The extension field `outrider` of a choice with unverified tokens; nothing where all are verified."""
-    return {"outrider": {"verified": False, "unverified_tokens": num_unverified}} if num_unverified else {}
+def json_bytes(message: dict[str, Any]) -> bytes:
+    """An answer's JSON, without spaces."""
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode()
 
 
-class Shape(Protocol):
-    """Builds the answer of one call. target: the identity of what picks the tokens; None: not known."""
+class Shape(ABC):
+    """Builds the answer of one call.
 
-    def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None: ...
-
-    @property
-    def id(self) -> str:
-        """The answer's."""
-        ...
-
-    def whole(
-        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
-    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
-        """The whole answer, its logprobs left out."""
-        ...
-
-    def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
-        """Those of tokens of choice `index` of the answer; None where none were asked for."""
-        ...
-
-    def first(self) -> bytes:
-        """The first bytes of a stream; may be empty."""
-        ...
-
-    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
-        """New text. usage: so far, where each chunk shows it. Empty where the text is held back."""
-        ...
-
-    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
-        """The usage, as the last chunk."""
-        ...
-
-
-class _Head:
-    """The fields that all messages of one call share."""
+    extras: fields besides OpenAI's, of the whole answer or of a stream's first event.
+    """
 
     _prefix: ClassVar[str]
-    _piece_object: ClassVar[str]
+    _object: ClassVar[str]
+    _chunk_object: ClassVar[str]
 
     def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None:
+        """target: the identity of what picks the tokens; None: not known."""
         self._look = look or Look()
+        self.id = f"{self._prefix}-{secrets.token_urlsafe(12)}"
+        self.extras: dict[str, Any] = {}
         self._head: dict[str, Any] = {
-            "id": f"{self._prefix}-{secrets.token_urlsafe(12)}",
+            "id": self.id,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": target,
             "seed": seed,
         }
 
-    @property
-    def id(self) -> str:
-        """The answer's."""
-        return str(self._head["id"])
+    def whole(self, texts: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+        """The whole answer, its logprobs left out."""
+        choices = [self._choice(index, text) | text.extension for index, text in enumerate(texts)]
+        return {**self._head, "object": self._object, "choices": choices, "usage": usage, **self.extras}
 
-    def _event(self, usage: openai_answers.CompletionUsage | None = None, **rest: Any) -> bytes:
-        message = {**self._head, "object": self._piece_object, **rest}
-        if usage is not None:
-            message["usage"] = usage.model_dump()
-        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    @abstractmethod
+    def _choice(self, index: int, text: Delta) -> dict[str, Any]:
+        """A whole text."""
 
-    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
+    @abstractmethod
+    def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+        """Those of tokens of choice `index` of the answer; None where none were asked for."""
+
+    @abstractmethod
+    def first(self) -> bytes:
+        """The first bytes of a stream; may be empty."""
+
+    @abstractmethod
+    def piece(self, delta: Delta, usage: Usage | None = None) -> bytes:
+        """New text. usage: so far, where each chunk shows it. Empty where the text is held back."""
+
+    def last(self, usage: Usage) -> bytes:
         """The usage, as the last chunk."""
-        return self._event(usage, choices=[])
+        return self._event([], usage)
+
+    def _event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+        message = {**self._head, "object": self._chunk_object, "choices": choices}
+        if usage is not None:
+            message["usage"] = usage
+        if self.extras:
+            message |= self.extras
+            self.extras = {}
+        return b"data: %s\n\n" % json_bytes(message)
 
 
-class CompletionShape(_Head):
+class CompletionShape(Shape):
     """Of /v1/completions."""
 
     _prefix = "cmpl"
-    _piece_object = "text_completion"
+    _object = _chunk_object = "text_completion"
 
     def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None:
         super().__init__(model, seed, target, look)
         self._to_echo = dict(enumerate(self._look.echoes))
 
-    def whole(
-        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
-    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
-        """The whole answer."""
-        choices = [
-            openai_answers.CompletionChoice(
-                index=index,
-                text=self._echo(index) + found.text,
-                finish_reason=found.finish_reason,
-            )
-            for index, found in enumerate(texts)
-        ]
-        return openai_answers.Completion(**self._head, choices=choices, usage=usage)
+    def _choice(self, index: int, text: Delta) -> dict[str, Any]:
+        shown = self._to_echo.get(index, "") + text.text
+        return {"index": index, "text": shown, "logprobs": None, "finish_reason": text.finish_reason}
 
     def first(self) -> bytes:
-        """Nothing."""
-        return b""
+        """Nothing, but for extras."""
+        return self.piece(Delta(0)) if self.extras else b""
 
-    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
+    def piece(self, delta: Delta, usage: Usage | None = None) -> bytes:
         """New text; the first of a choice has what is echoed."""
-        choice = {
-            "index": delta.index,
-            "text": self._to_echo.pop(delta.index, "") + delta.text,
-            "logprobs": self.logprobs(delta.index, delta.pieces),
-            "finish_reason": delta.finish_reason,
-        }
-        return self._event(usage, choices=[choice | delta.extension])
-
-    def _echo(self, index: int) -> str:
-        return self._look.echoes[index] if self._look.echoes else ""
+        choice = self._choice(delta.index, delta) | {"logprobs": self.logprobs(delta.index, delta.pieces)}
+        self._to_echo.pop(delta.index, None)
+        return self._event([choice | delta.extension], usage)
 
     def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
         """Those of tokens of choice `index`."""
-        writer = self._look.logprobs
-        return writer.completion(pieces, len(self._echo(index))) if writer is not None else None
+        writer, echoes = self._look.logprobs, self._look.echoes
+        return writer.completion(pieces, len(echoes[index]) if echoes else 0) if writer is not None else None
 
 
-class ChatShape(_Head):
+class ChatShape(Shape):
     """Of /v1/chat/completions."""
 
     _prefix = "chatcmpl"
-    _piece_object = "chat.completion.chunk"
+    _object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
 
     def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None:
         super().__init__(model, seed, target, look)
-        look = self._look
-        insides = look.insides or [False] * look.num_choices
-        self._readers = [ChatReader(look.style, is_inside=inside) for inside in insides]
+        insides = self._look.insides or [False] * self._look.num_choices
+        self._readers = [ChatReader(self._look.style, is_inside=inside) for inside in insides]
 
-    def whole(
-        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
-    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
-        """The whole answer."""
-        choices = []
-        for index, (found, reader) in enumerate(zip(texts, self._readers, strict=True)):
-            reader.push(found.text, is_last=True)
-            message = openai_answers.AssistantMessage(
-                content=reader.content if reader.content or not reader.calls else None,
-                reasoning_content=reader.reasoning or None,
-                tool_calls=[openai_answers.ToolCall.model_validate(call) for call in reader.calls] or None,
-            )
-            reason: Any = reader.reason(found.finish_reason)
-            choices.append(
-                openai_answers.ChatChoice(
-                    index=index,
-                    message=message,
-                    finish_reason=reason,
-                )
-            )
-        return openai_answers.ChatCompletion(**self._head, choices=choices, usage=usage)
+    def _choice(self, index: int, text: Delta) -> dict[str, Any]:
+        reader = self._readers[index]
+        reader.push(text.text, is_last=True)
+        content = reader.content if reader.content or not reader.calls else None
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reader.reasoning:
+            message["reasoning_content"] = reader.reasoning
+        if reader.calls:
+            message["tool_calls"] = reader.calls
+        reason = reader.reason(text.finish_reason)
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
     def first(self) -> bytes:
         """The role, for each choice."""
-        return b"".join(
-            self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._look.num_choices)
-        )
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._event([self._chunk(index, role)]) for index in range(self._look.num_choices))
 
-    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
+    def piece(self, delta: Delta, usage: Usage | None = None) -> bytes:
         """New text, as far as it can be read."""
         reader = self._readers[delta.index]
         found = reader.push(delta.text, is_last=delta.finish_reason is not None)
         if not found and delta.text and not (delta.finish_reason or delta.pieces or delta.num_unverified):
             return b""
-        reason = reader.reason(delta.finish_reason)
-        return self._chunk(delta.index, found, reason, delta.extension, self.logprobs(delta.index, delta.pieces), usage)
+        reason, logprobs = reader.reason(delta.finish_reason), self.logprobs(delta.index, delta.pieces)
+        return self._event([self._chunk(delta.index, found, logprobs, reason) | delta.extension], usage)
 
     def logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
         """Those of tokens, whichever choice they are of."""
@@ -237,13 +197,6 @@ class ChatShape(_Head):
         return writer.chat(pieces) if writer is not None else None
 
     def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        finish_reason: str | None = None,
-        extension: dict[str, Any] | None = None,
-        logprobs: dict[str, Any] | None = None,
-        usage: openai_answers.CompletionUsage | None = None,
-    ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._event(usage, choices=[choice | (extension or {})])
+        self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}

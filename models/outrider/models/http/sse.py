@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Final, Protocol
+from typing import Any, Final
 
 from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from outrider.models.http.inbox import Inbox
 
 KEEP_ALIVE: Final = b":\n\n"
 """A comment: readers skip it, proxies keep the connection, and a vanished client is noticed."""
@@ -22,16 +24,8 @@ HEADERS: Final = [
 """Of every event stream's response."""
 
 
-class Reader(Protocol):
-    """What the chunks of a stream wait on."""
-
-    def poke(self) -> None:
-        """Makes a waiting reader return with nothing."""
-        ...
-
-    def close(self) -> None:
-        """The client has left: the reader returns at once from now on."""
-        ...
+Reader = Inbox[Any]
+"""What the chunks of a stream wait on."""
 
 
 def encode(message: BaseModel) -> bytes:
@@ -93,13 +87,18 @@ class EventStream(Response):
         self._arm(left_s)
 
 
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has left, or the response is complete. The request's body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @asynccontextmanager
 async def closed_on_disconnect(reader: Reader, receive: Receive) -> AsyncIterator[None]:
     """Closes `reader` if the client leaves while inside. The request's body must have been read before."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await until_gone(receive)
         reader.close()
 
     watcher = asyncio.get_running_loop().create_task(watch())

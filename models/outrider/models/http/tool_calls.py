@@ -7,11 +7,10 @@ Formats, by what the model's chat template contains: `hermes` (Hermes, Qwen: `<t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
-
-from outrider.models.http.call_scanner import CallScanner
 
 _SPACE: Final = " \t\r\n"
 
@@ -33,6 +32,127 @@ class Parsed:
     calls: tuple[CallDelta, ...] = ()
 
 
+ARGUMENT_KEYS: Final = ("arguments", "parameters")
+MAX_NAME_CHARS: Final = 256
+
+
+class CallScanner:
+    """Reads one tool call, a JSON object with a name and its arguments, character by character.
+
+    Feed it until `is_over` or `is_broken`. The arguments are passed on as they arrive, in the model's own spelling.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        """name: given, it is the function's, and the object is its arguments."""
+        self.name = name
+        self.is_over = self.is_broken = self.has_arguments = False
+        self._fed: list[str] = []
+        self._fresh: list[str] = []  # of the arguments
+        self._is_bare = name is not None
+        self._is_open = False
+        self._key: str | None = None  # of the value that is read; None while a key is
+        self._text: list[str] = []  # of the key or value
+        self._depth = 0  # of the key or value
+        self._in_string = self._is_escaped = False
+        self._is_whole = False  # the key or value cannot go on
+
+    @property
+    def raw(self) -> str:
+        """What it was fed."""
+        return "".join(self._fed)
+
+    def take_arguments(self) -> str:
+        """The arguments' text since the last call."""
+        fresh = "".join(self._fresh)
+        self._fresh.clear()
+        return fresh
+
+    def feed(self, text: str) -> str:
+        """Reads `text` up to the object's end; returns what follows it."""
+        for index, char in enumerate(text):
+            if self.is_over or self.is_broken:
+                self._fed.append(text[:index])
+                return text[index:]
+            self._step(char)
+        self._fed.append(text)
+        return ""
+
+    def _step(self, char: str) -> None:
+        is_between = self._depth == 0 and not self._in_string
+        if is_between and char in _SPACE:
+            self._is_whole = bool(self._text)
+            return
+        if not self._is_open:
+            self._is_open, self.is_broken = True, char != "{"
+            if not self._is_bare:
+                return
+            self._key = ARGUMENT_KEYS[0]
+        elif is_between and char in ":,}":
+            return self._end(char)
+        elif self._is_whole or (is_between and char == "]") or (self._key is None and not self._text and char != '"'):
+            self.is_broken = True
+            return
+        self._text.append(char)
+        if self._in_string:
+            self._in_string = self._is_escaped or char != '"'
+            self._is_escaped = char == "\\" and not self._is_escaped
+        elif char == '"':
+            self._in_string = True
+        else:
+            self._depth += (char in "{[") - (char in "}]")
+        self._is_whole = self._depth == 0 and not self._in_string and char in '"}]'
+        if self._key in ARGUMENT_KEYS and self._text[0] == "{":
+            self._fresh.append(char)
+            self.has_arguments = True
+            self.is_over = self._is_bare and self._is_whole
+        if self._is_whole and self._key is not None:
+            self._take(self._key, "".join(self._text))
+            self._key = ""  # is known
+
+    def _end(self, char: str) -> None:
+        """A key or a value is complete, and perhaps the object."""
+        key, text = self._key, "".join(self._text)
+        self._text.clear()
+        self._key, self._is_whole = None, False
+        if char == ":":
+            self._key = _text_of(text)
+            self.is_broken = key is not None or not self._key
+        elif key is not None:
+            self._take(key, text)
+        else:
+            self.is_broken = bool(text) or char == ","
+        if char == "}" and not self.is_broken:
+            self.is_over, self.is_broken = self.name is not None, self.name is None
+            if not self.has_arguments:
+                self._give("{}")
+
+    def _take(self, key: str, text: str) -> None:
+        if key == "name":
+            self.name = _text_of(text)
+            self.is_broken = not self.name or len(self.name) > MAX_NAME_CHARS
+        elif key in ARGUMENT_KEYS and text[:1] != "{":
+            if text[:1] == '"':  # an object that is spelled as a string
+                found = _text_of(text)
+                self.is_broken, text = found is None, found or ""
+            self._give("{}" if text == "null" else text)
+
+    def _give(self, arguments: str) -> None:
+        self._fresh = [arguments]
+        self.has_arguments = True
+
+
+def _text_of(spelled: str) -> str | None:
+    """A string of JSON; None for anything else, and for half of a surrogate pair: no answer could be written."""
+    try:
+        found: object = json.loads(spelled)
+        if isinstance(found, str):
+            found.encode()
+            return found
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
 class ToolCallParser:
     """Text in, content and calls out; holds back text that may begin a call. Spaces around calls are dropped."""
 
@@ -47,11 +167,6 @@ class ToolCallParser:
         self._is_announced = False  # the name of the call that is read was passed on
         self._content = ""
         self._deltas: list[CallDelta] = []
-
-    @property
-    def num_calls(self) -> int:
-        """Calls found so far."""
-        return self._num_calls
 
     def push(self, text: str) -> Parsed:
         """What `text` adds."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sized
-from http import HTTPStatus
 from typing import Any, Final, cast
 
 import httptools
@@ -24,9 +23,9 @@ from uvicorn.server import ServerState
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.bodies import too_many_bytes
-from outrider.models.http.errors import error_bytes
 from outrider.models.http.security import SUBJECT
 from outrider.models.ingress.connections import ConnectionTable, Ticket
+from outrider.models.ingress.refusals import answer_of, headers_too_large, malformed, too_slow, unknown_coding
 from outrider.models.ingress.sockets import ClientName
 
 USED: Final = (
@@ -132,11 +131,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if tls is not None and (certificate := tls.getpeercert()):
             self._subject = ClientName.of(certificate)
         self._since_s = self.loop.time()
-        self._table.watch(self)
+        self._table.watch(self.check)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives the connection's place back, and ends the request that runs, also while others wait behind it."""
-        self._table.forget(self)
+        self._table.forget(self.check)
         self._ticket.release()
         super().connection_lost(exc)
         for cycle in self._earlier:
@@ -202,11 +201,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The end of the headers: the request begins to run or to wait."""
         if self._has_coding:
-            raise _Overrun("transfer codings", _unknown_coding())
+            raise _Overrun("transfer codings", unknown_coding())
         if len(self.headers) > self._max_headers or (
             self._fed_bytes > self._max_header_bytes and self._head_bytes() > self._max_header_bytes
         ):
-            raise self._head_overrun()
+            raise _Overrun("large headers", headers_too_large(self._limits))
         if self.timeout_keep_alive_task is not None:  # armed by an answer that ended since the first byte
             self._unset_keepalive_if_required()
         before = self.cycle
@@ -238,7 +237,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # The deadlines
 
     def check(self, now: float, late_s: float) -> None:
-        """See `Timed`."""
+        """See `connections.Check`."""
         limits = self._limits
         if self.transport.is_closing():
             # Closing waits for the client to read what is left.
@@ -261,13 +260,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._phase == _BODY:
             missing = (waited_s - limits.body_grace_s) * limits.min_body_rate - (self._body_bytes - self._since_bytes)
             if missing > 0:
-                self._refuse("slow bodies", _too_slow("body"))
+                self._refuse("slow bodies", too_slow("body"))
         elif self._phase == _REFUSED:
             if waited_s > limits.linger_s:
                 self.transport.abort()
         elif waited_s > limits.header_s:
             if self._fed_bytes:
-                self._refuse("slow headers", _too_slow("request line and headers"))
+                self._refuse("slow headers", too_slow("request line and headers"))
             else:
                 self._table.note("silence")
                 self.transport.close()
@@ -299,11 +298,11 @@ class BoundedProtocol(HttpToolsProtocol):
                 framing > 2 * self._max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
                 or len(self.headers) + self._num_trailers > self._max_headers  # trailers come after the body
             ):
-                self._refuse("large headers", self._head_overrun().refusal)
+                self._refuse("large headers", headers_too_large(self._limits))
             elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
                 self._refuse("large bodies at once", too_many_bytes("unfinished"))
         elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
-            self._refuse("large headers", self._head_overrun().refusal)
+            self._refuse("large headers", headers_too_large(self._limits))
 
     def _refuse_unparsed(self, error: httptools.HttpParserError) -> None:
         # Not in `_feed`: a variable there would be part of a circle with its own traceback.
@@ -311,7 +310,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not isinstance(overrun, _Overrun):
             if not isinstance(overrun, httptools.HttpParserError | UnicodeError | None):
                 log_fault(overrun)  # ours, or uvicorn's
-            overrun = _Overrun("malformed requests", _malformed())
+            overrun = _Overrun("malformed requests", malformed())
         self._refuse(overrun.cause, overrun.refusal)
 
     def _hold(self, num_bytes: int) -> bool:
@@ -321,16 +320,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def _head_bytes(self) -> int:
         # "name: value\r\n", and "METHOD url HTTP/1.1\r\n" without its method
         return len(self.url) + 12 + sum(len(name) + len(value) + 4 for name, value in self.headers)
-
-    def _head_overrun(self) -> _Overrun:
-        limits = self._limits
-        refusal = RequestError(
-            "headers_too_large",
-            f"the request line and headers are larger than {limits.max_header_bytes} bytes or more than "
-            f"{limits.max_headers} lines; send fewer",
-            status=431,
-        )
-        return _Overrun("large headers", refusal)
 
     def _refuse(self, cause: str, refusal: RequestError | None) -> None:
         """Sends `refusal` if no other answer is under way, and closes the connection."""
@@ -349,7 +338,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
             cycle.disconnected = True  # only the refusal answers this request
             cycle.message_event.set()
-        self.transport.write(_answer(refusal))
+        self.transport.write(answer_of(refusal))
         # Closing with unread bytes would reset the connection, and the client might never see the refusal.
         self._phase = _REFUSED
         self._fed_bytes = 0
@@ -362,42 +351,3 @@ class BoundedProtocol(HttpToolsProtocol):
     def _abort(self, cause: str) -> None:
         self._table.note(cause)
         self.transport.abort()
-
-
-def _answer(refusal: RequestError) -> bytes:
-    """A whole HTTP answer."""
-    body = error_bytes(refusal)
-    phrase = HTTPStatus(refusal.status).phrase
-    retry = "retry-after: 1\r\n" if refusal.status == 503 else ""
-    head = (
-        f"HTTP/1.1 {refusal.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        f"{retry}connection: close\r\n\r\n"
-    )
-    return head.encode() + body
-
-
-def too_many_connections() -> bytes:
-    """The answer to a connection that is not admitted."""
-    return _answer(
-        RequestError(
-            "too_many_connections",
-            "the server has as many connections as it takes, in all or from this address; retry later",
-            status=503,
-        )
-    )
-
-
-def _malformed() -> RequestError:
-    return RequestError("malformed_http", "this is not an HTTP/1.1 request; compare the URL's scheme and port")
-
-
-def _unknown_coding() -> RequestError:
-    return RequestError(
-        "unsupported_transfer_encoding",
-        "the request's Transfer-Encoding is not chunked alone; send the body as it is",
-        status=501,
-    )
-
-
-def _too_slow(what: str) -> RequestError:
-    return RequestError("request_timeout", f"the {what} did not arrive in time; send the request again", status=408)

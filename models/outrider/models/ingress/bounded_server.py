@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from outrider.models.ingress.bounded_http import BoundedProtocol
 from outrider.models.ingress.connection_limits import ConnectionLimits
@@ -44,7 +44,22 @@ class BoundedServer(uvicorn.Server):
         self._limits = limits
         self._on_ready = on_ready
         self.tls = ServedTls(tls) if tls is not None else None
-        super().__init__(_config(app))
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                http="httptools",  # BoundedProtocol extends its protocol
+                ws="none",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                # Headers are most of what a drafts answer weighs.
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_FLUSH_S,
+            )
+        )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens for business. In place of uvicorn's, whose sockets admit everybody."""
@@ -69,36 +84,3 @@ class BoundedServer(uvicorn.Server):
         """Closes; deadlines hold to the end."""
         await super().shutdown(sockets)
         self.table.stop()
-
-
-def freed(app: ASGIApp) -> ASGIApp:
-    """The application, which lets go of each request at its end: routes leave circles through its scope, and a path of
-    64 KB would lie in them until the collector runs.
-    """
-
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await app(scope, receive, send)
-        finally:
-            method = scope.get("method", "")
-            scope.clear()
-            scope["method"] = method  # uvicorn reads it where it answers itself, after an application that failed
-
-    return run
-
-
-def _config(app: ASGIApp) -> uvicorn.Config:
-    return uvicorn.Config(
-        freed(app),
-        lifespan="off",
-        http="httptools",  # BoundedProtocol extends its protocol
-        ws="none",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        # Headers are most of what a drafts answer weighs.
-        server_header=False,
-        date_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_FLUSH_S,
-    )

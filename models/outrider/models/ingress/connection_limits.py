@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outrider.models.wire.protocol import MAX_BODY_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
@@ -30,7 +32,7 @@ class ConnectionLimits:
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
     header_s: float = 10.0
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int = MAX_BODY_BYTES
     body_grace_s: float = 10.0
     min_body_rate: float = 1024.0
     max_client_bodies: int = 32

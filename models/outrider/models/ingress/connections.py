@@ -10,9 +10,10 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from outrider.models.hosts import client_network
+from outrider.models.http.limits import Held
 from outrider.models.ingress.connection_limits import ConnectionLimits
 
 _log = logging.getLogger("outrider.ingress")
@@ -41,14 +42,10 @@ def reserve_files(num_connections: int) -> int:
     return max(1, min(num_connections, raised - _OTHER_FILES))
 
 
-class Timed(Protocol):
-    """A connection with deadlines."""
-
-    def check(self, now: float, late_s: float) -> None:
-        """Closes itself if a deadline has passed. late_s: for so long the event loop stood still, so that no client
-        could have been heard; it does not count.
-        """
-        ...
+Check = Callable[[float, float], None]
+"""Closes a connection if one of its deadlines has passed. Takes the time, and for how long the event loop stood still,
+so that no client could have been heard: that does not count.
+"""
 
 
 class Ticket:
@@ -65,8 +62,9 @@ class Ticket:
         """Notes that `num_bytes` of an unfinished body are held. False if that is more than the client may hold."""
         if self._client is None or num_bytes == self._held:
             return True
-        change, self._held = num_bytes - self._held, num_bytes
-        return self._table.hold(self._client, change)
+        if is_within := self._table.body_bytes.add(self._client, num_bytes - self._held):
+            self._held = num_bytes
+        return is_within
 
     def release(self) -> None:
         """The connection is closed."""
@@ -83,62 +81,39 @@ class ConnectionTable:
         """num_allowed: connections that the process may open, if that is fewer than `limits` says."""
         self.limits = limits
         self._max = limits.max_connections if num_allowed is None else num_allowed
-        self._by_client: Counter[str] = Counter()
-        self._body_bytes: Counter[str] = Counter()
-        self._num_body_bytes = 0
-        self._num_open = 0
-        self._timed: set[Timed] = set()
+        self.by_client = Held(limits.max_per_client, self._max)
+        self.body_bytes = Held(
+            limits.max_client_bodies * limits.max_body_bytes, limits.max_bodies * limits.max_body_bytes
+        )
+        """Of bodies that are still arriving, by client."""
+        self._checks: set[Check] = set()
         self._closed_early: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
 
     def __len__(self) -> int:
-        return self._num_open
-
-    @property
-    def num_clients(self) -> int:
-        """Clients with an open connection."""
-        return len(self._by_client)
-
-    @property
-    def num_body_bytes(self) -> int:
-        """Bytes of bodies that are still arriving, of all clients."""
-        return self._num_body_bytes
+        return self.by_client.total
 
     def admit(self, host: str) -> Ticket | None:
         """A place for a connection from `host`; None if there is none."""
         client = client_network(host)
-        if self._num_open >= self._max:
-            self.note("too many connections")
-        elif self._by_client[client] >= self.limits.max_per_client:
-            self.note("too many connections of one client")
-        else:
-            self._num_open += 1
-            self._by_client[client] += 1
+        if self.by_client.add(client, 1):
             return Ticket(self, client)
+        is_full = len(self) >= self._max
+        self.note("too many connections" if is_full else "too many connections of one client")
         return None
 
     def leave(self, client: str) -> None:
         """A ticket was released."""
-        self._num_open -= 1
-        _add(self._by_client, client, -1)
+        self.by_client.add(client, -1)
 
-    def hold(self, client: str, change: int) -> bool:
-        """Adds to what is held of the client's unfinished bodies; whether that is within its limits."""
-        self._num_body_bytes += change
-        _add(self._body_bytes, client, change)
-        return change <= 0 or (
-            self._body_bytes[client] <= self.limits.max_client_bodies * self.limits.max_body_bytes
-            and self._num_body_bytes <= self.limits.max_bodies * self.limits.max_body_bytes
-        )
+    def watch(self, check: Check) -> None:
+        """Checks a connection's deadlines from now on."""
+        self._checks.add(check)
 
-    def watch(self, connection: Timed) -> None:
-        """Checks the connection's deadlines from now on."""
-        self._timed.add(connection)
-
-    def forget(self, connection: Timed) -> None:
+    def forget(self, check: Check) -> None:
         """The connection is closed."""
-        self._timed.discard(connection)
+        self._checks.discard(check)
 
     def note(self, cause: str) -> None:
         """Counts a connection that the server closed or refused for `cause`; the log sums them up."""
@@ -165,21 +140,14 @@ class ConnectionTable:
         late_s = now - due
         if late_s < self.limits.sweep_s:
             late_s = 0.0
-        for connection in list(self._timed):
-            connection.check(now, late_s)
+        for check in list(self._checks):
+            check(now, late_s)
         if self._closed_early and now - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now
             causes = ", ".join(f"{count} for {cause}" for cause, count in self._closed_early.most_common())
             self._closed_early.clear()
             _log.warning("connections closed or refused: %s", causes)
         self._arm(loop, now)
-
-
-def _add(counts: Counter[str], key: str, change: int) -> None:
-    """Changes a count; zero takes no room, so that a table does not grow with every client that ever came."""
-    counts[key] += change
-    if not counts[key]:
-        del counts[key]
 
 
 MakeProtocol = Callable[[Ticket], asyncio.Protocol]

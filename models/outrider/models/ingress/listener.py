@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Final
 
 from outrider.models.faults import log_fault
-from outrider.models.ingress.bounded_http import too_many_connections
 from outrider.models.ingress.connections import ConnectionTable, MakeProtocol, Ticket
+from outrider.models.ingress.refusals import too_many_connections
 from outrider.models.ingress.sockets import ServedTls
 
 _log = logging.getLogger("outrider.ingress")

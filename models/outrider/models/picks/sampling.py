@@ -192,7 +192,6 @@ class SurvivorFilter(Protocol):
         self, logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int
     ) -> NDArray[np.int64]:
         """A part of `ids`, ascending and not empty; logits: the row, [V]. A pure function; not called when greedy."""
-        ...
 
 
 def pick(

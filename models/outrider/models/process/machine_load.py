@@ -11,6 +11,7 @@ Does not see a container's CPU quota, nor the load of others on memory and cache
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -50,10 +51,11 @@ class MachineLoad:
     """The load of others on the processors during one or more measurements: a context manager, or `start` and `stop`.
 
     Entered more than once, it adds up. Counts only the processors that this process or a descendant may run on: what
-    runs on the others is no disturbance.
+    runs on the others is no disturbance. beside: other processes whose time is no load of others, by their ids.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Sequence[int] = ()) -> None:
+        self.beside = tuple(beside)
         self._before: Counters | None = None
         self._measured_s = 0.0
         self._available_s = 0.0
@@ -72,7 +74,7 @@ class MachineLoad:
 
     def start(self) -> None:
         """Begins to count."""
-        self._before = read_counters()
+        self._before = read_counters(self.beside)
 
     def lengthen(self) -> None:
         """Waits until SHORTEST_S have passed since `start`: what others use now is what they used a moment ago."""
@@ -81,7 +83,7 @@ class MachineLoad:
 
     def stop(self) -> None:
         """Ends what `start` began."""
-        before, after = self._before, read_counters()
+        before, after = self._before, read_counters(self.beside)
         assert before is not None, "stop() without start()"
         self._before = None
         # Processors of a child that was pinned elsewhere count too, if it was alive at the start or is at the end.
@@ -120,13 +122,16 @@ class MachineLoad:
         return taken_s / self._available_s if self._available_s > 0.0 else 0.0
 
 
-def read_counters() -> Counters:
-    """The counters now."""
+def read_counters(beside: Sequence[int] = ()) -> Counters:
+    """The counters now. beside: processes that count as ours, by their ids; one that has ended counts nothing."""
     times = psutil.cpu_times(percpu=True)
     own = psutil.Process()
-    family = [own]
+    family = {own}
     with suppress(psutil.Error):
-        family += own.children(recursive=True)
+        family.update(own.children(recursive=True))
+    for pid in beside:
+        with suppress(psutil.Error):
+            family.add(psutil.Process(pid))
     own_s, processors = 0.0, set[int]()
     for process in family:
         # The time of a child that ended is in its parent's `children_*` once that has waited for it; on Windows it is

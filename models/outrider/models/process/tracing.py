@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -84,9 +85,15 @@ def parse_traceparent(value: bytes) -> RemoteContext | None:
     return RemoteContext(trace_id, span_id, bool(flags & 1)) if trace_id and span_id else None
 
 
+def _variables(environment: Mapping[str, str] | None) -> Mapping[str, str]:
+    """The environment's, without spaces around them; empty where there is none."""
+    found = os.environ if environment is None else environment
+    return defaultdict(str, {name: value.strip() for name, value in found.items() if name.startswith("OTEL_")})
+
+
 def is_asked_for(environment: Mapping[str, str] | None = None) -> bool:
     """Whether the OTEL_ variables ask for traces: they name an exporter or an endpoint."""
-    found = _Variables(environment)
+    found = _variables(environment)
     if found["OTEL_SDK_DISABLED"].lower() == "true":
         return False
     if exporter := found["OTEL_TRACES_EXPORTER"].lower():
@@ -103,7 +110,7 @@ def make_provider(
     service: the service's name unless OTEL_SERVICE_NAME has one. A collector that is down costs spans, no time: at most
     2,048 wait. Raises ConfigError for an exporter or a protocol that is not offered.
     """
-    found = _Variables(environment)
+    found = _variables(environment)
     if not is_asked_for(environment):
         return None
     kind = found["OTEL_TRACES_EXPORTER"].lower() or "otlp"
@@ -144,11 +151,3 @@ def end_provider(provider: Any) -> None:
     thread = threading.Thread(target=provider.shutdown, name="outrider-traces", daemon=True)
     thread.start()
     thread.join(MAX_END_S)
-
-
-class _Variables:
-    def __init__(self, environment: Mapping[str, str] | None) -> None:
-        self._found = os.environ if environment is None else environment
-
-    def __getitem__(self, name: str) -> str:
-        return self._found.get(name, "").strip()

@@ -18,23 +18,18 @@ class LogitProcessor(Protocol):
     @property
     def length(self) -> int:
         """Tokens of the text that it has seen, the prompt left out."""
-        ...
 
     def apply(self, row: NDArray[np.float32]) -> None:
         """Changes one row, [V] float32, in place: that of the token after those seen. Leaves a finite maximum."""
-        ...
 
     def advance(self, token: int) -> None:
         """Goes on by a token of the text."""
-        ...
 
     def truncate(self, length: int) -> None:
         """Goes back to its first `length` tokens."""
-        ...
 
     def fork(self) -> LogitProcessor:
         """A second state at the same place, which goes on by itself."""
-        ...
 
 
 def apply_all(states: Sequence[LogitProcessor], row: NDArray[np.float32]) -> NDArray[np.float32]:

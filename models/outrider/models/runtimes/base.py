@@ -63,17 +63,14 @@ class BatchRuntime(Protocol):
     @property
     def limits(self) -> ModelLimits:
         """Vocabulary size and longest sequence."""
-        ...
 
     @property
     def block_size(self) -> int:
         """Tokens a cache block holds."""
-        ...
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
-        ...
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """Runs one step; returns logits [sum of num_rows, vocab_size] float32, rows in the batch's order.
@@ -81,11 +78,9 @@ class BatchRuntime(Protocol):
         Blocking, called from one thread at a time; changes only the cache slots that the slices address.
         The array may be reused by the next call: copy what must outlive it.
         """
-        ...
 
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
-        ...
 
 
 @runtime_checkable
@@ -100,7 +95,6 @@ class PickingRuntime(Protocol):
         params, positions: one per row, in the order of the rows; positions are absolute. Where params are None, the
         caller gets the row itself, [V] float32: more than a pick is to be done with it.
         """
-        ...
 
 
 @runtime_checkable
@@ -110,7 +104,6 @@ class LastingFaultRuntime(Protocol):
     @property
     def faults_last(self) -> bool:
         """Whether only a new process helps."""
-        ...
 
 
 @runtime_checkable
@@ -120,14 +113,12 @@ class HiddenRuntime(Protocol):
     @property
     def hidden_size(self) -> int | None:
         """Numbers of a hidden state; None where the model was loaded without `RuntimeOptions.keeps_hidden`."""
-        ...
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The rows of the latest `forward` or `forward_picks`: [sum of num_rows, hidden_size] float32.
 
         Valid until the next call; copy what must outlive it. Same thread.
         """
-        ...
 
 
 @runtime_checkable
@@ -137,14 +128,12 @@ class TreeRuntime(Protocol):
     @property
     def why_no_trees(self) -> str | None:
         """Why this model, loaded as it is, must get no masks, and what to do; None: it may get them."""
-        ...
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies keys and values of all layers from slots to slots, as if all were read before any is written.
 
         A slot is block * block_size + offset. Same thread as `forward`, between two steps.
         """
-        ...
 
 
 @runtime_checkable
@@ -154,27 +143,22 @@ class BlockRuntime(Protocol):
     @property
     def why_no_blocks(self) -> str | None:
         """Why this model's blocks, loaded as it is, cannot be read and written, and what to do; None: they can."""
-        ...
 
     @property
     def block_layout(self) -> tuple[str, ...]:
         """Type and shape of each cache tensor's part of a block, in the order of their bytes."""
-        ...
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block over all layers."""
-        ...
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """The bytes of these blocks over all layers, a copy: [len(blocks), bytes of a block]. Same thread as `forward`,
         between two steps.
         """
-        ...
 
     def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
         """Writes what `read_blocks` of a runtime with the same `block_layout` gave. Same thread as `forward`."""
-        ...
 
 
 @runtime_checkable
@@ -184,24 +168,19 @@ class SequenceRuntime(Protocol):
     @property
     def limits(self) -> ModelLimits:
         """Vocabulary size and longest sequence."""
-        ...
 
     @property
     def length(self) -> int:
         """Tokens now in the cache."""
-        ...
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last one, [vocab_size] float32 (may be reused)."""
-        ...
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on; `length` is at most the present one."""
-        ...
 
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
-        ...
 
 
 @runtime_checkable
@@ -211,7 +190,6 @@ class BranchingRuntime(Protocol):
     @property
     def max_branches(self) -> int:
         """Branches that one call takes at most."""
-        ...
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits after each branch, [B, vocab_size] float32 (may be reused).
@@ -221,7 +199,6 @@ class BranchingRuntime(Protocol):
         tokens, and so does `extend` with tokens of an earlier branch (all but the last). A `truncate` that shortens the
         sequence forgets all branches.
         """
-        ...
 
 
 @runtime_checkable
@@ -233,7 +210,6 @@ class ShareableRuntime(Protocol):
 
         One thread at a time drives all of them. Raises ConfigError beyond `RuntimeOptions.num_sequences`.
         """
-        ...
 
 
 @runtime_checkable
@@ -247,7 +223,6 @@ class JoiningRuntime(Protocol):
 
         At most `max_branches` branches in all.
         """
-        ...
 
 
 class Reading(NamedTuple):
@@ -263,7 +238,6 @@ class PromptRuntime(Protocol):
 
     def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
         """How to read a text of `num_tokens`, of which the first `num_shared` are in the cache. Changes no state."""
-        ...
 
 
 BRANCH_COUNTS: Final = (1, 4, 8)

@@ -21,18 +21,15 @@ _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "
 
 
 class OneSequence:
-    """The state of one sequence whose cache is cut back by counting: rollback is a smaller length."""
+    """The state of one sequence whose cache is cut back by counting: rollback is a smaller length. limits: of the model
+    as it is loaded.
+    """
 
     full_advice: ClassVar = "stop earlier"
 
     def __init__(self, limits: ModelLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._length = 0
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary size and longest sequence."""
-        return self._limits
 
     @property
     def length(self) -> int:
@@ -46,11 +43,10 @@ class OneSequence:
 
     def _check_new(self, tokens: Sequence[int]) -> None:
         """Asserts at least one token, all in the vocabulary. Raises ConfigError when they do not fit."""
-        assert len(tokens) and min(tokens) >= 0 and max(tokens) < self._limits.vocab_size, f"token ids {tokens}"
-        if (end := self._length + len(tokens)) > self._limits.max_positions:
+        assert len(tokens) and min(tokens) >= 0 and max(tokens) < self.limits.vocab_size, f"token ids {tokens}"
+        if (end := self._length + len(tokens)) > self.limits.max_positions:
             raise ConfigError(
-                f"{end} tokens do not fit the {self._limits.max_positions} positions of this runtime; "
-                f"{self.full_advice}"
+                f"{end} tokens do not fit the {self.limits.max_positions} positions of this runtime; {self.full_advice}"
             )
 
 

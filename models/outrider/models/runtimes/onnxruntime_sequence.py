@@ -49,7 +49,10 @@ class _Count:
 
 
 class OnnxRuntimeSequence(OneSequence):
-    """One sequence of at most `limits.max_positions` tokens."""
+    """One sequence of at most `limits.max_positions` tokens.
+
+    provider: the execution provider that runs the model's matrix products, for example "CPUExecutionProvider".
+    """
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does."""
@@ -72,7 +75,7 @@ class OnnxRuntimeSequence(OneSequence):
         self._is_closed = False
         super().__init__(model.limits)
         self._model: OnnxModel | None = model
-        self._provider = model.provider
+        self.provider = model.provider
         self._selects_rows = model.selects_rows
         self._has_mask = "attention_mask" in model.inputs
         self._session: Any = model.session
@@ -125,7 +128,7 @@ class OnnxRuntimeSequence(OneSequence):
         if num_positions <= self._num_positions:
             return
         assert self._model is not None, "the runtime is closed"
-        size = cache_positions(num_positions, self._num_positions, self._limits.max_positions)
+        size = cache_positions(num_positions, self._num_positions, self.limits.max_positions)
         old, held = list(self._host_caches), self._length + len(self._tail)
         with telling_of_memory(size):
             self._caches = self._bind_caches(self._model, size)
@@ -139,11 +142,6 @@ class OnnxRuntimeSequence(OneSequence):
                 self._run(again, 1)
             finally:
                 self._length = length
-
-    @property
-    def provider(self) -> str:
-        """The execution provider that runs the model's matrix products, for example "CPUExecutionProvider"."""
-        return self._provider
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.
@@ -256,7 +254,7 @@ class OnnxRuntimeSequence(OneSequence):
         self._first_row[0] = -num_rows
         if self._num_bound != (num_new, num_rows) or not self._is_on_host:
             self._bind_step(num_new, num_rows)
-        if not self._is_on_host and self._provider not in _CACHE_DEVICES:
+        if not self._is_on_host and self.provider not in _CACHE_DEVICES:
             for name, cache in self._caches.items():
                 self._binding.bind_ortvalue_input(name, cache)
         if self._has_mask:
@@ -282,7 +280,7 @@ class OnnxRuntimeSequence(OneSequence):
         if self._selects_rows:
             self._bind("first_row", self._first_row)
         rows = num_rows if self._selects_rows else num_new
-        self._logits = np.empty((1, rows, self._limits.vocab_size), self._logits.dtype)
+        self._logits = np.empty((1, rows, self.limits.vocab_size), self._logits.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
         self._num_bound = (num_new, num_rows)
 

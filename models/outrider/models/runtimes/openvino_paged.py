@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
 
@@ -38,33 +38,21 @@ class OpenVinoPagedRuntime:
         `kv_cache_bytes` does not hold one block.
         """
         self._model = load_paged_model(path, options, tree_masks=True)
-        self._num_blocks = options.kv_cache_bytes // self._model.block_bytes
-        if self._num_blocks < 1:
+        model = self._model
+        self.limits, self.hidden_size = model.limits, model.hidden_size
+        self.block_size, self.block_bytes = model.block_size, model.block_bytes
+        self.num_blocks = options.kv_cache_bytes // model.block_bytes
+        if self.num_blocks < 1:
             raise ConfigError(
                 f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {self._model.block_bytes}"
             )
-        self._caches: list[Any] = self._model.bind_cache(self._num_blocks)
-        self._why_no_trees = _why_no_trees(self._model, options)
-        self._why_no_blocks = _why_no_blocks(self._caches, options)
+        self._caches: list[Any] = self._model.bind_cache(self.num_blocks)
+        self.why_no_trees = _why_no_trees(self._model, options)
+        self.why_no_blocks = _why_no_blocks(self._caches, options)
         self._is_split = options.is_batch_invariant and options.device == "CPU"
         self._min_pieces = int(self._model.compiled.get_property("INFERENCE_NUM_THREADS")) if self._is_split else 1
         self._request: Any = self._model.request
         self._bound: RaggedStep | None = None
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary size and longest sequence."""
-        return self._model.limits
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a cache block holds."""
-        return self._model.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
-        return self._num_blocks
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """Runs one step; returns logits [sum of num_rows, vocab_size] float32, valid until the next call.
@@ -76,7 +64,7 @@ class OpenVinoPagedRuntime:
             vocab_size=self.limits.vocab_size,
             max_positions=self.limits.max_positions,
             block_size=self.block_size,
-            num_blocks=self._num_blocks,
+            num_blocks=self.num_blocks,
             is_split=self._is_split,
             min_pieces=self._min_pieces,
         )
@@ -98,47 +86,27 @@ class OpenVinoPagedRuntime:
         logits = logits.reshape(-1, self.limits.vocab_size)
         return logits if self._model.gathers_rows else logits[step.logit_rows]
 
-    @property
-    def hidden_size(self) -> int | None:
-        """Numbers of a hidden state; None where they are not kept."""
-        return self._model.hidden_size
-
     def hidden_rows(self) -> NDArray[np.float32]:
         """The last hidden states of the latest step's rows, [R, hidden_size] float32, valid until the next call."""
-        assert self._model.hidden_size is not None, "hidden states are not kept"
+        assert self.hidden_size is not None, "hidden states are not kept"
         hidden: NDArray[np.float32] = self._request.get_output_tensor(1).data
-        return hidden.reshape(-1, self._model.hidden_size)
-
-    @property
-    def why_no_trees(self) -> str | None:
-        """Masks are for whole sequences, so not for a batch-invariant load; wrong with sliding windows and ALiBi."""
-        return self._why_no_trees
+        return hidden.reshape(-1, self.hidden_size)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies keys and values of all layers from slots to slots, in the memory that the infer request reads."""
-        assert self._why_no_trees is None, self._why_no_trees
+        assert self.why_no_trees is None, self.why_no_trees
         read, written = np.array([sources, targets])
         assert min(read.min(), written.min()) >= 0, "a slot outside the cache"
-        assert max(read.max(), written.max()) < self._num_blocks * self.block_size, "a slot outside the cache"
+        assert max(read.max(), written.max()) < self.num_blocks * self.block_size, "a slot outside the cache"
         size = self.block_size
         for cache in self._caches:
             slots = cache.data  # [blocks, heads, block size, head size]
             slots[written // size, :, written % size] = slots[read // size, :, read % size]
 
     @property
-    def why_no_blocks(self) -> str | None:
-        """Blocks on a GPU are in its own memory; elements of less than a byte have no bytes of their own."""
-        return self._why_no_blocks
-
-    @property
     def block_layout(self) -> tuple[str, ...]:
         """Type and shape of each cache tensor's part of a block."""
         return tuple(f"{cache.element_type.get_type_name()}{list(cache.shape)[1:]}" for cache in self._caches)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block over all layers."""
-        return self._model.block_bytes
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """The bytes of these blocks over all layers: [len(blocks), bytes of a block]."""
@@ -154,8 +122,8 @@ class OpenVinoPagedRuntime:
 
     def _block_bytes(self) -> list[NDArray[np.uint8]]:
         """The memory of each cache tensor: [blocks, bytes]."""
-        assert self._why_no_blocks is None, self._why_no_blocks
-        return [cache.data.reshape(self._num_blocks, -1).view(np.uint8) for cache in self._caches]
+        assert self.why_no_blocks is None, self.why_no_blocks
+        return [cache.data.reshape(self.num_blocks, -1).view(np.uint8) for cache in self._caches]
 
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""

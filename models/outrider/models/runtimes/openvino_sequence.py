@@ -166,14 +166,14 @@ class OpenVinoSequenceRuntime(OneSequence):
             raise
         self._length = end
         logits: NDArray[np.float32] = self._shared.request.get_output_tensor(0).data
-        return logits.reshape(-1, self._limits.vocab_size)[-num_rows:]
+        return logits.reshape(-1, self.limits.vocab_size)[-num_rows:]
 
     def _reserve(self, num_positions: int) -> None:
         """Makes room for so many positions. Raises ConfigError where memory does not suffice."""
         if num_positions <= self._num_positions:
             return
         shared = self._shared
-        size = cache_positions(num_positions, self._num_positions, self._limits.max_positions)
+        size = cache_positions(num_positions, self._num_positions, self.limits.max_positions)
         num_blocks = shared.blocks_for(size)
         shared.promise(num_blocks - self._blocks.num_blocks)
         self._num_positions, self._blocks.num_blocks = size, num_blocks
@@ -249,7 +249,7 @@ class OpenVinoSequenceRuntime(OneSequence):
             planned = _plan(waiting)
             if len(planned) == num_branches:
                 return self._infer_branches(list(planned.values()))
-            logits = np.empty((num_branches, self._limits.vocab_size), np.float32)
+            logits = np.empty((num_branches, self.limits.vocab_size), np.float32)
             while planned:
                 logits[list(planned)] = self._infer_branches(list(planned.values()))
                 waiting = [each for each in waiting if each.row not in planned]
@@ -295,7 +295,7 @@ class OpenVinoSequenceRuntime(OneSequence):
             self._shared.request.set_tensor(name, shared_tensor(array))
         self._shared.request.infer(share_outputs=True)
         logits: NDArray[np.float32] = self._shared.request.get_output_tensor(0).data
-        logits = logits.reshape(-1, self._limits.vocab_size)
+        logits = logits.reshape(-1, self.limits.vocab_size)
         return (logits if self._shared.gathers_rows else logits[last_rows])[:num_branches]
 
     def close(self) -> None:

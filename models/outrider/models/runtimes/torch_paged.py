@@ -35,14 +35,13 @@ from outrider.models.runtimes.torch_attention import (
     AttentionPlan,
     Group,
     GroupCache,
-    LayerCache,
     SlotShape,
     attend,
     carried_out,
 )
+from outrider.models.runtimes.torch_cache import BLOCK_SIZE, TorchCache
 from outrider.models.runtimes.torch_reference import load_causal_lm
 
-BLOCK_SIZE: Final = 32
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
@@ -53,7 +52,7 @@ class _Unfit(Exception):
     """A model that this runtime cannot run in the way tried."""
 
 
-class TorchPagedRuntime:
+class TorchPagedRuntime(TorchCache):
     """Ragged batches, tree masks included, of a Hugging Face directory (safetensors, no remote code)."""
 
     _model: Any
@@ -70,31 +69,24 @@ class TorchPagedRuntime:
         cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
-        self._layers: dict[int, LayerCache] | None = None  # until the model has run some tokens
-        self._padding_slot = 0
+        self.faults_last = self._device.type == "cuda"  # an error in a kernel stays for the process's life
+        super().__init__(self._device)
         self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
-        self._keeps_hidden = options.keeps_hidden
         shapes = self._load(dtype)
         config: Any = self._model.config.get_text_config()
-        elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
-        block_bytes = BLOCK_SIZE * elements * cache_dtype.itemsize
-        self._block_bytes_all = block_bytes
-        self._num_blocks: int = options.kv_cache_bytes // block_bytes
-        if self._num_blocks < 1:
-            raise ConfigError(
-                f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {block_bytes}"
-            )
-
-        self._padding_slot = self._num_blocks * BLOCK_SIZE  # behind the last block, so that no block table names it
-
-        def zeros(slot: tuple[int, int]) -> torch.Tensor:
-            return torch.zeros((self._padding_slot + 1, *slot), dtype=cache_dtype, device=self._device)
-
-        self._layers = {layer: LayerCache(zeros(keys), zeros(values)) for layer, (keys, values) in shapes.items()}
-        self._limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
-        if self._keeps_hidden:
-            self._model.get_output_embeddings().register_forward_pre_hook(self._note_hidden)
+        self._allocate(shapes, cache_dtype, options.kv_cache_bytes)
+        self.why_no_trees: str | None = None
+        if not self._is_packed:
+            # Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does.
+            why = f"the model in {path} has attention of its own, which may go by slots; use --tree line"
+            self.why_no_trees = why
+        self.limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
+        self.hidden_size: int | None = None
+        if options.keeps_hidden:
+            head = self._model.get_output_embeddings()
+            self.hidden_size = int(head.weight.shape[1])
+            head.register_forward_pre_hook(self._note_hidden)
 
     def _load(self, dtype: torch.dtype) -> dict[int, SlotShape]:
         """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
@@ -146,21 +138,6 @@ class TorchPagedRuntime:
             raise _Unfit(f"{len(plan.attended)} of {config.num_hidden_layers} layers attend through it")
         return plan.shapes
 
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary size and longest sequence."""
-        return self._limits
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a cache block holds."""
-        return BLOCK_SIZE
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
-        return self._num_blocks
-
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """Runs one step; returns logits [sum of num_rows, vocab_size] float32.
 
@@ -187,11 +164,6 @@ class TorchPagedRuntime:
                 found[row] = values
         return found
 
-    @property
-    def hidden_size(self) -> int | None:
-        """Numbers of a hidden state; None where they are not kept."""
-        return int(self._model.get_output_embeddings().weight.shape[1]) if self._keeps_hidden else None
-
     def hidden_rows(self) -> NDArray[np.float32]:
         """The last hidden states of the latest step's rows: [R, hidden_size] float32."""
         assert self._hidden_rows is not None, "nothing has run, or hidden states are not kept"
@@ -201,74 +173,13 @@ class TorchPagedRuntime:
     def _note_hidden(self, module: Any, given: tuple[torch.Tensor, ...]) -> None:
         self._hidden.append(given[0].detach())
 
-    @property
-    def why_no_trees(self) -> str | None:
-        """Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does."""
-        if self._is_packed:
-            return None
-        return f"the model in {self._path} has attention of its own, which may go by slots; use --tree line"
-
-    @torch.inference_mode()
-    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies keys and values of all layers from slots to slots: an indexed copy per layer."""
-        assert len(sources) == len(targets)
-        assert min(*sources, *targets) >= 0 and max(*sources, *targets) < self._padding_slot, "a slot outside the cache"
-        read, written = torch.tensor([sources, targets], dtype=torch.int64, device=self._device)
-        for layer in (self._layers or {}).values():
-            layer.move(read, written)
-
-    @property
-    def faults_last(self) -> bool:
-        """On CUDA: an error in a kernel stays for the process's life."""
-        return self._device.type == "cuda"
-
-    @property
-    def why_no_blocks(self) -> str | None:
-        """None: they can be read and written, on a GPU too."""
-        return None
-
-    @property
-    def block_layout(self) -> tuple[str, ...]:
-        """Type and shape of each cache tensor's part of a block."""
-        return tuple(f"{part.dtype}{[BLOCK_SIZE, *part.shape[1:]]}" for part in self._parts())
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block over all layers."""
-        return self._block_bytes_all
-
-    @torch.inference_mode()
-    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """The bytes of these blocks over all layers: [len(blocks), bytes of a block]."""
-        chosen = torch.tensor(list(blocks), dtype=torch.int64, device=self._device)
-        data: NDArray[np.uint8] = torch.cat([part[chosen] for part in self._block_bytes()], dim=1).cpu().numpy()
-        return data
-
-    @torch.inference_mode()
-    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
-        """Writes what `read_blocks` gave."""
-        chosen = torch.tensor(list(blocks), dtype=torch.int64, device=self._device)
-        given = torch.from_numpy(data).to(self._device)
-        start = 0
-        for part in self._block_bytes():
-            part[chosen] = given[:, start : start + part.shape[1]]
-            start += part.shape[1]
-        assert start == data.shape[1], f"{data.shape[1]} bytes for a block of {start}"
-
-    def _parts(self) -> list[torch.Tensor]:
-        return [part for _, layer in sorted((self._layers or {}).items()) for part in (layer.keys, layer.values)]
-
-    def _block_bytes(self) -> list[torch.Tensor]:
-        """The memory of each cache tensor, the padding left out: [blocks, bytes]."""
-        return [part[: self._padding_slot].view(self._num_blocks, -1).view(torch.uint8) for part in self._parts()]
-
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
             batch,
-            vocab_size=self._limits.vocab_size,
-            max_positions=self._limits.max_positions,
+            vocab_size=self.limits.vocab_size,
+            max_positions=self.limits.max_positions,
             block_size=BLOCK_SIZE,
-            num_blocks=self._num_blocks,
+            num_blocks=self.num_blocks,
         )
         logits, plan = self._run(step)
         assert self._layers is not None

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Final
 
-from pydantic import AllowInfNan, BaseModel, Field, PlainSerializer, PlainValidator, Strict, WithJsonSchema
+from pydantic import BaseModel, Field, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from outrider.models.wire.fields import MAX_COUNT, Number, TokenId
 
 MIN_REPETITION: Final = 0.01
 MAX_REPETITION: Final = 100.0
@@ -19,11 +21,8 @@ MAX_BIASES: Final = 1024
 MAX_BAD_WORDS: Final = 256
 MAX_BAD_WORD_TOKENS: Final = 32
 MAX_ALLOWED_IDS: Final = 8192
-MAX_MIN_TOKENS: Final = 2**31 - 1
+MAX_MIN_TOKENS: Final = MAX_COUNT
 
-_Id = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1)]
-_Count = Annotated[int, Strict(), Field(ge=0, le=MAX_MIN_TOKENS)]
-_Number = Annotated[float, Strict(), AllowInfNan(False)]
 _ID_PATTERN: Final = "^(0|[1-9][0-9]{0,8})$"
 
 
@@ -60,15 +59,15 @@ LogitBias = Annotated[
     PlainSerializer(lambda biases: {str(token): addend for token, addend in biases.items()}),
 ]
 BadWords = Annotated[
-    list[Annotated[list[_Id], Field(fail_fast=True, min_length=1, max_length=MAX_BAD_WORD_TOKENS)]],
+    list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_BAD_WORD_TOKENS)]],
     Field(fail_fast=True, max_length=MAX_BAD_WORDS),
 ]
-AllowedIds = Annotated[list[_Id], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
-RepetitionPenalty = Annotated[_Number, Field(ge=MIN_REPETITION, le=MAX_REPETITION)]
-TextPenalty = Annotated[_Number, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-MinTokens = _Count
-TypicalP = Annotated[_Number, Field(gt=0.0, le=1.0)]
-Fraction = Annotated[_Number, Field(ge=0.0, le=1.0)]
+AllowedIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
+RepetitionPenalty = Annotated[Number, Field(ge=MIN_REPETITION, le=MAX_REPETITION)]
+TextPenalty = Annotated[Number, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+MinTokens = TokenId
+TypicalP = Annotated[Number, Field(gt=0.0, le=1.0)]
+Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
 
 
 class ProcessorFields(BaseModel):
@@ -84,6 +83,6 @@ class ProcessorFields(BaseModel):
     typical_p: TypicalP = Field(default=1.0, description="locally typical sampling; 1: off")
     xtc_probability: Fraction = Field(default=0.0, description="chance that XTC excludes top choices; 0: off")
     xtc_threshold: Fraction = Field(default=0.1, description="of XTC: least probability of a top choice")
-    generated: _Count = Field(
+    generated: MinTokens = Field(
         default=0, description="of a resumed text: how many tokens before the first new one are text, not prompt"
     )

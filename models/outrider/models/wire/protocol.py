@@ -5,9 +5,6 @@ and ignored in answers, so that a newer server can talk to an older agent. Every
 and, in /v1/verify, probabilities where the acceptance rule is rejection or tolerance. docs/protocol.md shows each
 message by example, with its bytes.
 
-A request's numbers are JSON numbers: no booleans, no strings, and integers without a fraction. A list is refused at its
-first wrong element, so that an answer never costs more than its request.
-
 Positions: a session's `prompt` holds every token before the first one to generate, also those that an earlier session
 committed when one is resumed. `base` counts tokens committed *in this session*.
 """
@@ -17,12 +14,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
-    AllowInfNan,
-    BaseModel,
-    ConfigDict,
     Field,
-    JsonValue,
-    Strict,
     StrictBool,
     WithJsonSchema,
     model_validator,
@@ -31,11 +23,31 @@ from pydantic_core import from_json
 
 from outrider.models.bundle.manifest import Count, Sha256, Share
 from outrider.models.errors import RequestError
-from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule
-from outrider.models.picks.rejection import MAX_IDS, WHOLE
-from outrider.models.picks.sampling import MAX_SEED, SamplingParams
+from outrider.models.picks.acceptance import Rule
+from outrider.models.wire.fields import (
+    DEADLINE,
+    DRAFT_TOKEN,
+    MAX_COUNT,
+    MAX_TOP_LOGPROBS,
+    PRIORITY,
+    SALT,
+    STEP,
+    TARGET,
+    Answer,
+    DeadlineMs,
+    GrammarField,
+    Integer,
+    Number,
+    Priority,
+    SamplingFields,
+    StopIds,
+    StopStrings,
+    StrictMessage,
+    TokenId,
+    TokenIds,
+    rule_schema,
+)
 from outrider.models.wire.processor_fields import ProcessorFields
-from outrider.models.wire.strict_message import StrictMessage
 
 PROTOCOL_VERSION = 2
 TREES_SINCE = 2
@@ -45,102 +57,16 @@ TARGET_HEADER = "Outrider-Target"
 MAX_PATHS = 8
 MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256
-MAX_STOP_IDS = 1024
-MAX_COUNT = 2**31 - 1
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1000
-MAX_TOP_LOGPROBS = 20
 MAX_PREDICTION_TOKENS = 1 << 14
 """As many as the target's drafts take of an earlier text."""
-MAX_PRIORITY = 100
-MAX_DEADLINE_MS = 86_400_000.0
+MAX_BODY_BYTES = 1 << 20
+"""Of a request, as servers take it unless they are told otherwise: parsing more would delay every stream."""
 DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Pattern of an offered draft's name: one plain part of a path."""
 
-TokenId = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Priority = Annotated[int, Strict(), Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
-DeadlineMs = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0.0, le=MAX_DEADLINE_MS)]
-PRIORITY: Final = "higher is served first; at most the key's, which is also the default"
-DEADLINE: Final = "from the request's arrival: work that still waits is refused, a text ends as it is; unset: none"
-StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
-Integer = Annotated[int, Strict()]
-Number = Annotated[float, Strict(), AllowInfNan(False)]
-"""An integer is a number; true, "1", NaN and Infinity are not."""
 
-
-# Inline: one field needs no component of its own in the OpenAPI document.
-def _rule_schema(*rules: Rule) -> dict[str, JsonValue]:
-    return {"title": "Rule", "type": "string", "enum": [rule.value for rule in rules]}
-
-
-_RuleField = Annotated[Rule, WithJsonSchema(_rule_schema(*Rule))]
-_SALT: Final = "requests with another salt share nothing that is kept of this one: no prompt, text or prefix"
-_STEP: Final = "measured decode step of the target, nothing drafted"
-_DRAFT_TOKEN: Final = "measured extra time of a drafted token in a step"
 _MID: Final = "in a cascade: the model that verifies first; the text is the target's"
-Delta = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MAX_DELTA, le=MAX_DELTA)]
-DELTA: Final = f"tolerance: accept while log p >= log q - delta, in nats; unset: {DEFAULT_DELTA}"
-# Ids and their weights in turn: 12, 40000, 5, 25536.
-_Distribution = Annotated[list[TokenId], Field(fail_fast=True, min_length=2, max_length=2 * MAX_IDS)]
-Distributions = Annotated[list[_Distribution], Field(fail_fast=True, max_length=MAX_PATH_TOKENS)]
-DISTRIBUTIONS: Final = (
-    f"rejection: what each drafted token was drawn from: ids, each followed by its weight; weights sum to {WHOLE}"
-)
-_LogQ = Annotated[float, Strict(), AllowInfNan(False), Field(le=0.0)]
-LogQs = Annotated[list[_LogQ], Field(fail_fast=True, max_length=MAX_PATH_TOKENS)]
-LOG_QS: Final = "tolerance: the draft's log-probability of each drafted token"
-_TARGET = "identity of the target: a text is finished by the one that began it"
 EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "deadline", "error"]
-
-
-class _Request(StrictMessage):
-    model_config = ConfigDict(frozen=True)
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-LOSSY: Final = "true where the text may differ from the target's, also in distribution: the rule is tolerance"
-NO_NEAR_GREEDY: Final[dict[str, JsonValue]] = {
-    "not": {"type": "number", "exclusiveMinimum": 0.0, "exclusiveMaximum": 0.0001}
-}
-"""Of a temperature's schema: `SamplingParams` refuses what lies between greedy and the smallest temperature."""
-
-
-class SamplingFields(_Request):
-    """Sampling parameters, with the ranges of `SamplingParams`; NaN and infinities are refused."""
-
-    temperature: Number = Field(default=0.0, ge=0.0, le=100.0, json_schema_extra=NO_NEAR_GREEDY)
-    top_k: Integer = Field(default=0, ge=-1, le=MAX_COUNT, description="0 or -1: off")
-    top_p: Number = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: Number = Field(default=0.0, ge=0.0, le=1.0)
-    seed: Integer = Field(default=0, ge=0, le=MAX_SEED)
-
-    def sampling(self) -> SamplingParams:
-        """The sampler's parameters; raises SamplingError."""
-        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
-
-
-MAX_GRAMMAR_CHARS: Final = 64 * 1024
-
-
-class GrammarField(_Request):
-    """The texts that a request allows: `GrammarSpec` has what each kind's text is, and the bounds of each."""
-
-    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
-    text: str = Field(default="", max_length=MAX_GRAMMAR_CHARS, examples=['{"type":"object"}'])
-    after: str = Field(
-        default="", max_length=128, description="the token that the grammar begins after; unset: at once"
-    )
-    opener: str = Field(
-        default="",
-        max_length=128,
-        description="with `after`: a text that does not begin with this token has none of it",
-    )
 
 
 class SessionRequest(SamplingFields, ProcessorFields):
@@ -178,7 +104,7 @@ class SessionRequest(SamplingFields, ProcessorFields):
     provisional: StrictBool = Field(
         default=False, description="of a cascade: also send tokens that the target has not confirmed, marked"
     )
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=64, description=_SALT)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=64, description=SALT)
     stop: StopStrings = Field(default_factory=list, description="end where the text has one of these")
     logprobs: Integer | None = Field(
         default=None, ge=0, le=MAX_TOP_LOGPROBS, description="report each token's, and so many of the likeliest"
@@ -186,7 +112,7 @@ class SessionRequest(SamplingFields, ProcessorFields):
     prediction: Annotated[TokenIds, Field(max_length=MAX_PREDICTION_TOKENS)] = Field(
         default_factory=list, description="what the text may repeat from here on: a hint, drafted from"
     )
-    rule: Annotated[Literal[Rule.COUPLED, Rule.GREEDY], WithJsonSchema(_rule_schema(Rule.COUPLED, Rule.GREEDY))] = (
+    rule: Annotated[Literal[Rule.COUPLED, Rule.GREEDY], WithJsonSchema(rule_schema(Rule.COUPLED, Rule.GREEDY))] = (
         Rule.COUPLED
     )
 
@@ -202,7 +128,7 @@ class SessionRequest(SamplingFields, ProcessorFields):
         return raw
 
 
-class SessionOpen(_Answer):
+class SessionOpen(Answer):
     """First event of a session's stream."""
 
     type: Literal["open"] = "open"
@@ -211,10 +137,10 @@ class SessionOpen(_Answer):
     protocol: int = PROTOCOL_VERSION
     stop_ids: list[int] = Field(default_factory=list, description="the ids after which this session ends")
     max_positions: int | None = Field(default=None, description="tokens, prompt included, at which it ends")
-    step_ms: float | None = Field(default=None, description=_STEP)
-    draft_token_ms: float | None = Field(default=None, description=_DRAFT_TOKEN)
+    step_ms: float | None = Field(default=None, description=STEP)
+    draft_token_ms: float | None = Field(default=None, description=DRAFT_TOKEN)
     vocab_size: int | None = Field(default=None, ge=1, description="every committed id is below it")
-    target: str | None = Field(default=None, description=_TARGET)
+    target: str | None = Field(default=None, description=TARGET)
     keep_alive_s: float | None = Field(default=None, description="the stream is never silent for longer")
     mid: str | None = Field(default=None, description=_MID)
     recent_tokens: int | None = Field(
@@ -222,7 +148,7 @@ class SessionOpen(_Answer):
     )
 
 
-class TokenLogprob(_Answer):
+class TokenLogprob(Answer):
     """Of one token. top: the likeliest tokens with theirs, best first.
 
     Natural logarithms of the model's own probabilities: temperature 1, before penalties, biases, grammars and top-k or
@@ -233,7 +159,7 @@ class TokenLogprob(_Answer):
     top: list[tuple[int, float]] = Field(default_factory=list)
 
 
-class Commit(_Answer):
+class Commit(Answer):
     """Tokens that the target has committed. `base` is how many were committed before them.
 
     The target accepted `accepted` of `proposed` drafted tokens in this pass; both are left out of the JSON when nothing
@@ -255,11 +181,11 @@ class Commit(_Answer):
     looked_up: int = 0
     provisional: bool = False
     logprobs: list[TokenLogprob] | None = Field(default=None, description="of each token, where they were asked for")
-    step_ms: float | None = Field(default=None, description=_STEP)
-    draft_token_ms: float | None = Field(default=None, description=_DRAFT_TOKEN)
+    step_ms: float | None = Field(default=None, description=STEP)
+    draft_token_ms: float | None = Field(default=None, description=DRAFT_TOKEN)
 
 
-class Usage(_Answer):
+class Usage(Answer):
     """What a session took. target_passes counts forward passes that committed tokens, not prompt chunks.
 
     looked_up_tokens: of the accepted tokens, those that the server's prompt lookup guessed.
@@ -275,7 +201,7 @@ class Usage(_Answer):
     looked_up_tokens: int = 0
 
 
-class TextCut(_Answer):
+class TextCut(Answer):
     """Where a stop string ends a text: the tokens of this session up to the one that completes it, and the characters
     before it, counted from the text's first token (the first of `generated`).
     """
@@ -285,7 +211,7 @@ class TextCut(_Answer):
     chars: int
 
 
-class SessionEnd(_Answer):
+class SessionEnd(Answer):
     """Last event of a session's stream. `error` is set when reason is "error", `cut` when a stop string ended the text.
 
     prefix_hash names prompt and text, which the server holds for a while: set where `keep_prefix` asked for it and the
@@ -300,7 +226,7 @@ class SessionEnd(_Answer):
     cut: TextCut | None = None
 
 
-class DraftRequest(_Request):
+class DraftRequest(StrictMessage):
     """POST /v1/sessions/{id}/drafts: the device's guesses.
 
     base: tokens the device has seen committed in this session. paths: whole guesses of what follows, likeliest first.
@@ -315,37 +241,7 @@ class DraftRequest(_Request):
     ]
 
 
-class VerifyItem(SamplingFields, ProcessorFields):
-    """A stateless verification: a prefix and a draft. The prefix is given by its tokens, or by a hash that the server
-    holds.
-
-    With both, `prefix` holds the tokens that follow the hashed prefix.
-    """
-
-    prefix: TokenIds = Field(default_factory=list, examples=[[12, 5, 80]])
-    prefix_hash: str | None = Field(default=None, max_length=64)
-    draft: TokenIds = Field(default_factory=list, max_length=MAX_PATH_TOKENS)
-    rule: _RuleField = Rule.COUPLED
-    draft_q: Distributions | None = Field(default=None, description=DISTRIBUTIONS)
-    draft_log_q: LogQs | None = Field(default=None, description=LOG_QS)
-    delta: Delta | None = Field(default=None, description=DELTA)
-    max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT, description="commit at most this many")
-    stop_ids: StopIds | None = None
-    ignore_eos: StrictBool = False
-    grammar: GrammarField | None = Field(default=None, description="the texts that are allowed; unset: all")
-
-
-class VerifyRequest(_Request):
-    """POST /v1/verify. Items of one call, and of concurrent calls, share engine steps."""
-
-    items: Annotated[list[VerifyItem], Field(fail_fast=True, min_length=1, max_length=MAX_VERIFY_ITEMS)]
-    tokenizer: str | None = None
-    priority: Priority | None = Field(default=None, description=PRIORITY)
-    deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=64, description=_SALT)
-
-
-class ErrorBody(_Answer):
+class ErrorBody(Answer):
     """An error: `code` is stable and for programs, `message` is for people, `param` names the wrong field."""
 
     code: str
@@ -354,41 +250,14 @@ class ErrorBody(_Answer):
     param: str | None = None
 
 
-class ErrorAnswer(_Answer):
+class ErrorAnswer(Answer):
     """The one JSON shape of every error. request_id: as in `X-Request-Id`, for the server's log."""
 
     error: ErrorBody
     request_id: str | None = None
 
 
-class VerifyResult(_Answer):
-    """The answer to one item: `tokens` are the accepted drafted tokens and the one that follows them; or `error`.
-
-    prefix_hash names prefix + tokens, which the server holds for a while: send it next time in place of the tokens.
-    """
-
-    accepted: int = 0
-    tokens: list[int] = Field(default_factory=list)
-    finish_reason: Literal["stop", "length", "context"] | None = None
-    prefix_hash: str | None = None
-    error: ErrorBody | None = None
-    tested: int | None = Field(default=None, description="drafted tokens judged; where the rule is one of the below")
-    rule: str | None = Field(default=None, description="rejection or tolerance, where it is one of these")
-    lossy: bool | None = Field(default=None, description=LOSSY)
-
-
-class VerifyAnswer(_Answer):
-    """Results in the order of the items. `error` is set when every item failed with one HTTP status, the answer's."""
-
-    results: list[VerifyResult]
-    error: ErrorBody | None = None
-    model: str | None = None
-    target: str | None = Field(default=None, description=_TARGET)
-    step_ms: float | None = Field(default=None, description=_STEP)
-    draft_token_ms: float | None = Field(default=None, description=_DRAFT_TOKEN)
-
-
-class ReadyAnswer(_Answer):
+class ReadyAnswer(Answer):
     """GET /health/ready: what an agent needs to choose an endpoint."""
 
     status: Literal["ready", "draining", "failed"]
@@ -398,18 +267,18 @@ class ReadyAnswer(_Answer):
     free_block_share: float = 1.0
     step_ms: float | None = None
     draft_token_ms: float | None = None
-    target: str | None = Field(default=None, description=_TARGET)
+    target: str | None = Field(default=None, description=TARGET)
 
 
-class RenderAnswer(_Answer):
+class RenderAnswer(Answer):
     """POST /v1/render: the prompt's token ids, special tokens included. model, target: whose template it was."""
 
     tokens: list[int]
     model: str
-    target: str | None = Field(default=None, description=_TARGET)
+    target: str | None = Field(default=None, description=TARGET)
 
 
-class ModelFacts(_Answer):
+class ModelFacts(Answer):
     """GET /v1/model: what an agent checks before it drafts for this target, and what its user may want to know."""
 
     name: str
@@ -419,7 +288,7 @@ class ModelFacts(_Answer):
     max_positions: int
     eos_token_ids: list[int]
     has_chat_template: bool
-    target: str | None = Field(default=None, description=_TARGET)
+    target: str | None = Field(default=None, description=TARGET)
     bundle: str | None = None
     architecture: str | None = None
     parameters: int | None = None
@@ -431,7 +300,7 @@ class ModelFacts(_Answer):
     has_reasoning: bool = Field(default=False, description="its chat template marks reasoning by <think>")
 
 
-class OfferedFile(_Answer):
+class OfferedFile(Answer):
     """A file of a draft. path: relative to the bundle; sha256: of its bytes, also its ETag."""
 
     path: str = Field(min_length=1, max_length=512)
@@ -439,7 +308,7 @@ class OfferedFile(_Answer):
     sha256: Sha256
 
 
-class OfferedDraft(_Answer):
+class OfferedDraft(Answer):
     """A draft that the server offers for its target.
 
     name: the draft's in paths, unique on this server. model: the bundle's own name. acceptance: share of drafted tokens
@@ -457,11 +326,11 @@ class OfferedDraft(_Answer):
     files: list[OfferedFile] = Field(min_length=1)
 
 
-class DraftList(_Answer):
+class DraftList(Answer):
     """GET /v1/drafts: the drafts for the served target. Each file is at /v1/drafts/{name}/{path}."""
 
     model: str
-    target: str | None = Field(default=None, description=_TARGET)
+    target: str | None = Field(default=None, description=TARGET)
     tokenizer: str = Field(description="fingerprint; every draft here has it")
     drafts: list[OfferedDraft]
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Final
 
 from outrider.models.errors import RequestError
-from outrider.models.wire.protocol import MAX_COUNT
+from outrider.models.wire.fields import MAX_COUNT
 
 TREE_MEDIA_TYPE: Final = "application/vnd.outrider.tree"
 MAX_MESSAGE_NODES: Final = 512

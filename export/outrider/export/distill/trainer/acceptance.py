@@ -29,9 +29,8 @@ class Acceptance:
     """The result at one temperature; rates are shares in [0, 1].
 
     per_position: equal picks at every position of the text. in_chain: equal picks per tested token of rounds of
-    `depth` drafted tokens. tokens_per_pass: tokens committed by a target pass, its own included. rejection: what
-    classic rejection sampling would accept per position, the sum of min(p, q), where it was measured. error: the
-    standard error of `in_chain`, prompts taken as independent.
+    `depth` drafted tokens. tokens_per_pass: tokens committed by a target pass, its own included. error: the standard
+    error of `in_chain`, prompts taken as independent.
     """
 
     temperature: float
@@ -41,7 +40,6 @@ class Acceptance:
     in_chain: float
     error: float
     tokens_per_pass: float
-    rejection: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +143,8 @@ def score(
     return Score(play_rounds(matches, depth, counts_short_ends=True), int(matches.sum()), len(matches)), logits
 
 
-def summarize(temperature: float, scores: Sequence[Score], depth: int = 4, overlap: float | None = None) -> Acceptance:
-    """The rates over all passages. overlap: the sum of min(p, q) over all positions, where it was measured."""
+def summarize(temperature: float, scores: Sequence[Score], depth: int = 4) -> Acceptance:
+    """The rates over all passages."""
     total = sum((one.counts for one in scores), Rounds())
     positions = sum(one.positions for one in scores)
     rate = total.accepted / total.tested
@@ -159,39 +157,7 @@ def summarize(temperature: float, scores: Sequence[Score], depth: int = 4, overl
         in_chain=rate,
         error=math.sqrt(sum(residual**2 for residual in residuals)) / total.tested,
         tokens_per_pass=positions / total.rounds,
-        rejection=None if overlap is None else overlap / positions,
     )
-
-
-def measure(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
-    temperature: float,
-    new_tokens: int,
-    depth: int = 4,
-    rows: int | None = None,
-    with_rejection: bool = True,
-) -> Acceptance:
-    """Acceptance over `new_tokens` of the target's text after each prompt, or until it ends; 0 is greedy.
-
-    rows: prompts at once while the target writes, None for all. with_rejection: also measures what rejection sampling
-    would accept, for which the target reads all its text once more.
-    """
-    end = target.config.eos_token_id
-    stop_ids = end if isinstance(end, list) else [] if end is None else [end]
-    scores: list[Score] = []
-    overlap = 0.0
-    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids, rows=rows) or ():
-        found, drafted = score(draft, passage, temperature, depth)
-        scores.append(found)
-        if with_rejection and temperature > 0.0:
-            p = torch.softmax(row_logits(target, passage.ids, passage.start) / temperature, dim=-1)
-            q = torch.softmax(drafted / temperature, dim=-1)
-            overlap += float(torch.minimum(p, q).sum())
-        else:
-            overlap += found.hits
-    return summarize(temperature, scores, depth, overlap if with_rejection else None)
 
 
 @dataclass(frozen=True, slots=True)

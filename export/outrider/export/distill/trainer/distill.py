@@ -10,21 +10,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.export.distill.trainer import parallel
-from outrider.export.distill.trainer.checkpoint import Checkpoint, Judged
-from outrider.export.distill.trainer.optim import Average, Budget, MatrixOptimizer
+from outrider.export.distill.trainer.files import load_tensors, save_tensors
+from outrider.export.distill.trainer.losses import Agreement, measure_agreement
+from outrider.export.distill.trainer.optim import Budget, MatrixOptimizer, moving_average
 from outrider.export.distill.trainer.plan import DistillPlan
 from outrider.export.distill.trainer.pool import Pool
 from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
 from outrider.export.distill.trainer.training import Trainer
-from outrider.export.distill.trainer.validation import measure_agreement
 
 LOG_EVERY_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """The result of the average of the weights on the validation rows, after `step` steps."""
+
+    step: int
+    agreement: Agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +51,6 @@ class TrainingResult:
 def distill(
     student: PreTrainedModel,
     pool: Pool | Sequence[Pool],
-    temperatures: Sequence[float],
     plan: DistillPlan,
     checkpoint: Path | None = None,
     *,
@@ -50,7 +59,7 @@ def distill(
     report: Report = silent,
     stop: Stop = never,
 ) -> TrainingResult:
-    """Trains `student` in place on the pool, which was sampled with normalizers at `temperatures`.
+    """Trains `student` in place on the pool, which was sampled with normalizers at `plan.temperatures`.
 
     Of several pools, whose rows may differ in length, every step takes `plan.pool_rows`.
     It ends with the average of its late weights; with `validation` rows, with the best average that was judged on them.
@@ -62,13 +71,14 @@ def distill(
     Raises `ValueError` when the plan names not exactly one budget, or rows for another number of pools.
     """
     pools = (pool,) if isinstance(pool, Pool) else tuple(pool)
-    run = _Run(student, pools, temperatures, plan, checkpoint, num_ids, validation, report)
-    if run.state.resume():
+    num_ids = num_ids or student.config.get_text_config().vocab_size
+    run = _Run(student, pools, plan, checkpoint, num_ids, validation, report)
+    if run.resume():
         return run.outcome(is_complete=True, used_s=run.budget.used_s)
     run.start()
     while run.progress < 1.0:
         if stop():
-            run.state.save()
+            run.save()
             return run.outcome(is_complete=False, used_s=run.budget.elapsed_s())
         run.train()
         run.keep_up()
@@ -77,55 +87,60 @@ def distill(
 
 
 class _Run:
-    """Everything around the steps: the budget, judging, saving and reporting."""
+    """Everything around the steps: the budget, judging, the state on the disk, and reporting.
+
+    Without a checkpoint's path nothing is written and the best weights are kept in memory.
+    """
 
     def __init__(
         self,
         student: PreTrainedModel,
         pools: Sequence[Pool],
-        temperatures: Sequence[float],
         plan: DistillPlan,
         checkpoint: Path | None,
-        num_ids: int | None,
+        num_ids: int,
         validation: Pool | None,
         report: Report,
     ) -> None:
         if (plan.minutes is None) == (plan.steps is None):
             raise ValueError(f"the budget is {plan.minutes} minutes and {plan.steps} steps; expected one of them")
-        self.num_ids = num_ids or student.config.get_text_config().vocab_size
-        self.temperatures = tuple(temperatures)
-        self.plan = plan
-        self.validation = validation
-        self.report = report
         self.budget = Budget(plan.minutes, plan.steps)
-        self.trainer = Trainer(
-            student,
-            MatrixOptimizer(student, plan.rates),
-            Average(student, plan.average_decay),
-            pools,
-            self.temperatures,
-            plan,
-            self.num_ids,
-            self._news,
-        )
-        self.state = Checkpoint(checkpoint, self.trainer, self.budget)
         self.progress = 0.0
+        self._num_ids, self._plan, self._validation, self._report = num_ids, plan, validation, report
+        optimizer, average = MatrixOptimizer(student, plan.rates), moving_average(student, plan.average_decay)
+        self._trainer = Trainer(student, optimizer, average, pools, plan, num_ids, self._news)
+        self._path = checkpoint
+        self._judged: list[Judged] = []
+        self._best_weights: dict[str, Tensor] | None = None
         self._is_first = True
         self._logged = self._saved = time.monotonic()
+
+    def resume(self) -> bool:
+        """Restores the state on the disk, if there is one; returns whether that run was finished."""
+        if self._path is None or not self._path.exists():
+            return False
+        state = load_tensors(self._path)
+        self._trainer.student.load_state_dict(state["model"])
+        self._trainer.step, self.budget.used_s = state["step"], state["used_s"]
+        self._judged = [Judged(found["step"], Agreement(**found["agreement"])) for found in state["judged"]]
+        if not state["is_final"]:
+            self._trainer.optimizer.load_state_dict(state["optimizer"])
+            self._trainer.average.load_state_dict(state["average"])
+        return bool(state["is_final"])
 
     def start(self) -> None:
         """Judges the student's first weights, or reports where the run continues."""
         self._advance()
-        if self.trainer.step:
-            self._news(f"resumed at step {self.trainer.step}, {self.budget.used_s / 60:.1f} minutes used")
-        if not self.state.judged:
+        if self._trainer.step:
+            self._news(f"resumed at step {self._trainer.step}, {self.budget.used_s / 60:.1f} minutes used")
+        if not self._judged:
             self._judge()
 
     def train(self) -> None:
         """One step; compilation in the first step does not count against the budget."""
         began = time.monotonic()
-        self.trainer.train(self.progress)
-        if self._is_first and self.trainer.is_compiled:
+        self._trainer.train(self.progress)
+        if self._is_first and self._trainer.is_compiled:
             self.budget.exclude(time.monotonic() - began)
         self._is_first = False
         self._advance()
@@ -133,53 +148,87 @@ class _Run:
     def keep_up(self) -> None:
         """Judges, saves and reports when each is due."""
         now = time.monotonic()
-        judgements = len(self.state.judged)
-        is_due = self.validation is not None and judgements / self.plan.evaluations <= self.progress < 1.0
+        is_due = self._validation is not None and len(self._judged) / self._plan.evaluations <= self.progress < 1.0
         if is_due:
             self._judge()
-        if is_due or now - self._saved > self.plan.checkpoint_every_s:
+        if is_due or now - self._saved > self._plan.checkpoint_every_s:
             self._saved = now
-            self.state.save()
+            self.save()
         is_news = now - self._logged > LOG_EVERY_S
         self._logged = now if is_news else self._logged
-        self._tell(self.trainer.describe(), is_news=is_news)
+        self._tell(self._trainer.describe(), is_news=is_news)
+
+    def save(self) -> None:
+        """Writes the state of an unfinished run."""
+        optimizer, average = self._trainer.optimizer.state_dict(), self._trainer.average.state_dict()
+        self._write({"optimizer": optimizer, "average": average, "is_final": False})
 
     def finish(self) -> None:
-        """Judges the last weights and gives the student the best."""
+        """Judges the last weights, gives the student the best judged ones, or else the average's, and writes them."""
         self._judge()
-        self.state.finish()
-        epochs = " and ".join(f"{times:.1f}" for times in self.trainer.epochs())
-        self._news(f"done: {self.trainer.step} steps, {epochs} times over the pool")
+        if self._best is None:
+            weights = self._trainer.average.module.state_dict()
+        else:
+            weights = self._best_weights or load_tensors(self._best_path(self._best))
+        self._trainer.student.load_state_dict(weights)
+        self._write({"is_final": True})
+        epochs = " and ".join(f"{times:.1f}" for times in self._trainer.epochs())
+        self._news(f"done: {self._trainer.step} steps, {epochs} times over the pool")
 
     def outcome(self, *, is_complete: bool, used_s: float) -> TrainingResult:
         """The present result of the run."""
-        best = self.state.best
-        return TrainingResult(
-            is_complete=is_complete,
-            steps=self.trainer.step,
-            used_s=used_s,
-            best_step=self.trainer.step if best is None else best.step,
-            judged=tuple(self.state.judged),
-        )
+        best_step = self._trainer.step if self._best is None else self._best.step
+        return TrainingResult(is_complete, self._trainer.step, used_s, best_step, tuple(self._judged))
+
+    @property
+    def _best(self) -> Judged | None:
+        """The trained weights with the highest match bound, the earliest of equals; the start does not count."""
+        trained = [found for found in self._judged if found.step]
+        return max(trained, key=lambda found: found.agreement.mean_match, default=None)
 
     def _advance(self) -> None:
-        self.progress = self.budget.progress(self.trainer.step)  # all processes agree on it, so all must call it
+        self.progress = self.budget.progress(self._trainer.step)  # all processes agree on it, so all must call it
 
     def _judge(self) -> None:
-        """Judges the average on the validation rows, if there are any."""
-        if self.validation is None:
+        """Judges the average on the validation rows, if there are any, and keeps its weights if they are the best."""
+        if self._validation is None:
             return
-        with self.trainer.average.in_place_of(self.trainer.student):
-            found = measure_agreement(
-                self.trainer.student, self.validation, self.temperatures, self.num_ids, self.plan.rows_per_pass
-            )
-            is_best = self.state.add(Judged(self.trainer.step, found))
-        best = ", the best so far" if is_best else ""
-        self._news(f"step {self.trainer.step}: validation KL {found.mean_kl:.4f}, match {found.mean_match:.4f}{best}")
+        plan, model = self._plan, self._trainer.average.module
+        agreement = measure_agreement(model, self._validation, plan.temperatures, self._num_ids, plan.rows_per_pass)
+        found = Judged(self._trainer.step, agreement)
+        self._judged.append(found)
+        best = ""
+        if self._best is found:
+            best = ", the best so far"
+            if self._path is None:
+                self._best_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            elif parallel.rank() == 0:
+                save_tensors(model.state_dict(), self._best_path(found))
+        self._news(f"step {found.step}: validation KL {agreement.mean_kl:.4f}, match {agreement.mean_match:.4f}{best}")
+
+    def _write(self, more: dict[str, Any]) -> None:
+        if self._path is None or parallel.rank() != 0:
+            return
+        state = {
+            "model": self._trainer.student.state_dict(),
+            "step": self._trainer.step,
+            "used_s": self.budget.elapsed_s(),
+            "pool_rows": self._trainer.pool_rows * parallel.size(),
+            "judged": [{"step": found.step, "agreement": asdict(found.agreement)} for found in self._judged],
+        }
+        save_tensors(state | more, self._path)
+        kept = None if self._best is None or more["is_final"] else self._best_path(self._best)
+        for path in self._path.parent.glob(f"{self._path.stem}.best-*.pt"):
+            if path != kept:
+                path.unlink()
+
+    def _best_path(self, found: Judged) -> Path:
+        assert self._path is not None
+        return self._path.with_name(f"{self._path.stem}.best-{found.step}.pt")
 
     def _news(self, text: str) -> None:
         self._tell(text, is_news=True)
 
     def _tell(self, text: str, *, is_news: bool) -> None:
         if parallel.rank() == 0:
-            self.report(Event("train", self.progress, text, is_news))
+            self._report(Event("train", self.progress, text, is_news))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -51,16 +50,6 @@ class Heads(nn.Module):
         """[..., V] of one head from hidden states [..., H]."""
         state = hidden + functional.silu(functional.linear(hidden, self.weight[head], self.bias[head]))
         return functional.linear(state, self.unembedding, self.unembedding_bias)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadResult:
-    """steps: of training. tokens: that they read. tested: held-out places. rates: by head: top-1, in chain, top-5."""
-
-    steps: int
-    tokens: int
-    tested: int
-    rates: list[tuple[float, float, float]]
 
 
 class HiddenStates:

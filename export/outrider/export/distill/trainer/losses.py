@@ -1,13 +1,21 @@
-"""Computes a draft's losses: its distribution's distance from the target's, and how often their picks differ."""
+"""Computes how far a draft's distribution is from its target's, and how often their picks differ.
+
+As losses to train on, and as figures on rows that it is not trained on, by which the best checkpoint is chosen.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
+from outrider.export.distill.trainer.plan import DistillPlan
+from outrider.export.distill.trainer.pool import Pool
 from outrider.export.distill.trainer.rollout import Rollout
 
 
@@ -76,32 +84,78 @@ def _rest(log_p: Tensor) -> Tensor:
 
 def weighted_loss(
     student: nn.Module,
-    ids: Tensor,
-    top_ids: Tensor,
-    top_logits: Tensor,
+    rows: Rollout,
     log_norm: Tensor,
     temperature: Tensor,
-    row_temperatures: Tensor,
-    known: Tensor,
-    written: Tensor,
     weights: Tensor,
-    match_k: int,
+    plan: DistillPlan,
     num_ids: int,
-    has_cross_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its three parts `[3]`: sums over positions of forward KL, match bound and cross-entropy, in nats.
 
-    The first two at `temperature` over `known` positions; the last over `written` ones, of the token that the target
-    wrote, at the temperature at which it was drawn, and 0 unless `has_cross_entropy`. The loss is their sum with
-    `weights` `[3]`. ids `[rows, length]`; top_ids, top_logits `[rows, length, k]`; log_norm `[rows, length]`;
-    row_temperatures `[rows]`; known, written as in `Masks`.
+    The first two at `temperature`, whose normalizers are `log_norm` `[rows, length]`, over known positions (`Masks`);
+    the last over written ones, of the token that the target wrote, at the temperature at which it was drawn, and 0
+    unless the plan gives it a weight. The loss is their sum with `weights` `[3]`.
     """
+    ids = rows.ids.long()
     logits = draft_logits(student, ids, num_ids)
-    divergence, match = agreement(logits, top_ids[:, :-1], top_logits[:, :-1], log_norm[:, :-1], temperature, match_k)
+    masks = Masks.of(rows, plan.skip_positions)
+    top_ids, top_logits = rows.top_ids[:, :-1].long(), rows.top_logits[:, :-1]
+    divergence, match = agreement(logits, top_ids, top_logits, log_norm[:, :-1], temperature, plan.match_k)
     nats = torch.zeros((), device=ids.device)
-    if has_cross_entropy:
-        drawn_at = logits / row_temperatures[:, None, None]
+    if plan.weights.cross_entropy:
+        drawn_at = logits / rows.temperatures[:, None, None]
         each = functional.cross_entropy(drawn_at.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-        nats = (each * written.flatten()).sum()
-    parts = torch.stack([(divergence * known).sum(), (match * known).sum(), nats])
+        nats = (each * masks.written.flatten()).sum()
+    parts = torch.stack([(divergence * masks.known).sum(), (match * masks.known).sum(), nats])
     return (parts * weights).sum(), parts.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Means over positions, by temperature: forward KL in nats, and a lower bound of the share of equal picks."""
+
+    temperatures: tuple[float, ...]
+    kl: tuple[float, ...]
+    match: tuple[float, ...]
+
+    @property
+    def mean_match(self) -> float:
+        """The match bound's mean over the temperatures: the measure of a checkpoint."""
+        return float(np.mean(self.match))
+
+    @property
+    def mean_kl(self) -> float:
+        """The divergence's mean over the temperatures."""
+        return float(np.mean(self.kl))
+
+
+@torch.no_grad()
+def measure_agreement(
+    student: PreTrainedModel,
+    pool: Pool,
+    temperatures: Sequence[float],
+    num_ids: int,
+    rows_per_pass: int,
+    skip: int = 16,
+    match_k: int = 24,
+) -> Agreement:
+    """Goes once over the pool, which was sampled with normalizers at `temperatures`."""
+    sums = torch.zeros(3, len(temperatures), dtype=torch.float64)
+    for first in range(0, len(pool), rows_per_pass):
+        rows = pool.take(np.arange(first, min(first + rows_per_pass, len(pool)))).to(student.device)
+        logits = draft_logits(student, rows.ids.long(), num_ids)
+        known = Masks.of(rows, skip).known
+        for index, temperature in enumerate(temperatures):
+            divergence, match = agreement(
+                logits,
+                rows.top_ids[:, :-1].long(),
+                rows.top_logits[:, :-1],
+                rows.log_norms[:, :-1, index],
+                torch.tensor(temperature, device=student.device),
+                match_k,
+            )
+            found = [float((value * known).sum()) for value in (divergence, match, torch.ones_like(match))]
+            sums[:, index] += torch.tensor(found, dtype=torch.float64)
+    kl, matched = (sums[:2] / sums[2]).tolist()
+    return Agreement(tuple(temperatures), tuple(kl), tuple(matched))

@@ -7,13 +7,12 @@ parameters, and nothing of data.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from outrider.export.distill.trainer import parallel
 
@@ -115,47 +114,11 @@ def rate_scale(progress: float, warmup: float) -> float:
     return max(0.0, (1.0 - progress) / (1.0 - warmup))
 
 
-class Average:
-    """An exponential moving average of a model's parameters, with a horizon that grows to `1 / (1 - decay)` steps."""
+def moving_average(model: nn.Module, decay: float) -> AveragedModel:
+    """The exponential moving average of a model's parameters, with a horizon that grows to `1 / (1 - decay)` steps."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self._steps = 0
-        self._shadow = [parameter.detach().clone() for parameter in model.parameters()]
+    def update(average: Any, present: Any, num_averaged: Tensor | int) -> None:
+        count = int(num_averaged) + 1
+        torch._foreach_lerp_(average, present, 1.0 - min(decay, count / (count + 10.0)))
 
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Moves the average towards the model's present parameters."""
-        self._steps += 1
-        decay = min(self.decay, self._steps / (self._steps + 10.0))
-        present: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
-        torch._foreach_lerp_(self._shadow, present, 1.0 - decay)
-
-    @torch.no_grad()
-    def copy_to(self, model: nn.Module) -> None:
-        """Overwrites the model's parameters with the average."""
-        for parameter, shadow in zip(model.parameters(), self._shadow, strict=True):
-            parameter.copy_(shadow)
-
-    @contextmanager
-    def in_place_of(self, model: nn.Module) -> Iterator[None]:
-        """While it is open, `model` has the average's values; afterwards its own, bit for bit. Nothing is copied."""
-        self._exchange(model)
-        try:
-            yield
-        finally:
-            self._exchange(model)
-
-    def _exchange(self, model: nn.Module) -> None:
-        for index, parameter in enumerate(model.parameters()):
-            parameter.data, self._shadow[index] = self._shadow[index], parameter.data
-
-    def state_dict(self) -> dict[str, object]:
-        """Everything that `load_state_dict` needs to continue."""
-        return {"steps": self._steps, "shadow": self._shadow}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        self._steps = state["steps"]
-        for shadow, stored in zip(self._shadow, state["shadow"], strict=True):
-            shadow.copy_(stored)
+    return AveragedModel(model, multi_avg_fn=update)

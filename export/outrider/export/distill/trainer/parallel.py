@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 
 def start() -> None:
@@ -44,8 +45,6 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     if not dist.is_initialized():
         return
     gradients: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    flat = parameters_to_vector(gradients)
     dist.all_reduce(flat)
-    parts = (flat / size()).split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+    vector_to_parameters(flat / size(), gradients)

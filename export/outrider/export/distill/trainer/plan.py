@@ -24,7 +24,8 @@ class Weights:
 class DistillPlan:
     """Budget (minutes of wall clock or steps, one of the two), shapes and weights of a distillation.
 
-    Each step trains at one of the pool's temperatures, drawn with `temperature_shares`, or evenly where that is empty.
+    temperatures: those whose normalizers the pool has. Each step trains at one of them, drawn with
+    `temperature_shares`, or evenly where that is empty.
     """
 
     seed: int
@@ -37,6 +38,7 @@ class DistillPlan:
     """Rows that each of several pools gives to every step, in their order, in place of `rows_per_step`."""
     rows_per_pass: int = 16
     """Rows that go through the draft at once; a step's gradients are added up over its passes."""
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
     temperature_shares: tuple[float, ...] = ()
     blend: tuple[float, float] = (0.1, 0.4)
     """Shares of the budget between which the loss moves from divergence to match probability."""

@@ -41,7 +41,7 @@ class Rollout:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def take(self, rows: Tensor) -> Rollout:
+    def take(self, rows: Tensor | slice) -> Rollout:
         """The rows of those numbers."""
         return Rollout(*(getattr(self, field.name)[rows] for field in fields(self)))
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from transformers import PreTrainedModel
 
 from outrider.export.distill.trainer import parallel
 from outrider.export.distill.trainer.losses import Masks, weighted_loss
-from outrider.export.distill.trainer.optim import Average, MatrixOptimizer, rate_scale
+from outrider.export.distill.trainer.optim import MatrixOptimizer, rate_scale
 from outrider.export.distill.trainer.order import shuffled
 from outrider.export.distill.trainer.plan import DistillPlan
 from outrider.export.distill.trainer.pool import Pool
@@ -71,9 +72,8 @@ class Trainer:
         self,
         student: PreTrainedModel,
         optimizer: MatrixOptimizer,
-        average: Average,
+        average: AveragedModel,
         pools: Sequence[Pool],
-        temperatures: tuple[float, ...],
         plan: DistillPlan,
         num_ids: int,
         tell: Callable[[str], None],
@@ -83,7 +83,6 @@ class Trainer:
         self.average = average
         self.step = 0
         self._pools = tuple(pools)
-        self._temperatures = temperatures
         self._plan = plan
         self._num_ids = num_ids
         self._pass = BackwardPass(weighted_loss, is_compiled=plan.is_compiled, tell=tell)
@@ -104,7 +103,7 @@ class Trainer:
         """One step at `progress` in [0, 1] of the budget. Raises ModelFault when the training diverges."""
         plan = self._plan
         random = np.random.default_rng([plan.seed, 3, self.step, parallel.rank()])
-        choice = int(random.choice(len(self._temperatures), p=plan.temperature_shares or None))
+        choice = int(random.choice(len(plan.temperatures), p=plan.temperature_shares or None))
         drawn = self._rows()
         masks = [Masks.of(rows, plan.skip_positions) for rows in drawn]
         known = _count(mask.known for mask in masks)
@@ -113,27 +112,15 @@ class Trainer:
         wanted = (plan.weights.divergence * share, -plan.weights.match * (1.0 - share), plan.weights.cross_entropy)
         weights = torch.tensor(wanted, device=counts.device) / counts
         parts = torch.zeros(3, device=counts.device)
-        for rows, mask in zip(drawn, masks, strict=True):
+        temperature = torch.tensor(plan.temperatures[choice], device=counts.device)
+        for rows in drawn:
             for first in range(0, len(rows), plan.rows_per_pass):
-                cut = slice(first, first + plan.rows_per_pass)
-                parts += self._pass(
-                    self.student,
-                    rows.ids[cut].long(),
-                    rows.top_ids[cut].long(),
-                    rows.top_logits[cut],
-                    rows.log_norms[cut, :, choice],
-                    torch.tensor(self._temperatures[choice], device=counts.device),
-                    rows.temperatures[cut],
-                    mask.known[cut],
-                    mask.written[cut],
-                    weights,
-                    plan.match_k,
-                    self._num_ids,
-                    plan.weights.cross_entropy != 0.0,
-                )
+                some = rows.take(slice(first, first + plan.rows_per_pass))
+                log_norm = some.log_norms[:, :, choice]
+                parts += self._pass(self.student, some, log_norm, temperature, weights, plan, self._num_ids)
         self._remember(parts / counts)
         self.optimizer.step(rate_scale(progress, plan.rates.warmup))
-        self.average.update(self.student)
+        self.average.update_parameters(self.student)
         self.step += 1
 
     def describe(self) -> str:

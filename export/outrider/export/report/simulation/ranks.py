@@ -7,13 +7,9 @@ a guess says how likely it is to be the target's pick; `Ranks` counts that per r
 
 from __future__ import annotations
 
-import json
-import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from outrider.models.errors import ConfigError
@@ -67,22 +63,6 @@ class Ranks:
         if not any(self.texts):
             raise ConfigError("there are no ranks; expected at least one token")
 
-    @classmethod
-    def read(cls, path: Path) -> Ranks:
-        """The data of a file: JSON, a list of texts, each a list of [rank, [gap, gap, ...]]. Raises ConfigError."""
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(tuple(tuple(Picked(int(rank), _checked(gaps)) for rank, gaps in text) for text in found))
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{path} holds no ranks of picks ({error}); make it with python -m bench.ranks"
-            ) from error
-
-    def write(self, path: Path) -> None:
-        """Writes what `read` reads."""
-        text = json.dumps([[[rank, gaps] for rank, gaps in text] for text in self.texts], separators=(",", ":"))
-        path.write_text(text + "\n", encoding="utf-8")
-
     @cached_property
     def picked(self) -> tuple[Picked, ...]:
         """The texts, one after the other."""
@@ -91,12 +71,6 @@ class Ranks:
     def hits(self, width: int) -> float:
         """The share of picks among the first `width` guesses."""
         return sum(token.rank < width for token in self.picked) / len(self.picked)
-
-    @cached_property
-    def shares(self) -> tuple[float, ...]:
-        """The share of picks at each rank."""
-        ranks = [token.rank for token in self.picked]
-        return tuple(ranks.count(guess) / len(ranks) for guess in range(MOST_GUESSES))
 
     @cached_property
     def table(self) -> tuple[tuple[float, ...], ...]:
@@ -117,9 +91,3 @@ class Ranks:
         return tuple(
             tuple(self.table[guess][bucket(token.gap(guess))] for guess in range(MOST_GUESSES)) for token in self.picked
         )
-
-
-def _checked(gaps: Sequence[float]) -> tuple[float, ...]:
-    if len(gaps) != MOST_GUESSES - 1 or not all(math.isfinite(gap) and gap >= 0.0 for gap in gaps):
-        raise ValueError(f"the gaps are {gaps}; expected {MOST_GUESSES - 1} numbers, 0 or more")
-    return tuple(map(float, gaps))

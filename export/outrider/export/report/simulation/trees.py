@@ -11,16 +11,13 @@ Knows nothing of models or other work on either machine. `prediction` has the ex
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Final
 
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import Ranks
-from outrider.export.report.simulation.world import Device, Node, choose
-from outrider.models.errors import ConfigError
+from outrider.export.report.simulation.world import Device, Form, Node, Plan, Times, choose
 
 NUM_TOKENS: Final = 400
 SEEDS: Final = (0, 1, 2)
@@ -56,14 +53,10 @@ def simulate(
     num_tokens: int = NUM_TOKENS,
     seeds: Sequence[int] = SEEDS,
 ) -> Outcome:
-    """The mean of one run per seed. With `plan.patience_ms` None: the better of none and one that suits the round trip.
+    """The mean of one run per seed, at least one, each of `num_tokens`, at least one.
 
-    Raises ConfigError for a round trip or a number of tokens that cannot be.
+    With `plan.patience_ms` None: the better of none and one that suits the round trip.
     """
-    if not (math.isfinite(rtt_ms) and rtt_ms >= 0.0):
-        raise ConfigError(f"the round trip time is {rtt_ms} ms; expected 0 or more")
-    if num_tokens < 1 or not seeds:
-        raise ConfigError(f"{num_tokens} tokens and {len(seeds)} seeds were given; expected at least one of each")
     patiences = (0.0, suiting_patience(times, rtt_ms)) if plan.patience_ms is None else (plan.patience_ms,)
     found = [
         _mean([_Run(ranks, times, rtt_ms, plan, patience_ms, seed).run(num_tokens) for seed in seeds])

@@ -1,7 +1,7 @@
 """Plays the two sides of a tree simulation: a device that drafts a tree, a server that chooses nodes to verify.
 
-Times in ms. A node is a guess; `is_true` says whether it is the target's pick after the target's own text, which
-neither side looks at before the pick is made.
+`Times` and `Plan` are its settings. Times in ms. A node is a guess; `is_true` says whether it is the target's pick
+after the target's own text, which neither side looks at before the pick is made.
 """
 
 from __future__ import annotations
@@ -10,11 +10,54 @@ import heapq
 import math
 import random
 from collections import deque
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
-from outrider.export.report.simulation.plan import Form, Plan, Times
 from outrider.export.report.simulation.ranks import MISSED, Ranks
-from outrider.models.wire.tree_draft import CHANCES, level_of
+
+
+class Form(StrEnum):
+    """What a step verifies: the likeliest path of the tree, or any part of it (tree attention)."""
+
+    LINE = "line"
+    TREE = "tree"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """step_ms: of the target; extra_ms: what a verified node adds. draft_ms: of a draft call that expands one node.
+
+    A draft call expands up to nodes_per_call nodes; each further one adds the share `call_extra` of draft_ms.
+    """
+
+    step_ms: float
+    extra_ms: float
+    draft_ms: float
+    nodes_per_call: int = 1
+    call_extra: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the tree is drafted, sent and verified.
+
+    width: guesses per position, 1 to MOST_GUESSES; budget: nodes of the device's tree at most.
+    floor: no node is expanded that is less likely to be reached. bytes_per_token: the device raises the floor so that
+    it sends so many; None: as many as come.
+    patience_ms: how long the server waits where nothing is pending; None: the better of none and one that suits.
+    message_bytes: of a message without its nodes; id_bytes: of a token id.
+    """
+
+    form: Form = Form.TREE
+    width: int = 4
+    budget: int = 400
+    floor: float = 0.004
+    bytes_per_token: float | None = None
+    patience_ms: float | None = None
+    message_bytes: int = 4
+    id_bytes: int = 2
+
 
 HANDLING_MS: Final = 0.5
 """What a message takes beside half a round trip."""
@@ -29,17 +72,14 @@ _UNSENT: Final = math.inf
 
 
 class Node:
-    """A guess. chance: that it is picked after its parent. reached: that the target's text reaches it, as the device
-    estimates it now. hint: its chance as the server knows it. at: when it reaches the server.
+    """A guess. chance: that it is picked after its parent, which the server knows too: the wire's 16 levels of it lose
+    nothing. reached: that the target's text reaches it, as the device estimates it now. at: when it reaches the server.
     """
 
-    __slots__ = ("at", "chance", "children", "hint", "is_queued", "is_true", "number", "parent", "position", "reached")
+    __slots__ = ("at", "chance", "children", "is_queued", "is_true", "number", "parent", "position", "reached")
 
-    def __init__(
-        self, position: int, is_true: bool, parent: Node | None = None, chance: float = 1.0, hint: float = 1.0
-    ) -> None:
-        self.position, self.is_true, self.parent = position, is_true, parent
-        self.chance, self.hint = chance, hint
+    def __init__(self, position: int, is_true: bool, parent: Node | None = None, chance: float = 1.0) -> None:
+        self.position, self.is_true, self.parent, self.chance = position, is_true, parent, chance
         self.reached: float = chance if parent is None else chance * parent.reached
         self.children: list[Node] | None = None  # None: not expanded
         self.at, self.number, self.is_queued = _UNSENT, 0, False
@@ -61,13 +101,11 @@ class Device:
         self._offset = self._random.randrange(len(ranks.picked))
         self._free_at = 0.0
         self._news: deque[tuple[float, int]] = deque()
-        self._known, self._known_at = 0, 0.0  # committed tokens, and when the server committed the last of them
+        self._known = 0  # committed tokens
         self._frontier: list[tuple[float, int, Node]] = []
         self._order = self._live = 0
         self._queue: list[Node] = []
-        self._next_message_at = 0.0
-        self._send_floor = plan.send_floor
-        self._mean_chance = ranks.hits(plan.width) / plan.width
+        self._send_floor = 0.0
         self._bytes_before, self._bytes_rate = 0, plan.bytes_per_token or 0.0
         self.root = Node(0, True)
         self.num_drafted = self.num_sent = self.num_bytes = self.num_messages = 0
@@ -92,10 +130,10 @@ class Device:
     def run(self, until_ms: float) -> None:
         """Drafts, sends, and takes commits as they arrive, up to a time."""
         while True:
-            if self._queue and self._free_at >= self._next_message_at:
+            if self._queue:
                 self._send()
             if self._news and self._news[0][0] <= self._free_at:
-                self._take(*self._news.popleft())
+                self._take(self._news.popleft()[1])
                 continue
             if self._free_at > until_ms:
                 return
@@ -105,9 +143,7 @@ class Device:
                 for node in nodes:
                     self._expand(node)
                 continue
-            wakes = [self._news[0][0]] if self._news else [until_ms + 1e-6]
-            wakes += [self._next_message_at] if self._queue else []
-            self._free_at = max(self._free_at, min(wakes))
+            self._free_at = max(self._free_at, self._news[0][0] if self._news else until_ms + 1e-6)
 
     def _best(self) -> list[Node]:
         """The nodes to expand in the next call."""
@@ -129,37 +165,20 @@ class Device:
         self._live += self._plan.width
         node.children = []
         for guess in range(self._plan.width):
-            chance = self._ranks.chances[place][guess]
-            child = Node(node.position + 1, rank == guess, node, chance, self._hint(guess, chance))
+            child = Node(node.position + 1, rank == guess, node, self._ranks.chances[place][guess])
             node.children.append(child)
             self._push(child)
-            if self._is_worth_sending(child):
+            if child.reached >= self._send_floor:
                 self._enqueue(child)
-
-    def _hint(self, guess: int, chance: float) -> float:
-        match self._plan.hints:
-            case "exact":
-                return chance
-            case "levels":
-                return CHANCES[level_of(chance)]
-            case "rank":
-                return self._ranks.shares[guess]
-            case _:
-                return self._mean_chance
 
     def _push(self, node: Node) -> None:
         """Puts a node on the frontier, if it may be expanded before the next commit changes what it is worth."""
-        if node.reached >= self._floor:
+        if node.reached >= max(self._plan.floor, self._send_floor):
             self._order += 1
             heapq.heappush(self._frontier, (-node.reached, self._order, node))
 
-    @property
-    def _floor(self) -> float:
-        """No node is expanded that is less likely."""
-        return self._plan.floor if self._plan.drafts_unsent else max(self._plan.floor, self._send_floor)
-
-    def _take(self, arrived_at: float, committed: int) -> None:
-        gained, self._known_at = committed - self._known, arrived_at - self._half_ms
+    def _take(self, committed: int) -> None:
+        gained = committed - self._known
         while self._known < committed:
             self._known += 1
             dropped, self.root = self.root, self.root.true_child() or Node(self._known, True)
@@ -178,7 +197,7 @@ class Device:
         self._bytes_rate = kept * self._bytes_rate + (1.0 - kept) * spent / gained
         excess = min(2.0, self._bytes_rate / budget - 1.0)
         moved = max(self._send_floor, self._plan.floor) * math.exp(_GAIN * min(gained, 8) * excess)
-        self._send_floor = min(_HIGHEST_FLOOR, max(self._plan.send_floor, moved))
+        self._send_floor = min(_HIGHEST_FLOOR, moved)
 
     def _replant(self) -> None:
         """The frontier and the queue below the root, with what each node is likely to be reached now."""
@@ -193,18 +212,9 @@ class Device:
                 continue
             for child in node.children:
                 child.reached, child.is_queued = node.reached * child.chance, False
-                if child.at == _UNSENT and self._is_worth_sending(child):
+                if child.at == _UNSENT and child.reached >= self._send_floor:
                     self._enqueue(child)
                 stack.append(child)
-
-    def _is_worth_sending(self, node: Node) -> bool:
-        if node.reached < self._send_floor:
-            return False
-        if not self._plan.holds_late:
-            return True
-        # At the earliest, the target picks one position per plain step.
-        ahead = node.position - self._known
-        return self._free_at + self._half_ms + HANDLING_MS <= self._known_at + (ahead - 1) * self._times.step_ms
 
     def _enqueue(self, node: Node) -> None:
         """Puts a node, and those above it that were not sent, on the next message."""
@@ -228,7 +238,6 @@ class Device:
             self.num_bytes += 1 + self._plan.id_bytes + (back >= 15) + (back >= 128)
             node.at, node.is_queued = self._free_at + self._half_ms + HANDLING_MS, False
         self._queue = []
-        self._next_message_at = self._free_at + self._plan.message_every_ms
 
 
 def _release(dropped: Node, kept: Node) -> None:
@@ -249,11 +258,10 @@ def choose(root: Node, now_ms: float, times: Times, plan: Plan) -> list[Node]:
         nonlocal order
         ready = [child for child in node.children or () if child.at <= now_ms]
         if ready and plan.form is Form.LINE:
-            worth = (lambda child: child.hint * (1.0 + _below(child, now_ms, MOST_VERIFIED))) if plan.by_path else None
-            ready = [max(ready, key=worth or (lambda child: child.hint))]
+            ready = [max(ready, key=lambda child: child.chance)]
         for child in ready:
             order += 1
-            heapq.heappush(heap, (-reached * child.hint, order, child))
+            heapq.heappush(heap, (-reached * child.chance, order, child))
 
     add(root, 1.0)
     chosen: list[Node] = []
@@ -267,11 +275,3 @@ def choose(root: Node, now_ms: float, times: Times, plan: Plan) -> list[Node]:
             best, size = rate, len(chosen)
         add(node, -reached)
     return chosen[:size]
-
-
-def _below(node: Node, now_ms: float, depth: int) -> float:
-    """The largest sum of survivals of a path below a node."""
-    if not depth:
-        return 0.0
-    ready = (child for child in node.children or () if child.at <= now_ms)
-    return max((child.hint * (1.0 + _below(child, now_ms, depth - 1)) for child in ready), default=0.0)

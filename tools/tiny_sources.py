@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.export.check.measured import TINY_HIDDEN, TINY_LAYERS
 from outrider.export.quiet import quiet_upstream
 from outrider.models.errors import ExportError
 
 WINDOW: Final = 32
 """The sliding window of the families that have one: short, so that little text is beyond it."""
-
-TINY_LAYERS: Final = 2
-TINY_HIDDEN: Final = 64
-"""Sizes of the tiny models: errors that were measured on them grow with a model's own."""
 
 _LARGEST: Final = 2_000_000
 

@@ -1,0 +1,71 @@
+"""Says who may call a server, and how, by its options: keys, certificates, pages. Reads files again as they change."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.server.options import ServeOptions
+from outrider.models.http.keys import KEYS_VARIABLE
+from outrider.models.http.security import KeyRing, PagePolicy, page_policy, require_safe_host
+from outrider.models.ingress.sockets import ServedTls, TlsFiles, tls_files
+from outrider.models.process.watched_files import FileWatch, WatchedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may call. watched: the key file, if it can change. reloads: how often files were read again."""
+
+    options: ServeOptions
+    keys: KeyRing
+    tls: TlsFiles | None
+    watched: list[WatchedFiles]
+    reloads: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> Access:
+        """By the options. Raises ConfigError."""
+        path = options.api_key_file
+        # Before they are read for the first time. A pipe of the shell is read once.
+        watched = [WatchedFiles("keys", [path], lambda: None)] if path is not None and path.is_file() else []
+        keys = KeyRing.load(path)
+        os.environ.pop(KEYS_VARIABLE, None)  # child processes get the rest of the environment
+        is_open = options.insecure_no_keys or options.tls_client_ca is not None
+        require_safe_host(options.host, keys, is_insecure_allowed=is_open)
+        return cls(options, keys, tls_files(options.tls_cert, options.tls_key, options.tls_client_ca), watched)
+
+    def settings(self, address: str, **more: Any) -> ServerSettings:
+        """How the server treats its clients. address: what --host stands for. more: further fields."""
+        pages = page_policy_of(self.options, address, is_keyless=not len(self.keys))
+        return server_settings(self.options, keys=self.keys, pages=pages, reloads=self.reloads, **more)
+
+    @contextmanager
+    def watching(self, tls: ServedTls | None, revoke: Callable[[Collection[bytes]], None]) -> Iterator[FileWatch]:
+        """Reads keys and certificates again as they change. revoke: called with the owners of removed keys."""
+        for each in self.watched:
+            each.reload = lambda: revoke(self.keys.reload())
+        watched = list(self.watched)
+        if tls is not None:
+            watched.append(WatchedFiles("certificates", tls.files.paths, tls.reload))
+        with FileWatch(watched, self.reloads) as watch:
+            yield watch
+
+
+def page_policy_of(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
+    """address: what --host stands for; the URL that is printed has it."""
+    return page_policy(options.host, address, options.allowed_host, options.allowed_origin, is_keyless=is_keyless)
+
+
+def server_settings(options: ServeOptions, **more: Any) -> ServerSettings:
+    """The options that say how the server treats its clients. more: the fields that no option has."""
+    return ServerSettings(
+        max_sessions=options.max_sessions,
+        tokens_per_minute=options.tokens_per_minute,
+        allow_tolerance=options.allow_tolerance,
+        **{"rate_per_s": options.rate} | more,
+    )
