@@ -220,7 +220,7 @@ class OutriderScheduler(Scheduler):
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
         self._places.committed(served)
         served.logprobs += self._logprobs.get(request.request_id, [])[: len(new_token_ids)]
-        crowding = self._places.crowding(served)
+        crowding = self._places.owners.crowding(served)
         done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding)
         if served.terms.once:
             if not is_over and served.is_answered:
