@@ -175,12 +175,12 @@ def test_no_wait_for_a_draft_that_is_never_accepted_or_never_arrives() -> None:
 
 
 def test_acceptance_is_a_ratio_of_sums_by_position() -> None:
-    """First tokens accepted, second ones rejected: survival shows it; a new session starts at its parent's average."""
+    """First tokens accepted, second ones rejected: the rates show it; a new session starts at its parent's average."""
     parent = AcceptanceEstimator(4)
     own = AcceptanceEstimator(4, parent)
     for _ in range(200):
         own.observe([1, 2, 3], [1, 9])
-    first, second = own.survival(2)
+    first, second = own.rates(2)
     assert first > 0.9
     assert second < 0.1
     assert AcceptanceEstimator(4, parent).rate == pytest.approx(0.5, abs=0.1)

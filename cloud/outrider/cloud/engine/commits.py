@@ -148,7 +148,9 @@ class Commits(EngineState):
         if reason:
             self._finish(sequence, reason)
         else:
-            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding(sequence))
+            self._drafting.committed(
+                sequence.drafts, pending, tokens, now, crowding=self._scheduler.owners.crowding(sequence)
+            )
 
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:

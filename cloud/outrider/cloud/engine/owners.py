@@ -3,8 +3,8 @@
 An owner is a key or an address. Owners share evenly what is scarce, however many sequences each of them has; so do the
 sequences of one owner. What cannot be divided goes round: to whoever has gone without it for longest. A newcomer comes
 behind those that wait already, so that no flood of newcomers, and nothing that was used while there was enough, keeps
-anybody waiting for more than a round. All this holds among sequences of one priority; higher ones come first, except
-where the caller asks to go by age.
+anybody waiting for more than a round. All this holds among sequences of one priority; higher ones come first, but for
+every eighth step, which goes by age.
 """
 
 from __future__ import annotations
@@ -22,6 +22,14 @@ from numpy.typing import NDArray
 
 PLAIN_STEPS: Final = 64
 """One step of so many has no prompts that delay others: what they add is measured by it."""
+MAX_REFUSED: Final = 16
+"""Queued sequences without room that a step looks at: looking at those of a thousand owners would cost 0.2 s."""
+_TURN_STEPS: Final = 32
+"""Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
+_OVERDUE_STEPS: Final = 64
+"""Steps after which a queued sequence is next, even if smaller ones would fit before it."""
+_AGE_STEPS: Final = 8
+"""One step of so many goes by age alone: those with a low priority get an eighth of the engine, whoever else waits."""
 _LITTLE: Final = 0.01
 """Of a step: who owes less owes nothing."""
 
@@ -29,11 +37,14 @@ _LITTLE: Final = 0.01
 class Member(Protocol):
     """A sequence, as far as sharing goes.
 
-    turn: who goes first of an owner's sequences: the lowest. queued_at: the step at which it was queued.
+    turn: who goes first of an owner's sequences: the lowest. queued_at, turn_began: the step at which it was queued,
+    and at which it first committed since it has blocks; None before.
     """
 
+    tokens: list[int]
     turn: int
     queued_at: int
+    turn_began: int | None
 
     @property
     def owner(self) -> bytes:
@@ -117,14 +128,49 @@ class Owner(Generic[M]):
 
 
 class Owners(Generic[M]):
-    """The clients that have sequences in the engine."""
+    """The clients that have sequences in the engine. step: how many have begun; the caller counts.
 
-    def __init__(self) -> None:
+    step_tokens: token budget of a step.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
+        self.step = 0
+        self._step_tokens = step_tokens
         self._owners: dict[bytes, Owner[M]] = {}
         self._turns = itertools.count()
+        self._level = math.inf  # places that an owner may have at most, were all its sequences ready
 
-    def __iter__(self) -> Iterator[Owner[M]]:
-        return iter(self._owners.values())
+    @property
+    def by_age(self) -> bool:
+        """Whether this step goes by age, and not by priority."""
+        return self.step % _AGE_STEPS == 0
+
+    def crowding(self, sequence: M) -> float:
+        """Sequences of its owner for each place that the owner may have; 1 as long as there are enough places.
+
+        How many sequences another owner has makes no difference beyond that owner's share.
+        """
+        return max(1.0, self.of(sequence).num_sequences / self._level)
+
+    def is_overdue(self, sequence: M) -> bool:
+        """Whether a queued sequence waits for so long that nobody may overtake it."""
+        return sequence.queued_at < self.step - _OVERDUE_STEPS
+
+    def had_turn(self, sequence: M) -> bool:
+        """Whether it may lose its blocks: it has committed since it got them, and kept them for a while.
+
+        One that waits for its device keeps them as long: every answer would else cost its whole context once more.
+        """
+        if sequence.turn_began is None:
+            return False
+        steps_to_recompute = len(sequence.tokens) // self._step_tokens
+        return self.step - sequence.turn_began >= max(_TURN_STEPS, 2 * steps_to_recompute)
+
+    def precedence(self, sequence: M) -> tuple[int, int, int]:
+        """The higher, the sooner it gives way: those with the lowest priority, of the largest owner, with the longest
+        turn.
+        """
+        return -sequence.priority, len(self.of(sequence).running), self.step - (sequence.turn_began or 0)
 
     def of(self, sequence: M) -> Owner[M]:
         """The owner of a sequence that was added."""
@@ -134,11 +180,6 @@ class Owners(Generic[M]):
         """Whether it waits for blocks."""
         owner = self._owners.get(sequence.owner)
         return owner is not None and sequence in owner.queue
-
-    def is_running(self, sequence: M) -> bool:
-        """Whether it has blocks."""
-        owner = self._owners.get(sequence.owner)
-        return owner is not None and sequence in owner.running
 
     def add(self, sequence: M) -> None:
         """Appends a new sequence to its owner's queue."""
@@ -172,23 +213,20 @@ class Owners(Generic[M]):
         del owner.running[sequence]
         owner.enqueue(sequence, is_first=is_first)
 
-    def level(self, num_places: int) -> float:
-        """Places that an owner may have at most, were all its sequences ready; infinite if there are enough for all."""
-        return even_level([owner.num_sequences for owner in self], num_places)
-
-    def candidates(self, overdue_since: int, *, by_age: bool = False) -> Iterator[M]:
+    def candidates(self) -> Iterator[M]:
         """The heads of the owners' queues, until the caller has enough: the highest priority first, unless `by_age`.
 
-        Then what was queued before `overdue_since`, then owners with the fewest sequences that have blocks, then who
+        Then what is overdue, then owners with the fewest sequences that have blocks, then who
         has waited longest. An owner whose head was admitted meanwhile comes again with the next one.
         """
 
         def entry(index: int, owner: Owner[M]) -> tuple[int, bool, int, int, int, Owner[M]]:
             head = owner.next_queued(by_age=by_age)
-            rank, queued_at = 0 if by_age else -head.priority, head.queued_at
-            return rank, queued_at >= overdue_since, len(owner.running), queued_at, index, owner
+            rank = 0 if by_age else -head.priority
+            return rank, not self.is_overdue(head), len(owner.running), head.queued_at, index, owner
 
-        heap = [entry(index, owner) for index, owner in enumerate(self) if owner.queue]
+        by_age = self.by_age
+        heap = [entry(index, owner) for index, owner in enumerate(self._owners.values()) if owner.queue]
         heapq.heapify(heap)
         while heap:
             *_, index, owner = heapq.heappop(heap)
@@ -199,15 +237,16 @@ class Owners(Generic[M]):
             if owner.queue and owner.next_queued(by_age=by_age) is not head:
                 heapq.heappush(heap, entry(index, owner))
 
-    def take_places(self, ready: Sequence[M], num_places: int, *, by_age: bool = False) -> list[M]:
+    def take_places(self, ready: Sequence[M], num_places: int) -> list[M]:
         """Chooses who takes part in a step, in the order of `ready`: the highest priority first, unless `by_age`.
 
         Places are shared evenly by the owners that can use them; an owner's go to those whose turn it is.
         """
+        self._level = even_level([owner.num_sequences for owner in self._owners.values()], num_places)
         if len(ready) <= num_places:
             return list(ready)
         taking_part: set[M] = set()
-        for equals in _classes(ready, by_age=by_age):
+        for equals in _classes(ready, by_age=self.by_age):
             taking_part |= self._share_places(equals, num_places - len(taking_part))
         return [s for s in ready if s in taking_part]
 
@@ -230,7 +269,7 @@ class Owners(Generic[M]):
         for sequence in sorted(sequences, key=lambda s: s.turn):
             sequence.turn = next(self._turns)
 
-    def in_time(self, prompts: Sequence[M], texts: Sequence[M], *, by_age: bool) -> tuple[list[M], set[M]]:
+    def in_time(self, prompts: Sequence[M], texts: Sequence[M]) -> tuple[list[M], set[M]]:
         """The prompts whose owners owe the others no time, in their order; and those that delay another's text.
 
         texts: sequences that decode. A prompt delays those of its own priority and above, of all unless `by_age`; what
@@ -239,7 +278,7 @@ class Owners(Generic[M]):
         highest: dict[Owner[M], float] = {}
         for text in texts:
             owner = self.of(text)
-            highest[owner] = max(highest.get(owner, -math.inf), math.inf if by_age else text.priority)
+            highest[owner] = max(highest.get(owner, -math.inf), math.inf if self.by_age else text.priority)
         lowest: dict[Owner[M], float] = {}
         for prompt in prompts:
             owner = self.of(prompt)
@@ -250,7 +289,7 @@ class Owners(Generic[M]):
         def num_delayed(owner: Owner[M], priority: float) -> int:
             return num_above[priority] - (owner in highest and highest[owner] >= priority)
 
-        for owner in self:
+        for owner in self._owners.values():
             if owner.owed:
                 num_others = num_delayed(owner, lowest.get(owner, -math.inf))
                 owner.owed = max(0.0, owner.owed - 1.0 / num_others) if num_others else 0.0
@@ -264,14 +303,14 @@ class Owners(Generic[M]):
             for sequence, count in given.items():
                 self.of(sequence).owed += num_steps * count / total
 
-    def split_tokens(self, prompts: Sequence[M], total: int, *, by_age: bool = False) -> dict[M, int]:
+    def split_tokens(self, prompts: Sequence[M], total: int) -> dict[M, int]:
         """Divides a step's prompt tokens: the highest priority first, unless `by_age`; evenly between owners.
 
         Half of an owner's share goes evenly to its sequences, so that none stands still; the rest to those with the
         fewest tokens to run, so that the first token comes soon on average.
         """
         given: dict[M, int] = {}
-        for equals in _classes(prompts, by_age=by_age):
+        for equals in _classes(prompts, by_age=self.by_age):
             given |= self._share_tokens(equals, total - sum(given.values()))
         return given
 

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
-from outrider.cloud.engine.owners import PLAIN_STEPS, Owners
+from outrider.cloud.engine.owners import MAX_REFUSED, PLAIN_STEPS, Owners
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.drafting import Drafting
@@ -25,15 +24,6 @@ from outrider.cloud.pending.estimators import StepSize, tokens_within_a_step
 from outrider.cloud.pending.policy import NO_WAIT
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import Totals
-
-_TURN_STEPS: Final = 32
-"""Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
-_OVERDUE_STEPS: Final = 64
-"""Steps after which a queued sequence is next, even if smaller ones would fit before it."""
-_AGE_STEPS: Final = 8
-"""One step of so many goes by age alone: those with a low priority get an eighth of the engine, whoever else waits."""
-_MAX_REFUSED: Final = 16
-"""Queued sequences without room that a step looks at: looking at those of a thousand owners would cost 0.2 s."""
 
 
 class Scheduler:
@@ -55,26 +45,17 @@ class Scheduler:
         self._cache = cache
         self._drafting = drafting
         self._totals = totals
-        self._owners = Owners[SequenceState]()
-        self._step = 0
+        self.owners = Owners[SequenceState](config.token_budget)
         self.running: list[SequenceState] = []  # those that have blocks, oldest first
         self.num_queued = 0
         self._dues: dict[SequenceState, float] = {}  # sequences with a deadline, and when it passes
         self._first_due = float("inf")
-        self._level = float("inf")  # places that an owner may have at most
         self._holders: dict[SequenceState, None] = {}  # queued, with the blocks of a parked prefix that they continue
-
-    def crowding(self, sequence: SequenceState) -> float:
-        """Sequences of its owner for each place that the owner may have; 1 as long as there are enough places.
-
-        How many sequences another owner has makes no difference beyond that owner's share.
-        """
-        return max(1.0, self._owners.of(sequence).num_sequences / self._level)
 
     def add(self, sequence: SequenceState) -> None:
         """Queues a new sequence."""
-        sequence.queued_at = self._step
-        self._owners.add(sequence)
+        sequence.queued_at = self.owners.step
+        self.owners.add(sequence)
         self.num_queued += 1
         if sequence.blocks:
             self._holders[sequence] = None
@@ -86,10 +67,10 @@ class Scheduler:
         """Removes a sequence, queued or running; the caller frees its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif self._owners.is_queued(sequence):
+        elif self.owners.is_queued(sequence):
             self.num_queued -= 1
             self._holders.pop(sequence, None)
-        self._owners.remove(sequence)
+        self.owners.remove(sequence)
         self._dues.pop(sequence, None)
 
     def overdue(self, now: float) -> list[SequenceState]:
@@ -104,25 +85,20 @@ class Scheduler:
         """Seconds until the next deadline of a sequence; None where none has one."""
         return max(0.0, self._first_due - now) if self._dues else None
 
-    @property
-    def _by_age(self) -> bool:
-        """Whether this step goes by age, and not by priority."""
-        return self._step % _AGE_STEPS == 0
-
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
         """Gives queued sequences blocks for their tokens and the next one: by priority; owners in turn, each owner's in
         order.
         """
-        self._step += 1
+        self.owners.step += 1
         if not self.num_queued:
             return
-        overdue_since, num_refused = self._step - _OVERDUE_STEPS, 0
-        for candidate in self._owners.candidates(overdue_since, by_age=self._by_age):
+        num_refused = 0
+        for candidate in self.owners.candidates():
             if not self._admit(candidate):
                 num_refused += 1
-                if candidate.queued_at < overdue_since or num_refused == _MAX_REFUSED:
+                if self.owners.is_overdue(candidate) or num_refused == MAX_REFUSED:
                     return  # nobody overtakes one that is overdue
 
     def _admit(self, sequence: SequenceState) -> bool:
@@ -139,7 +115,7 @@ class Scheduler:
             self._give_way(givers[0])
         if sequence.stored is not None:
             self._on_admit(sequence)
-        self._owners.admitted(sequence)
+        self.owners.admitted(sequence)
         self._holders.pop(sequence, None)
         self.num_queued -= 1
         self.running.append(sequence)
@@ -161,36 +137,19 @@ class Scheduler:
         with the same one, or any in a step that goes by age, where they are of owners that have more sequences in the
         cache, or of the candidate's own owner.
         """
-        own = self._owners.of(candidate)
+        own = self.owners.of(candidate)
         eligible = []
         for sequence in self.running:
-            if self._had_turn(sequence):
-                owner = self._owners.of(sequence)
-                if self._by_age or sequence.priority == candidate.priority:
+            if self.owners.had_turn(sequence):
+                owner = self.owners.of(sequence)
+                if self.owners.by_age or sequence.priority == candidate.priority:
                     is_eligible = owner is own or len(owner.running) > len(own.running)
                 else:
                     is_eligible = sequence.priority < candidate.priority
                 if is_eligible:
                     eligible.append(sequence)
-        eligible.sort(key=self._precedence, reverse=True)
+        eligible.sort(key=self.owners.precedence, reverse=True)
         return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
-
-    def _had_turn(self, sequence: SequenceState) -> bool:
-        """Whether it may lose its blocks: it has committed since it got them, and kept them for a while.
-
-        One that waits for its device keeps them as long: every answer would else cost its whole context once more.
-        """
-        if sequence.turn_began is None:
-            return False
-        steps_to_recompute = len(sequence.tokens) // self._config.token_budget
-        return self._step - sequence.turn_began >= max(_TURN_STEPS, 2 * steps_to_recompute)
-
-    def _precedence(self, sequence: SequenceState) -> tuple[int, int, int]:
-        """The higher, the sooner it gives way: those with the lowest priority, of the largest owner, with the longest
-        turn.
-        """
-        num_running = len(self._owners.of(sequence).running)
-        return -sequence.priority, num_running, self._step - (sequence.turn_began or 0)
 
     def _reserve(self, sequence: SequenceState, length: int, taking_part: set[SequenceState]) -> bool:
         """Reserves blocks for `length` tokens; others that do not take part give way. False if this one had to."""
@@ -199,9 +158,9 @@ class Scheduler:
                 self._give_way(next(reversed(self._holders)))
                 continue
             others = [s for s in self.running if s not in taking_part]
-            had_turn = [s for s in others if self._had_turn(s)]
+            had_turn = [s for s in others if self.owners.had_turn(s)]
             # Where nobody had a turn, the youngest loses least.
-            victim = max(had_turn, key=self._precedence) if had_turn else others[-1]
+            victim = max(had_turn, key=self.owners.precedence) if had_turn else others[-1]
             self._give_way(victim)
             if victim is sequence:
                 return False
@@ -213,10 +172,10 @@ class Scheduler:
         if sequence in self._holders:
             del self._holders[sequence]
             return
-        had_turn = self._had_turn(sequence)
+        had_turn = self.owners.had_turn(sequence)
         self.running.remove(sequence)
-        self._owners.returned(sequence, is_first=not had_turn)
-        sequence.queued_at = self._step
+        self.owners.returned(sequence, is_first=not had_turn)
+        sequence.queued_at = self.owners.step
         self.num_queued += 1
         self._totals.preempted += 1
 
@@ -230,13 +189,12 @@ class Scheduler:
         items = [s for s in ready if s.drafts.num_own and s.num_missing == 1]
         texts = [s for s in self.running if s.num_missing == 1]  # also those that wait for a draft, or for a place
         added_to = [*(s for s in ready if s.num_missing > 1), *items]
-        punctual, delaying = self._owners.in_time(added_to, texts, by_age=self._by_age)
-        in_time = set(punctual) if self._step % PLAIN_STEPS else set(punctual) - delaying
+        punctual, delaying = self.owners.in_time(added_to, texts)
+        in_time = set(punctual) if self.owners.step % PLAIN_STEPS else set(punctual) - delaying
         if items:
             late = self._late_items(ready, items, in_time, delaying)
             ready = [s for s in ready if s not in late]
-        self._level = self._owners.level(self._config.max_running)
-        ready = self._owners.take_places(ready, self._config.max_running, by_age=self._by_age)
+        ready = self.owners.take_places(ready, self._config.max_running)
         decoding = [s for s in ready if s.num_missing == 1]
         prompts = [s for s in ready if s.num_missing > 1]
         budget = max(0, self._config.token_budget - len(decoding))
@@ -258,17 +216,17 @@ class Scheduler:
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
         drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
         left = max(budget - sum(len(chosen.tokens) for chosen in drafts.values()), for_prompts)
-        chunks = self._owners.split_tokens(prompts, for_prompts if has_delaying else left, by_age=self._by_age)
+        chunks = self.owners.split_tokens(prompts, for_prompts if has_delaying else left)
         if has_delaying and decoding:  # else the step delays a text by itself at most, and nobody's step is shared
-            self._owners.charge({s: count for s, count in chunks.items() if s in delaying}, added)
+            self.owners.charge({s: count for s, count in chunks.items() if s in delaying}, added)
         given = {s: s.num_wanted - 1 for s in decoding if s in delaying}  # items
         if 0 < len(given) < len(decoding):
-            self._owners.charge(given, self._drafting.curve.steps_added(sum(given.values()), fixed, context))
+            self.owners.charge(given, self._drafting.curve.steps_added(sum(given.values()), fixed, context))
         shares: list[Share] = []
         taking_part: set[SequenceState] = set()
         for sequence in [*decoding, *prompts]:
             new, drafted = self._part_of(sequence, drafts.get(sequence.drafts, NOTHING), chunks.get(sequence, 1))
-            if not new or not self._owners.is_running(sequence):
+            if not new or sequence not in self.owners.of(sequence).running:
                 continue  # no budget is left, or it has just given way to another
             is_complete = len(new) == sequence.num_missing
             length = sequence.computed + len(new)
@@ -283,8 +241,8 @@ class Scheduler:
                 taking_part.add(sequence)
                 shares.append(Share(sequence, [*new, *drafted.tokens], drafted, is_complete))
                 if is_complete and sequence.turn_began is None:
-                    sequence.turn_began = self._step
-        self._owners.took_part(taking_part)
+                    sequence.turn_began = self.owners.step
+        self.owners.took_part(taking_part)
         return shares
 
     def _late_items(

@@ -75,7 +75,7 @@ class Drafting:
     def learned(self, client: bytes) -> Learned:
         """What this client's earlier sessions have shown, and nobody else's: others' texts cannot be told from it.
 
-        client: as `GenerateRequest.client`.
+        client: as `Asker.client`.
         """
         found = self._learned.pop(client, None) or Learned(AcceptanceEstimator(self._max_draft), NodeChances())
         self._learned[client] = found
@@ -95,7 +95,7 @@ class Drafting:
     ) -> PendingDrafts:
         """Of a new sequence, or of one that begins again after `committed`: nothing yet. lag_ms: a first guess of it.
 
-        The others: as in PendingDrafts; client: as `GenerateRequest.client`.
+        The others: as in PendingDrafts; client: as `Asker.client`.
         """
         learned = self.learned(client)
         drafts = PendingDrafts(

@@ -9,8 +9,6 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from statistics import median
 
 import numpy as np
@@ -69,12 +67,8 @@ class AcceptanceEstimator:
         prior = _FIRST_GUESS if self._parent is None else min(high, max(low, self._parent.rate))
         return (max(0.0, self._all_accepted) + _PRIOR_WEIGHT * prior) / (self._all_tested + _PRIOR_WEIGHT)
 
-    def survival(self, count: int) -> list[float]:
-        """P(the first i + 1 pending tokens are all accepted), i < count; the overall rate is each position's prior."""
-        return list(accumulate(self.rates(count), mul))
-
     def rates(self, count: int) -> list[float]:
-        """P(pending token i is accepted if those before it are), i < count."""
+        """P(pending token i is accepted if those before it are), i < count; the overall rate is each one's prior."""
         prior = _PRIOR_WEIGHT * self.rate
         return [
             (accepted + prior) / (tested + _PRIOR_WEIGHT)

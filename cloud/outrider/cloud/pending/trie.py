@@ -120,51 +120,19 @@ class DraftTrie:
 
         committed: the tokens generated so far; `message.base` of them at most were known to the device.
         """
-        numbers, orphans = self._numbers, self._orphans
-        known = numbers.get
-        root, num_committed = self.root, self.root.position
-        base_node = root if message.base == num_committed else PendingNode(ROOT, message.base, UNHINTED)
-        deepest = num_taken_over = 0
-        num_free = MAX_NODES - self.num_nodes
-        number = message.first - 1
-        # Up to a hundred nodes arrive per step and session: this is `_attach`, without its calls.
-        for token, parent_number, level in zip(message.tokens, message.parents, message.levels, strict=True):
-            number += 1
-            parent = base_node if parent_number == ROOT else known(parent_number)
+        numbers, deepest = self._numbers, 0
+        base_node = PendingNode(ROOT, message.base, UNHINTED)
+        nodes = zip(message.tokens, message.parents, message.levels, strict=True)
+        for number, (token, parent_number, level) in enumerate(nodes, start=message.first):
+            parent = base_node if parent_number == ROOT else numbers.get(parent_number)
             if parent is None:
                 self._hold(parent_number, number, token, level + LEVELS)
                 continue
-            position = parent.position
-            if position < num_committed:
-                child = self.compared(position, token, committed)
-            else:
-                if position == num_committed:
-                    parent = root
-                kind = level + LEVELS
-                children = parent.children
-                if children is None:
-                    parent.children = children = {}
-                if token not in children:
-                    if num_free == 0:
-                        numbers[number] = GONE
-                        continue
-                    num_free -= 1
-                    children[token] = child = PendingNode(token, position + 1, kind)
-                elif kind > (child := children[token]).kind:
-                    num_taken_over += child.kind < NUM_LOOKUP_KINDS
-                    child.kind = kind
-                best = parent.best
-                if best is None or child.kind > best.kind:
-                    parent.best = child
+            child = numbers[number] = self._place(parent, token, level + LEVELS, committed)
             if child.position > deepest:
                 deepest = child.position
-            numbers[number] = child
-            if orphans and number in orphans:
-                self.num_nodes = MAX_NODES - num_free
+            if number in self._orphans:
                 deepest = max(deepest, self._adopt(number, committed))
-                num_free = MAX_NODES - self.num_nodes
-        self.num_nodes = MAX_NODES - num_free
-        self.num_looked_up -= num_taken_over
         if len(numbers) > MAX_NUMBERS:
             for oldest in list(islice(numbers, len(numbers) - MAX_NUMBERS)):
                 del numbers[oldest]
@@ -198,12 +166,14 @@ class DraftTrie:
             parent.best = child
         return child
 
-    def compared(self, position: int, token: int, committed: Sequence[int]) -> PendingNode:
-        """What stands for a child of a node on the committed text, or of a dropped one."""
+    def _place(self, parent: PendingNode, token: int, kind: int, committed: Sequence[int]) -> PendingNode:
+        """The child of any node: made below a pending one, compared with the text below a committed one."""
+        position, root = parent.position, self.root
+        if position >= root.position:
+            return self._attach(parent if position > root.position else root, token, kind)
         if position < 0 or committed[position] != token:
             return GONE
-        position += 1
-        return self.root if position == self.root.position else PendingNode(token, position, UNHINTED)
+        return root if position + 1 == root.position else PendingNode(token, position + 1, UNHINTED)
 
     def _hold(self, parent: int, number: int, token: int, kind: int) -> None:
         siblings = self._orphans.setdefault(parent, {})
@@ -214,7 +184,7 @@ class DraftTrie:
 
     def _adopt(self, number: int, committed: Sequence[int]) -> int:
         """Merges what waited for a node, and what waited for that, and so on. Returns the deepest position."""
-        arrived, deepest, num_committed = [number], 0, self.root.position
+        arrived, deepest = [number], 0
         while arrived:
             parent_number = arrived.pop()
             waiting = self._orphans.pop(parent_number, None)
@@ -223,11 +193,7 @@ class DraftTrie:
             self._num_orphans -= len(waiting)
             parent = self._numbers[parent_number]
             for own, (token, kind) in waiting.items():
-                if parent.position >= num_committed:
-                    child = self._attach(parent, token, kind)
-                else:
-                    child = self.compared(parent.position, token, committed)
-                self._numbers[own] = child
+                child = self._numbers[own] = self._place(parent, token, kind, committed)
                 deepest = max(deepest, child.position)
                 arrived.append(own)
         return deepest

@@ -165,7 +165,7 @@ class OutriderScheduler(Scheduler):
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
         self._places.committed(served)
         logprobs = self._found.logprobs.get(request.request_id, ())[: len(new_token_ids)]
-        crowding = self._places.crowding(served)
+        crowding = self._places.owners.crowding(served)
         done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding, logprobs=logprobs)
         if served.terms.once:
             served.logprobs += logprobs

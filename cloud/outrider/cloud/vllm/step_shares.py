@@ -7,23 +7,13 @@ decided here. Only the engine process's main thread calls it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.engine.owners import PLAIN_STEPS, Owners
+from outrider.cloud.engine.owners import MAX_REFUSED, PLAIN_STEPS, Owners
 from outrider.cloud.pending.estimators import tokens_within_a_step
 from outrider.cloud.vllm.book import Served
-
-_TURN_STEPS: Final = 32
-"""Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
-_OVERDUE_STEPS: Final = 64
-"""Steps after which a queued sequence is next, even if smaller ones would fit before it."""
-_AGE_STEPS: Final = 8
-"""One step of so many goes by age alone, as in the embedded engine."""
-_MAX_REFUSED: Final = 16
-"""Queued sequences without room that a step looks at."""
 
 
 class StepShares:
@@ -31,11 +21,8 @@ class StepShares:
 
     def __init__(self, num_places: int, step_tokens: int) -> None:
         self._num_places = num_places
-        self._step_tokens = step_tokens
-        self._owners = Owners[Served]()
-        self._step = 0
+        self.owners = Owners[Served](step_tokens)
         self._running: dict[Served, None] = {}
-        self._level = float("inf")  # places that an owner may have at most
         self.num_queued = 0
 
     @property
@@ -47,8 +34,8 @@ class StepShares:
 
     def open(self, served: Served) -> None:
         """Queues a new sequence."""
-        served.queued_at = self._step
-        self._owners.add(served)
+        served.queued_at = self.owners.step
+        self.owners.add(served)
         self.num_queued += 1
 
     def close(self, served: Served) -> None:
@@ -57,32 +44,23 @@ class StepShares:
             del self._running[served]
         else:
             self.num_queued -= 1
-        self._owners.remove(served)
+        self.owners.remove(served)
 
     def committed(self, served: Served) -> None:
         """Notes that a sequence's turn has begun, with the first token since it has blocks."""
         if served.turn_began is None:
-            served.turn_began = self._step
+            served.turn_began = self.owners.step
 
     def returned(self, served: Served) -> None:
         """Queues a sequence again, whose blocks were taken."""
-        had_turn = self._had_turn(served)
+        had_turn = self.owners.had_turn(served)
         self._leave(served, is_first=not had_turn)
-        served.queued_at = self._step
+        served.queued_at = self.owners.step
 
     def _leave(self, served: Served, *, is_first: bool) -> None:
         del self._running[served]
         self.num_queued += 1
-        self._owners.returned(served, is_first=is_first)
-
-    def crowding(self, served: Served) -> float:
-        """Sequences of its owner for each place that the owner may have; 1 as long as there are enough places."""
-        return max(1.0, self._owners.of(served).num_sequences / self._level)
-
-    @property
-    def _by_age(self) -> bool:
-        """Whether this step goes by age, and not by priority."""
-        return self._step % _AGE_STEPS == 0
+        self.owners.returned(served, is_first=is_first)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -92,16 +70,16 @@ class StepShares:
         make_room: whether there is room for a sequence; it may take the blocks of those that the second argument
         gives, in their order, if they suffice.
         """
-        self._step += 1
+        self.owners.step += 1
         found: list[Served] = []
         if not self.num_queued:
             return found
-        overdue_since, num_refused = self._step - _OVERDUE_STEPS, 0
-        for served in self._owners.candidates(overdue_since, by_age=self._by_age):
-            if served.queued_at == self._step:
+        num_refused = 0
+        for served in self.owners.candidates():
+            if served.queued_at == self.owners.step:
                 continue  # it has just given way
             if make_room(served, lambda served=served: self._givers_to(served)):  # type: ignore[misc]
-                self._owners.admitted(served)
+                self.owners.admitted(served)
                 self._running[served] = None
                 self.num_queued -= 1
                 served.turn_began = None
@@ -110,7 +88,7 @@ class StepShares:
                     break
             else:
                 num_refused += 1
-                if served.queued_at < overdue_since or num_refused == _MAX_REFUSED:
+                if self.owners.is_overdue(served) or num_refused == MAX_REFUSED:
                     break  # nobody overtakes one that is overdue
         return found
 
@@ -121,12 +99,11 @@ class StepShares:
 
     def take_part(self, ready: Sequence[Served]) -> set[Served]:
         """Those of the running sequences that take part; owners share the places evenly."""
-        self._level = self._owners.level(self._num_places)
-        return set(self._owners.take_places(ready, self._num_places, by_age=self._by_age))
+        return set(self.owners.take_places(ready, self._num_places))
 
     def took_part(self, sequences: Iterable[Served]) -> None:
         """Puts sequences that ran tokens behind their owners' others."""
-        self._owners.took_part(sequences)
+        self.owners.took_part(sequences)
 
     def prompt_shares(
         self, prompts: Sequence[Served], total: int, decoding: Sequence[Served], added: NDArray[np.float64]
@@ -136,15 +113,15 @@ class StepShares:
         decoding: who decodes in it. Where prompts delay other owners' texts, they have `added`, as `steps_added` gives
         it, for at most one step, and no tokens while their owners owe the others time.
         """
-        in_time, delaying = self._owners.in_time(prompts, decoding, by_age=self._by_age)
+        in_time, delaying = self.owners.in_time(prompts, decoding)
         if not delaying:
-            return self._owners.split_tokens(prompts, total, by_age=self._by_age)
-        if self._step % PLAIN_STEPS == 0:
+            return self.owners.split_tokens(prompts, total)
+        if self.owners.step % PLAIN_STEPS == 0:
             in_time = [s for s in prompts if s not in delaying]
         num_free = sum(s.num_wanted for s in prompts if s not in delaying)
         total = min(total, max(tokens_within_a_step(added), num_free))
-        given = self._owners.split_tokens(in_time, total, by_age=self._by_age)
-        self._owners.charge({s: count for s, count in given.items() if s in delaying}, added)
+        given = self.owners.split_tokens(in_time, total)
+        self.owners.charge({s: count for s, count in given.items() if s in delaying}, added)
         return dict.fromkeys(prompts, 0) | given
 
     # -- who gives way -----------------------------------------------------------------------------------------------
@@ -157,27 +134,15 @@ class StepShares:
         The embedded engine's places have no such limit as vLLM's `max_num_seqs`, so there who has priority seldom needs
         another's blocks; here it would wait for the end of a turn.
         """
-        own = self._owners.of(candidate)
+        own = self.owners.of(candidate)
         eligible = []
         for served in self._running:
-            if not self._by_age and served.priority != candidate.priority:
+            if not self.owners.by_age and served.priority != candidate.priority:
                 is_eligible = served.priority < candidate.priority and served.turn_began is not None
             else:
-                owner = self._owners.of(served)
-                is_eligible = self._had_turn(served) and (owner is own or len(owner.running) > len(own.running))
+                owner = self.owners.of(served)
+                is_eligible = self.owners.had_turn(served) and (owner is own or len(owner.running) > len(own.running))
             if is_eligible:
                 eligible.append(served)
-        eligible.sort(key=self._precedence, reverse=True)
+        eligible.sort(key=self.owners.precedence, reverse=True)
         return eligible
-
-    def _had_turn(self, served: Served) -> bool:
-        if served.turn_began is None:
-            return False
-        steps_to_recompute = len(served.tokens) // self._step_tokens
-        return self._step - served.turn_began >= max(_TURN_STEPS, 2 * steps_to_recompute)
-
-    def _precedence(self, served: Served) -> tuple[int, int, int]:
-        """The higher, the sooner it gives way: those with the lowest priority, of the largest owner, with the longest
-        turn.
-        """
-        return -served.priority, len(self._owners.of(served).running), self._step - (served.turn_began or 0)
