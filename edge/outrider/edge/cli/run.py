@@ -206,8 +206,8 @@ async def _generate(
         drafter = draft.drafter if draft is not None else None
         tree = make_options(options.width, options.effort, is_looked_up=options.is_looked_up)
         quoted = grounding.quoted if grounding is not None else ()
-        tree = tree if eased_by is None else eased(tree)
-        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted, terms=options.terms)
+        tree = replace(tree if eased_by is None else eased(tree), terms=options.terms)
+        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)
         offline: OfflineText | None = None
         if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None and tokenizer is not None:
             offline = await _generate_offline_ok(agent, draft, request, fleet, printer, tokenizer, warn)
