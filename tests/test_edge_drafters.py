@@ -284,7 +284,7 @@ class Driven:
 
     def _sent(self, _: Callable[[], None]) -> None:
         with self.worker.lock:
-            self.woken.append(self.belief.tree.likeliest_length())
+            self.woken.append(len(self.belief.tree.likeliest()))
             self.belief.tree.take_unsent(0.0, 1000)
             self.worker.sent()
         self._on_wake()

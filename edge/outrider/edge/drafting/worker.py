@@ -135,7 +135,7 @@ class DraftWorker:
         """The nodes of the next call, at most `most`."""
         with self.lock:
             nodes = self._next_nodes(most)
-            branches = [self._belief.tree.path(node) for node in nodes]
+            branches = [node.path() for node in nodes]
         return DraftCall(nodes, branches) if nodes else None
 
     def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
@@ -189,14 +189,14 @@ class DraftWorker:
     def _is_due(self, before: float, now: float) -> bool:
         """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""
         tree = self._belief.tree
-        if not tree.has_unsent:
+        if not tree.unsent:
             return False
         if self._unsent_since is None:
             self._unsent_since = before  # else the first guess of a slow draft would wait for the second
         waited_s = now - self._unsent_since
         if tree.has_sent:  # the server has something to verify
             return waited_s >= self._limits.calm_s
-        answer, path = self._plan().answer, tree.likeliest_length()
+        answer, path = self._plan().answer, len(tree.likeliest())
         if answer and path >= answer:
             return True
         # If the answer will be complete soon, wait for it.
