@@ -23,6 +23,7 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch, ends_of
 from outrider.models.client.errors import EndpointUnfit
 from outrider.models.errors import CloudError
+from outrider.models.runtimes.base import num_shared
 
 Found = TypeVar("Found")
 
@@ -115,9 +116,7 @@ class OfflineWriter:
 
         def take(batch: TokenBatch) -> None:
             tokens = batch.tokens
-            same = 0
-            while same < min(len(tokens), len(text.local)) and tokens[same] == text.local[same]:
-                same += 1
+            same = num_shared(tokens, text.local)
             if same:
                 text.num_confirmed += same
                 text.verified += tokens[:same]

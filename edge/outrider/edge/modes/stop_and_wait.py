@@ -53,8 +53,6 @@ def propose_picked(logits: Logits, params: SamplingParams, position: int) -> lis
 
 logger = logging.getLogger(__name__)
 
-_NOT_HELD = "prefix_not_held"
-
 Guesser = Callable[[Sequence[Sequence[int]]], list[list[Guess]]]
 """One guess after each branch at most."""
 
@@ -170,7 +168,7 @@ class StopAndWaitAgent:
                 by_hash = whole.model_copy(update={"prefix": [], "prefix_hash": prefix_hash})
                 return await self._ask(request, by_hash, text)
             except RequestError as e:
-                if e.code != _NOT_HELD:
+                if e.code != "prefix_not_held":
                     raise
         return await self._ask(request, whole, text)
 

@@ -126,7 +126,7 @@ class _Generation:
         mode = Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY
         self._recorder = Recorder(mode, on_tokens, agent.clock, options.terms.rule)
         self._result = self._recorder.result
-        self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, self._on_free)
+        self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, lambda: self._ahead.pump())
         self._ahead = DraftAhead(
             request,
             Drafting(agent.drafter, agent.depth, estimates, options.tree, agent.scheduler, agent.on_call),
@@ -300,9 +300,6 @@ class _Generation:
             length = len(self._request.prompt) + len(self._ahead.known)
             self._result.held = HeldPrefix(client.url, end.prefix_hash, length)
         return end.reason
-
-    def _on_free(self) -> None:
-        self._ahead.pump()
 
     def _send(self, num_known: int, nodes: Sequence[GuessNode]) -> int:
         assert self._posts is not None
