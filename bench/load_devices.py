@@ -106,7 +106,7 @@ class Device:
             nodes = tree.take_best(1, 0.0, MAX_DEPTH)
             if not nodes:
                 break
-            tree.expand(nodes[0], self._recorded.guess(self._belief.num_known, tree.path(nodes[0])))
+            tree.expand(nodes[0], self._recorded.guess(self._belief.num_known, nodes[0].path()))
         unsent = tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
         return tree_message(self._belief.num_known, unsent).body if unsent else None
 

@@ -81,7 +81,7 @@ class Device:
             nodes = tree.take_best(1, 0.0, MAX_DEPTH)
             if not nodes:
                 break
-            (guesses,) = drafter.guess([tree.path(nodes[0])], self._width)
+            (guesses,) = drafter.guess([nodes[0].path()], self._width)
             tree.expand(nodes[0], guesses)
         unsent = tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
         if not unsent:

@@ -43,6 +43,7 @@ from rich.table import Table
 from outrider.edge.lab.laboratory import ALIKE, Lab, connected, interleave, open_lab
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent, make_options
+from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.reference_export import export_reference_pair
@@ -108,7 +109,7 @@ def agents_of(options: argparse.Namespace, endpoints: Endpoints, lab: Lab) -> di
     for name, each in (("tree", tree), ("path", path)):
         agents[name] = make_agent(Mode.STREAM, endpoints, lab.drafter, options=each)
     for name, terms in ({"blocks": PLAIN_TERMS} | terms_of(options)).items():
-        agents[name] = make_agent(Mode.STOP_AND_WAIT, endpoints, lab.drafter, terms=terms)
+        agents[name] = make_agent(Mode.STOP_AND_WAIT, endpoints, lab.drafter, options=AgentOptions(terms=terms))
     return agents
 
 

@@ -109,13 +109,13 @@ def test_only_the_last_provisional_token_waits_to_be_expanded() -> None:
     tree = GuessTree(lambda cell: 0.5)
     tree.add_trunk([7, 8, 9])
     (tip,) = tree.take_best(4, 0.5, 8)
-    assert tree.path(tip) == [7, 8, 9]
+    assert tip.path() == [7, 8, 9]
     tree.expand(tip, [])
     tree.add_trunk([7, 8, 9, 10])
     (tip,) = tree.take_best(4, 0.5, 8)
-    assert tree.path(tip) == [7, 8, 9, 10]
+    assert tip.path() == [7, 8, 9, 10]
     assert [node.token for node in tree.take_unsent(0.9, 8)] == [7, 8, 9, 10]
     tree.advance(7)
     tree.advance(5)
     tree.replant()
-    assert tree.num_nodes == 0 and [tree.path(node) for node in tree.take_best(4, 0.5, 8)] == [[]]
+    assert tree.num_nodes == 0 and [node.path() for node in tree.take_best(4, 0.5, 8)] == [[]]

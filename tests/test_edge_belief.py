@@ -67,7 +67,7 @@ def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: lis
 
     while known < len(truth):
         for node in belief.tree.take_best(chance.randrange(5), 0.0, 4):
-            text = (*truth[:known], *belief.tree.path(node))
+            text = (*truth[:known], *node.path())
             if chance.random() < 0.6:
                 expand(node, text)
             else:

@@ -23,8 +23,9 @@ from outrider.edge.drafting.depth import DraftPlan, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import CallTimes, Estimates
 from outrider.edge.drafting.price import SendPrice
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
-from outrider.edge.drafting.worker import DraftWorker, TreeLimits
+from outrider.edge.drafting.worker import Demand, Drafting, DraftWorker, TreeLimits
 from outrider.edge.results import GenerationRequest
 from outrider.models.picks.sampling import Candidates, SamplingParams, pick
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
@@ -274,21 +275,16 @@ class Driven:
         self._on_wake = on_wake
         self.worker = DraftWorker(
             drafter,
-            (1, 2, 3),
-            SAMPLED,
+            GenerationRequest((1, 2, 3), SAMPLED),
+            Drafting(drafter, FixedDepth(0), estimates, limits, DraftScheduler(clock)),
             self.belief,
-            estimates,
-            lambda: plan,
-            lambda: 1000,
-            lambda: None,
-            limits,
-            clock,
+            Demand(lambda: plan, lambda: 1000, lambda: None),
         )
         self.worker._loop = types.SimpleNamespace(call_soon_threadsafe=self._sent)  # type: ignore[assignment]
 
     def _sent(self, _: Callable[[], None]) -> None:
         with self.worker.lock:
-            self.woken.append(self.belief.tree.likeliest_length())
+            self.woken.append(len(self.belief.tree.likeliest()))
             self.belief.tree.take_unsent(0.0, 1000)
             self.worker.sent()
         self._on_wake()
@@ -450,16 +446,13 @@ def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
             sent.append([(node, node.number) for node in nodes])
             return 4 * len(nodes)
 
-        estimates, is_free = Estimates(), False
+        is_free = False
         ahead = DraftAhead(
             GenerationRequest((1, 2, 3), SAMPLED, 50),
-            ModelDrafter(branched(8)),
-            FixedDepth(3),
+            Drafting(ModelDrafter(branched(8)), FixedDepth(3), Estimates(), TreeLimits(width=2), DraftScheduler()),
+            SendPrice(),
             send,
             lambda: is_free,
-            estimates,
-            TreeLimits(width=2),
-            SendPrice(),
         )
         ahead.pump()
         while ahead._run is not None:

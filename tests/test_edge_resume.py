@@ -21,6 +21,7 @@ from outrider.edge.cli.summary import summary_lines
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
@@ -387,7 +388,9 @@ def test_another_endpoint_has_round_trips_of_its_own(mode: Mode) -> None:
             draft, depth = NgramDrafter(), FixedDepth(0)
             if mode is Mode.STOP_AND_WAIT:
                 return await StopAndWaitAgent(endpoints, draft, depth, estimates, time.clock).generate(request)
-            return await StreamAgent(endpoints, draft, depth, estimates, clock=time.clock).generate(request)
+            return await StreamAgent(endpoints, draft, depth, estimates, scheduler=DraftScheduler(time.clock)).generate(
+                request
+            )
 
     assert run(scenario()).tokens == (5,)
     assert all(request.draft_lag_ms is None for request in asked)

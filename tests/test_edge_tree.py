@@ -94,7 +94,7 @@ def test_a_guess_that_lookup_and_model_share_is_reached_more_often_at_once() -> 
     tree.add_path([Guess(1, 0, 0), Guess(2, 0, 2)])
     (root,) = tree.take_best(1, 0.0, 9)
     tree.expand(root, [Guess(5, 0, 2), Guess(1, 1, 1)])
-    assert [tree.path(node) for node in tree.take_best(3, 0.0, 9)] == [[1], [5], [1, 2]]
+    assert [node.path() for node in tree.take_best(3, 0.0, 9)] == [[1], [5], [1, 2]]
 
 
 def test_unlikely_guesses_are_not_kept() -> None:
@@ -138,7 +138,7 @@ def test_each_node_is_sent_once_after_its_parent(seed: int) -> None:
             tree.unsend(lost)
             sent = {node: number for node, number in sent.items() if not ways[node] & set(lost)}
         unsent = {node: reach for node, reach in everyone.items() if node not in sent}
-        assert tree.has_unsent == bool(unsent)
+        assert bool(tree.unsent) == bool(unsent)
         assert tree.has_sent == any(child in sent for child in tree.root.children.values())
         floor, most = chance.choice([0.0, 0.05, 0.3]), chance.choice([1, 3, 100])
         before = tree.num_sent
@@ -177,7 +177,7 @@ def test_the_messages_decode_to_the_tree_that_was_sent(seed: int) -> None:
         for index, node in enumerate(nodes):
             above = tuple(known[: found.base]) if found.parents[index] == ROOT else texts[found.parents[index]]
             texts[found.first + index] = (*above, found.tokens[index])
-            assert texts[found.first + index] == (*known, *tree.path(node))
+            assert texts[found.first + index] == (*known, *node.path())
             assert found.levels[index] == level_of(CHANCES[node.cell])
 
 
@@ -199,7 +199,7 @@ def test_the_path_for_an_old_server_is_the_likeliest() -> None:
         (node,) = tree.take_best(1, 0.0, 99)
         tree.expand(node, [Guess(100 + depth, 0, 0), Guess(depth, 1, 1)])
     path = [node.token for node in tree.likeliest()]
-    assert path == [*range(100, 104 + MAX_PATH_TOKENS)] and tree.likeliest_length() == len(path)
+    assert path == [*range(100, 104 + MAX_PATH_TOKENS)] and len(tree.likeliest()) == len(path)
     message = path_message(7, path)
     assert message.media_type == "application/json"
     request = DraftRequest.model_validate_json(message.body)

@@ -370,7 +370,7 @@ def worn(grammar: CompiledGrammar) -> None:
     """Fills the lexer that the grammar's texts share: a copy of its matcher can do nothing any more."""
     assert isinstance(grammar.matchers, Matchers)
     matcher = grammar.matchers.current.deep_copy()
-    rng, size = np.random.default_rng(9), grammar._vocabulary.num_tokens
+    rng, size = np.random.default_rng(9), grammar.vocabulary.num_tokens
     while not matcher.is_error():
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]
         row = np.where(bits, rng.standard_normal(size), -np.inf)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,7 +22,8 @@ from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
-from outrider.edge.modes.stop_and_wait import RuleDrafter
+from outrider.edge.modes.stop_and_wait import propose_drawn
+from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, OutriderError
@@ -72,7 +74,7 @@ async def generate(
     requests: Sequence[GenerationRequest],
 ) -> list[GenerationResult]:
     async with VerifierClient(url) as client:
-        agent = make_agent(mode, Endpoints([client]), drafter, "3", terms=terms)
+        agent = make_agent(mode, Endpoints([client]), drafter, "3", AgentOptions(terms=terms))
         return [await agent.generate(request) for request in requests]
 
 
@@ -258,7 +260,7 @@ def test_what_a_client_sends_changes_its_own_text_only() -> None:
 def test_a_draft_without_probabilities_is_refused_on_the_device() -> None:
     endpoints = Endpoints([VerifierClient("http://nobody")])
     with pytest.raises(ConfigError, match="lookup has no probabilities"):
-        make_agent(Mode.STOP_AND_WAIT, endpoints, NgramDrafter(), terms=REJECTION)
+        make_agent(Mode.STOP_AND_WAIT, endpoints, NgramDrafter(), options=AgentOptions(terms=REJECTION))
 
 
 def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
@@ -294,12 +296,12 @@ def test_what_a_rule_wrote_is_labelled_in_the_summary() -> None:
     assert not summary_lines(plain)[0].startswith("LOSSY") and result_as_json(plain, "a")["lossy"] is False
 
 
-def test_a_rule_drafter_draws_one_guess_that_depends_on_the_position_and_the_seed() -> None:
+def test_rejection_draws_one_guess_that_depends_on_the_position_and_the_seed() -> None:
     languages = Languages()
-    drafter = RuleDrafter(ModelDrafter(DraftRuntime(languages)), REJECTION, languages.size - 1)
+    drafter, propose = ModelDrafter(DraftRuntime(languages)), partial(propose_drawn, num_ids=languages.size - 1)
     for seed in range(20):
         drafter.begin(PROMPT, languages.with_seed(seed))
-        ((guess,),) = drafter.guess([[1]], 4)
+        ((guess,),) = drafter.guess_by([[1]], propose)
         tokens, qs = languages.block([1], 1, seed)
         assert (guess.token, guess.evidence) == (tokens[0], qs[0])
     assert drafter.continuation(5) == [] and drafter.length == len(PROMPT)

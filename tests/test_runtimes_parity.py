@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
 from tests.tiny_models import FAMILIES
@@ -29,7 +30,7 @@ from outrider.models.runtimes.base import (
     TreeRuntime,
 )
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-from outrider.models.runtimes.torch_reference import reference_logits
+from outrider.models.runtimes.torch_reference import load_causal_lm
 
 # Logits of the tiny models span about +-4.
 TOLERANCE = 1e-4
@@ -278,3 +279,15 @@ def test_sequence_gives_every_row_on_request(sequence: OpenVinoSequenceRuntime, 
     assert_close(sequence.extend_rows(FIRST[:40]), sequence_truth(FIRST[:40]))
     assert_close(sequence.extend(FIRST[40:44]), sequence_truth(FIRST[:44])[-1])
     assert_close(sequence.extend_rows(FIRST[44:48]), sequence_truth(FIRST[:48])[-4:])
+
+
+def reference_logits(path: Path, tokens: Sequence[int]) -> NDArray[np.float32]:
+    """Logits for every position of one sequence, in one FP32 pass without a cache: [len(tokens), vocab_size] float32.
+
+    With plain attention: transformers' fused attention silently skips some steps, such as Gemma 2's soft-capping.
+    Raises BundleError when transformers cannot load the directory.
+    """
+    model = load_causal_lm(path, torch.float32, "eager")
+    with torch.inference_mode():
+        logits: NDArray[np.float32] = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+    return logits

@@ -159,9 +159,9 @@ class TokenBatch:
 OnTokens = Callable[[TokenBatch], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationResult:
-    """One finished generation.
+    """One generation: finished, or as far as a `Recorder` has it.
 
     tokens: those that the target committed. sources: who produced each. arrival_s: seconds from the request to each.
     num_passes: target passes that committed (the one that ends the prefill included).

@@ -32,6 +32,7 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.errors import CloudError, ConfigError, RequestError
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.runtimes.base import num_shared
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.fields import MAX_COUNT
 from outrider.models.wire.protocol import MAX_BODY_BYTES, ModelFacts, RenderAnswer
@@ -56,16 +57,6 @@ def continued(tokenizer: Tokenizer, kept: Sequence[int], rendered: Sequence[int]
         if found != text:
             return None
     return [*kept, *rendered[start:]] if start < len(rendered) else None
-
-
-def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """First tokens that both have."""
-    shared = 0
-    for mine, its in zip(one, other, strict=False):
-        if mine != its:
-            break
-        shared += 1
-    return shared
 
 
 MAX_NAME_CHARS: Final = 100

@@ -177,7 +177,8 @@ async def _generate(
         drafter = draft.drafter if draft is not None else None
         tree = agent_options(options, eased_by)
         quoted = grounding.quoted if grounding is not None else ()
-        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted, terms=options.terms)
+        tree = replace(tree, terms=options.terms)
+        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)
         offline: OfflineText | None = None
         if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None:
             offline = await _generate_offline_ok(agent, draft, request, fleet, tokenizer, notes)

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
-from outrider.edge.drafting.depth import DepthController, DraftPlan
-from outrider.edge.drafting.drafter import Drafter
-from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.depth import DraftPlan
 from outrider.edge.drafting.price import SendPrice
-from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.drafting.view import SeenGuess, look
-from outrider.edge.drafting.worker import DraftWorker, OnCall, TreeLimits
+from outrider.edge.drafting.worker import Demand, Drafting, DraftWorker
 from outrider.edge.results import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -36,51 +32,30 @@ Send = Callable[[int, Sequence[GuessNode]], int]
 class DraftAhead:
     """The drafting side of one generation. Make it inside a running event loop; `aclose` it there.
 
-    drafter: None never drafts; then only the known tokens are kept. is_free: whether `send` would send now. scheduler:
-    its thread drafts; None: a thread of this text's own. on_call: as for `DraftWorker`.
+    Without a drafter only the known tokens are kept. is_free: whether `send` would send now.
     """
 
     def __init__(
         self,
         request: GenerationRequest,
-        drafter: Drafter | None,
-        depth: DepthController,
+        drafting: Drafting,
+        price: SendPrice,
         send: Send,
         is_free: Callable[[], bool],
-        estimates: Estimates,
-        limits: TreeLimits,
-        price: SendPrice,
-        clock: Callable[[], float] = time.perf_counter,
-        scheduler: DraftScheduler | None = None,
-        on_call: OnCall | None = None,
     ) -> None:
         self._request = request
-        self._depth = depth
+        self._depth = drafting.depth
+        self._estimates = drafting.estimates
         self._send = send
         self._is_free = is_free
-        self._estimates = estimates
         self._price = price
         # A path is drafted as far as the plan says, however unlikely.
-        self._belief = Belief(estimates.calibration.chance, _LEAST_KEPT if limits.width > 1 else 0.0)
-        self._worker = (
-            DraftWorker(
-                drafter,
-                request.prompt,
-                request.params,
-                self._belief,
-                estimates,
-                self._plan_ahead,
-                self._room,
-                self._flush,
-                limits,
-                clock,
-                scheduler,
-                on_call,
-                request.plan,
-            )
-            if drafter is not None
-            else None
-        )
+        least = _LEAST_KEPT if drafting.limits.width > 1 else 0.0
+        self._belief = Belief(drafting.estimates.calibration.chance, least)
+        self._worker: DraftWorker | None = None
+        if drafting.drafter is not None:
+            demand = Demand(self._plan_ahead, self._room, self._flush)
+            self._worker = DraftWorker(drafting.drafter, request, drafting, self._belief, demand)
         self._lock = self._worker.lock if self._worker is not None else nullcontext()
         self._run: asyncio.Future[None] | None = None
         self._is_closed = False

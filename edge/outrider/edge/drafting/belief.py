@@ -49,23 +49,18 @@ class CommitOutcome:
 class Belief:
     """The committed tokens that have arrived, and the tree of guesses after them.
 
-    Invariant: `known` is exactly what the target committed; the tree does not contradict it.
+    Invariant: `known` is exactly what the target committed, in order; the tree does not contradict it.
     """
 
     def __init__(self, chance: Callable[[int], float], least: float = 0.0) -> None:
         """As for `GuessTree`."""
-        self._known: list[int] = []
+        self.known: list[int] = []
         self.tree = GuessTree(chance, least)
-
-    @property
-    def known(self) -> Sequence[int]:
-        """Committed tokens, in order. Do not change it."""
-        return self._known
 
     @property
     def num_known(self) -> int:
         """Number of committed tokens."""
-        return len(self._known)
+        return len(self.known)
 
     def on_commit(self, base: int, tokens: Sequence[int]) -> CommitOutcome:
         """Takes a commit of `tokens` after `base` others; skips what is already known.
@@ -73,12 +68,12 @@ class Belief:
         Raises CloudError when the commit leaves a gap or contradicts an earlier one: no text may be shown after such a
         fault of the server. Call `tree.replant` once the outcome has been learned from.
         """
-        overlap = len(self._known) - base
+        overlap = len(self.known) - base
         if overlap < 0:
             raise CloudError(
-                f"the cloud committed from token {base}, but only {len(self._known)} have arrived; a commit was lost"
+                f"the cloud committed from token {base}, but only {len(self.known)} have arrived; a commit was lost"
             )
-        if base < 0 or list(tokens[:overlap]) != self._known[base : base + len(tokens)]:
+        if base < 0 or list(tokens[:overlap]) != self.known[base : base + len(tokens)]:
             raise CloudError(f"the cloud's commit at token {base} contradicts what it committed before")
         fresh = tuple(tokens[overlap:])
         tested: list[Tested] = []
@@ -89,5 +84,5 @@ class Belief:
             node = self.tree.advance(token)
             if node is not None and len(hits) == index:
                 hits.append(node)
-        self._known.extend(fresh)
+        self.known.extend(fresh)
         return CommitOutcome(fresh, tuple(tested), tuple(hits))

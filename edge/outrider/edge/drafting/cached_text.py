@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.runtimes.base import PromptRuntime, Reading, SequenceRuntime
+from outrider.models.runtimes.base import PromptRuntime, Reading, SequenceRuntime, num_shared
 
 Logits = NDArray[np.float32]
 
@@ -111,11 +111,7 @@ class CachedText:
         if kept < len(text):
             new = [*text[kept:], *branch]
         else:
-            shared = 0
-            for mine, its in zip(branch, cached[kept:], strict=False):
-                if mine != its:
-                    break
-                shared += 1
+            shared = num_shared(branch, cached[kept:])
             kept += shared
             new = list(branch[shared:])
         if not new:  # the logits after the last token are gone; run that token again

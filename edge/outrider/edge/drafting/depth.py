@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
@@ -76,18 +76,13 @@ class ThresholdDepth:
     machines whose timings are unreliable.
     """
 
-    def __init__(
-        self, target: float = 0.7, band: float = 0.1, min_depth: int = 2, max_depth: int = 10, keep: float = 0.9
-    ) -> None:
-        if not 0 < min_depth <= max_depth <= MAX_DEPTH or not 0.0 < target < 1.0 or band < 0.0:
-            raise ConfigError(
-                f"target {target}, band {band}, depths {min_depth} to {max_depth}; expected 0 < target < 1, band >= 0 "
-                f"and 1 <= min <= max <= {MAX_DEPTH}"
-            )
-        self._target, self._band = target, band
-        self._min, self._max = min_depth, max_depth
-        self._accepted = ForgettingRatio(target, 4.0, keep)
-        self._depth = (min_depth + max_depth) // 2
+    TARGET: Final = 0.7
+    BAND: Final = 0.1
+    DEPTHS: Final = (2, 10)
+
+    def __init__(self) -> None:
+        self._accepted = ForgettingRatio(self.TARGET, 4.0, 0.9)
+        self._depth = sum(self.DEPTHS) // 2
 
     def plan(self) -> DraftPlan:
         """The depth after the last change."""
@@ -99,11 +94,11 @@ class ThresholdDepth:
             return
         num_right = sum(guesses[0].token == token for guesses, token in outcome.tested)
         self._accepted.add(num_right, len(outcome.tested))
-        rate = self._accepted.value
-        if rate > self._target + self._band:
-            self._depth = min(self._max, self._depth + 1)
-        elif rate < self._target - self._band:
-            self._depth = max(self._min, self._depth - 1)
+        rate, (least, most) = self._accepted.value, self.DEPTHS
+        if rate > self.TARGET + self.BAND:
+            self._depth = min(most, self._depth + 1)
+        elif rate < self.TARGET - self.BAND:
+            self._depth = max(least, self._depth - 1)
 
     def block(self) -> int:
         """The same depth."""

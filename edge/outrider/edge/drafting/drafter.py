@@ -168,7 +168,7 @@ class ModelDrafter:
         with self._lock:
             able = self._with_forced(branches, found)
             if self._branching is not None and width > 1 and able:
-                able = self._run_together(self._branching, branches, able, found, width)
+                able = self._run_together(branches, able, found, width)
             for index in able:
                 found[index] = self._best(self._text.run(branches[index]), branches[index], width)
         return found
@@ -178,11 +178,8 @@ class ModelDrafter:
         limits, room = self._runtime.limits, self._runtime.limits.max_positions - self.length
         if max(self._text.tokens[self._text.agreed() :], default=0) >= limits.vocab_size:
             return []
-        return [
-            index
-            for index, branch in enumerate(branches)
-            if len(branch) < room and max(branch, default=0) < limits.vocab_size
-        ]
+        fits = [len(branch) < room and max(branch, default=0) < limits.vocab_size for branch in branches]
+        return [index for index, is_able in enumerate(fits) if is_able]
 
     @property
     def model_drafter(self) -> ModelDrafter | None:
@@ -218,14 +215,11 @@ class ModelDrafter:
         return model_guesses(candidates(row, self._params, position, width, self._processors.narrowing), width)
 
     def _run_together(
-        self,
-        runtime: BranchingRuntime,
-        branches: Sequence[Sequence[int]],
-        indices: Sequence[int],
-        found: list[list[Guess]],
-        width: int,
+        self, branches: Sequence[Sequence[int]], indices: Sequence[int], found: list[list[Guess]], width: int
     ) -> list[int]:
         """Runs branches as such; the runtime's sequence stays a beginning of the text. Returns those that are left."""
+        runtime = self._branching
+        assert runtime is not None
         missing = self._text.cut_to_text()
         ends = [index for index in indices if not branches[index]]
         if missing and (ends or len(missing) > MAX_BEHIND):
@@ -338,10 +332,7 @@ class NgramDrafter:
 
 
 class MixedDrafter:
-    """Drafts with a model and by prompt lookup into one tree: a repetitive text is guessed by both.
-
-    quoted: texts that lookup copies from too.
-    """
+    """Drafts with a model and by prompt lookup into one tree. quoted: texts that lookup copies from too."""
 
     def __init__(self, model: Drafter, quoted: Sequence[QuotedText] = ()) -> None:
         self._model = model

@@ -164,11 +164,6 @@ class Estimates:
         return self._endpoint.extra_ms if self._endpoint.extra_ms is not None else 0.03 * self.step_ms
 
     @property
-    def interval_ms(self) -> float:
-        """Mean time between commits."""
-        return self._endpoint.interval.value
-
-    @property
     def tokens_per_commit(self) -> float:
         """Mean tokens of a commit."""
         return self._endpoint.tokens_per_commit.value

@@ -235,34 +235,9 @@ class LadderDrafter:
             self._rungs[self._current].breaker.succeeded()
 
 
-class WaitingDrafter:
+class WaitingDrafter(NgramDrafter):
     """A Drafter that guesses nothing: the last rung of a text that waits for a better one."""
 
-    max_branches = 1
-    is_behind = False
-
-    def __init__(self) -> None:
-        self.length = 0
-
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
-        """Starts a new text."""
-        self.length = len(prompt)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens."""
-        self.length += len(tokens)
-
-    def read_on(self) -> None:
-        """Is never behind."""
-        raise AssertionError("nothing is left to read")
-
-    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        """No guess."""
-        return [[] for _ in branches]
-
     def continuation(self, max_tokens: int) -> list[Guess]:
-        """No path."""
+        """No path, and no guess."""
         return []
-
-    def close(self) -> None:
-        """Holds nothing."""

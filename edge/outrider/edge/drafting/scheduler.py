@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -53,7 +54,7 @@ class DraftJob(Protocol):
 @dataclass(slots=True, eq=False)
 class _Run:
     job: DraftJob
-    done: asyncio.Future[None]
+    done: Future[None]
     since: float = field(default=0.0)  # when the job was ready for its next call
 
 
@@ -63,7 +64,7 @@ class DraftScheduler:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_calls = 0
         self.num_shared = 0
-        self._clock = clock
+        self.clock = clock
         self._changed = threading.Condition()
         self._runs: deque[_Run] = deque()
         self._errands: deque[Callable[[], None]] = deque()
@@ -87,11 +88,12 @@ class DraftScheduler:
 
         Call it on the text's event loop.
         """
-        run = _Run(job, asyncio.get_running_loop().create_future(), self._clock())
+        run = _Run(job, Future(), self.clock())
+        run.done.set_running_or_notify_cancel()  # so that a text that leaves does not cancel it
         with self._changed:
             self._runs.append(run)
             self._wake()
-        return run.done
+        return asyncio.wrap_future(run.done)
 
     def do(self, errand: Callable[[], None]) -> None:
         """Has the thread call `errand`, which must not raise, between two calls of drafters."""
@@ -126,7 +128,7 @@ class DraftScheduler:
                 errand = self._errands.popleft() if self._errands else None
                 runs = list(self._runs)
                 if is_fresh:  # the time that a sleeping thread takes to wake is not the draft's
-                    now = self._clock()
+                    now = self.clock()
                     for run in runs:
                         run.since = now
             if errand is not None:
@@ -142,7 +144,7 @@ class DraftScheduler:
         if (call := self._prepare(first, len(runs))) is None:
             return
         if not others:  # nothing was waited for: the time is the call's own
-            first.since = self._clock()
+            first.since = self.clock()
         calls = [(first, call)]
         num_left = first.job.drafter.max_branches - len(call.nodes)
         model = _model(first.job)
@@ -169,7 +171,7 @@ class DraftScheduler:
             if run.job.drafter.is_behind:
                 if share is None:
                     run.job.drafter.read_on()
-                    run.since = self._clock()
+                    run.since = self.clock()
                 return None
             call = run.job.next_call(share or _share(run, num_runs))
             if call is None:
@@ -191,7 +193,7 @@ class DraftScheduler:
             return False  # whose fault it was shows when each runs alone
         self.num_calls += 1
         self.num_shared += 1
-        now = self._clock()
+        now = self.clock()
         for (run, call), own in zip(calls, found, strict=True):
             self._give(run, call, own, now)
         return True
@@ -202,7 +204,7 @@ class DraftScheduler:
         except Exception as error:
             return self._end(run, error)
         self.num_calls += 1
-        self._give(run, call, found, self._clock())
+        self._give(run, call, found, self.clock())
 
     def _give(self, run: _Run, call: DraftCall, found: list[list[Guess]], now: float) -> None:
         try:
@@ -214,19 +216,10 @@ class DraftScheduler:
     def _end(self, run: _Run, error: Exception | None = None) -> None:
         with self._changed:
             self._runs.remove(run)
-        try:
-            run.done.get_loop().call_soon_threadsafe(_settle, run.done, error)
-        except RuntimeError:
-            pass  # the loop is closed: the text has ended
-
-
-def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
+        if error is None:
+            run.done.set_result(None)
+        else:
+            run.done.set_exception(error)
 
 
 def _share(run: _Run, num_runs: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, PROVISIONAL_RANK, Guess
 
@@ -57,11 +57,22 @@ class GuessNode:
         self.state = _WAITING
         self.epoch = 0
 
+    def path(self) -> list[int]:
+        """The tokens from the root, which is left out, to this node."""
+        tokens: list[int] = []
+        node: GuessNode | None = self
+        while node is not None and node.parent is not None:
+            tokens.append(node.token)
+            node = node.parent
+        tokens.reverse()
+        return tokens
+
 
 class GuessTree:
     """The guesses of what follows the last known token.
 
     chance: the calibrated chance of a guess's cell. least: guesses less likely to be reached are not kept.
+    unsent: nodes that were not sent, parents before their children.
     """
 
     def __init__(self, chance: Callable[[int], float], least: float = 0.0) -> None:
@@ -71,7 +82,7 @@ class GuessTree:
         self._epoch = 0
         self.root = GuessNode(-1, 0, None, None, 1.0)
         self._frontier: list[tuple[float, int, GuessNode]] = []  # waiting nodes, the likeliest first
-        self._unsent: list[GuessNode] = []  # parents before their children
+        self.unsent: list[GuessNode] = []  # parents before their children
         self.num_nodes = 0
         self.num_sent = 0  # nodes ever sent: the number of the next one
         self._push(self.root)
@@ -110,16 +121,6 @@ class GuessTree:
         """The chances of reaching the waiting nodes, the `most` likeliest, falling."""
         return [-entry[0] for entry in heapq.nsmallest(most, self._frontier)]
 
-    def path(self, node: GuessNode) -> list[int]:
-        """The tokens from the root, which is left out, to `node`."""
-        tokens: list[int] = []
-        while node is not self.root:
-            tokens.append(node.token)
-            assert node.parent is not None, "the node is not below the root"
-            node = node.parent
-        tokens.reverse()
-        return tokens
-
     def expand(self, node: GuessNode, guesses: Sequence[Guess]) -> list[GuessNode]:
         """Adds guesses of what follows a node that `take_best` gave; returns the new nodes. Nothing if it is dead."""
         if not self.is_live(node):
@@ -153,7 +154,7 @@ class GuessTree:
                 child = GuessNode(token, node.depth + 1, node, Guess(token, PROVISIONAL_RANK, 0), _TRUNK)
                 child.epoch = self._epoch
                 node.children[token] = child
-                self._unsent.append(child)
+                self.unsent.append(child)
                 self._push(child)
                 self.num_nodes += 1
             elif child.chance < _TRUNK:
@@ -184,7 +185,7 @@ class GuessTree:
                 child = GuessNode(guess.token, node.depth + 1, node, guess, chance)
                 child.epoch = self._epoch
                 node.children[guess.token] = child
-                self._unsent.append(child)
+                self.unsent.append(child)
                 self._push(child)
                 added.append(child)
         self.num_nodes += len(added)
@@ -229,7 +230,7 @@ class GuessTree:
         """Makes anew, after commits, what follows from the root: chances of being reached, who waits, who is unsent."""
         self._epoch += 1
         self._frontier.clear()
-        self._unsent.clear()
+        self.unsent.clear()
         self.root.reach = 1.0
         layer = [self.root]
         self.num_nodes = -1
@@ -241,7 +242,7 @@ class GuessTree:
                 if node.state == _WAITING:
                     self._frontier.append((-node.reach, next(self._count), node))
                 if node.number is None and node is not self.root:
-                    self._unsent.append(node)
+                    self.unsent.append(node)
                 for child in node.children.values():
                     child.reach = node.reach * child.chance
                     below.append(child)
@@ -254,7 +255,7 @@ class GuessTree:
         """Unsent nodes that are at least `floor` likely to be reached, parents first; they are numbered now."""
         taken: list[GuessNode] = []
         kept: list[GuessNode] = []
-        for node in self._unsent:
+        for node in self.unsent:
             parent = node.parent
             assert parent is not None
             is_sendable = parent is self.root or parent.number is not None
@@ -265,13 +266,8 @@ class GuessTree:
                 taken.append(node)
             else:
                 kept.append(node)
-        self._unsent = kept
+        self.unsent = kept
         return taken
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether any node was not sent."""
-        return bool(self._unsent)
 
     @property
     def has_sent(self) -> bool:
@@ -293,23 +289,20 @@ class GuessTree:
             node = stack.pop()
             node.number = None
             stack += (child for child in node.children.values() if child.number is not None)
-        self._list_unsent()
+        self.unsent = [node for node in self._below() if node.number is None]
 
     def renumber(self) -> None:
         """Takes every node as not sent, for a new session."""
         self.num_sent = 0
-        layer = list(self.root.children.values())
-        while layer:
-            for node in layer:
-                node.number = None
-            layer = [child for node in layer for child in node.children.values()]
-        self._list_unsent()
+        self.unsent = list(self._below())
+        for node in self.unsent:
+            node.number = None
 
-    def _list_unsent(self) -> None:
-        self._unsent.clear()
+    def _below(self) -> Iterator[GuessNode]:
+        """All nodes below the root, parents first."""
         layer = list(self.root.children.values())
         while layer:
-            self._unsent += (node for node in layer if node.number is None)
+            yield from layer
             layer = [child for node in layer for child in node.children.values()]
 
     # -- the likeliest path ------------------------------------------------------------------------------------------
@@ -322,10 +315,6 @@ class GuessTree:
             node = max(node.children.values(), key=lambda child: child.chance)
             path.append(node)
         return path
-
-    def likeliest_length(self) -> int:
-        """Nodes of the likeliest path."""
-        return len(self.likeliest())
 
 
 def _uproot(root: GuessNode) -> None:

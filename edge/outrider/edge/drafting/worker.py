@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.depth import LEAST_REACH, DraftPlan
+from outrider.edge.drafting.depth import LEAST_REACH, DepthController, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
+from outrider.edge.results import GenerationRequest
 from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
 
 _CLEARLY = 1.2  # how much better another number of nodes per call must be
@@ -43,47 +42,51 @@ class TreeLimits:
     calm_s: float = 0.010
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What drafts a text. drafter: None never drafts. scheduler: its thread drafts. on_call: called there after
+    each call.
+    """
+
+    drafter: Drafter | None
+    depth: DepthController
+    estimates: Estimates
+    limits: TreeLimits
+    scheduler: DraftScheduler
+    on_call: OnCall | None = None
+
+
+class Demand(NamedTuple):
+    """What a text's loop asks of its worker. plan: what to draft now (thread-safe). room: tokens that the rest of the
+    text can use. wake: called on the loop when guesses should be sent.
+    """
+
+    plan: Callable[[], DraftPlan]
+    room: Callable[[], int]
+    wake: Callable[[], None]
+
+
 class DraftWorker:
     """Owns a drafter while a text is generated. Make it inside a running event loop.
 
-    belief: shared with the loop; both hold `lock` to touch it. plan: what to draft now (thread-safe). room: tokens that
-    the rest of the text can use. wake: called on the loop when guesses should be sent. scheduler: its thread drafts.
-    on_call: called there after each call. row_plan: what changes the target's rows.
+    belief: shared with the loop; both hold `lock` to touch it.
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        belief: Belief,
-        estimates: Estimates,
-        plan: Callable[[], DraftPlan],
-        room: Callable[[], int],
-        wake: Callable[[], None],
-        limits: TreeLimits,
-        clock: Callable[[], float] = time.perf_counter,
-        scheduler: DraftScheduler | None = None,
-        on_call: OnCall | None = None,
-        row_plan: ProcessorPlan = NO_PLAN,
+        self, drafter: Drafter, request: GenerationRequest, drafting: Drafting, belief: Belief, demand: Demand
     ) -> None:
         self.lock = threading.Lock()
         self.num_drafted = 0  # nodes that the drafter had guesses of what follows
         self.drafter = drafter
-        self.width = limits.width
-        self._prompt = prompt
-        self._params = params
-        self._row_plan = row_plan
+        self.width = drafting.limits.width
+        self._request = request
         self._belief = belief
-        self._estimates = estimates
-        self._plan = plan
-        self._room = room
-        self._wake = wake
-        self._limits = limits
-        self._clock = clock
-        self._on_call = on_call
+        self._estimates = drafting.estimates
+        self._plan, self._room, self._wake = demand
+        self._limits = drafting.limits
+        self._on_call = drafting.on_call
         self._loop = asyncio.get_running_loop()
-        self._scheduler = scheduler or DraftScheduler(clock)
+        self._scheduler = drafting.scheduler
         self._scheduler.enter()
         self._size = 1  # nodes of a call
         self._has_begun = False
@@ -122,7 +125,7 @@ class DraftWorker:
         if self._is_closed:
             return False
         if not self._has_begun:
-            self.drafter.begin(self._prompt, self._params, self._row_plan)
+            self.drafter.begin(self._request.prompt, self._request.params, self._request.plan)
             self._has_begun = True
         with self.lock:
             self._catch_up()
@@ -132,7 +135,7 @@ class DraftWorker:
         """The nodes of the next call, at most `most`."""
         with self.lock:
             nodes = self._next_nodes(most)
-            branches = [self._belief.tree.path(node) for node in nodes]
+            branches = [node.path() for node in nodes]
         return DraftCall(nodes, branches) if nodes else None
 
     def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
@@ -155,7 +158,7 @@ class DraftWorker:
 
     def _catch_up(self) -> None:
         """Gives the drafter the tokens committed since its last call."""
-        num_new = len(self._prompt) + self._belief.num_known - self.drafter.length
+        num_new = len(self._request.prompt) + self._belief.num_known - self.drafter.length
         if num_new:
             self.drafter.extend(self._belief.known[-num_new:])
         tree = self._belief.tree
@@ -186,14 +189,14 @@ class DraftWorker:
     def _is_due(self, before: float, now: float) -> bool:
         """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""
         tree = self._belief.tree
-        if not tree.has_unsent:
+        if not tree.unsent:
             return False
         if self._unsent_since is None:
             self._unsent_since = before  # else the first guess of a slow draft would wait for the second
         waited_s = now - self._unsent_since
         if tree.has_sent:  # the server has something to verify
             return waited_s >= self._limits.calm_s
-        answer, path = self._plan().answer, tree.likeliest_length()
+        answer, path = self._plan().answer, len(tree.likeliest())
         if answer and path >= answer:
             return True
         # If the answer will be complete soon, wait for it.

@@ -28,22 +28,19 @@ class Served:
 
 
 class TextOrigin:
-    """Of one text: the target of its first token, and the endpoints that cannot go on with it, by URL."""
+    """Of one text. began: the target of its first token, as far as it is known. unfit: the endpoints that cannot go on
+    with it, by URL.
+    """
 
     def __init__(self) -> None:
         self.unfit: dict[str, EndpointLost] = {}
-        self._began: Served | None = None
+        self.began: Served | None = None
         self._last_url = ""
-
-    @property
-    def began(self) -> Served | None:
-        """The target of the text's first token, as far as it is known."""
-        return self._began
 
     @property
     def target(self) -> str | None:
         """The identity of that target, where it has sent one."""
-        return self._began.target if self._began is not None else None
+        return self.began.target if self.began is not None else None
 
     def forget_addresses(self) -> None:
         """Lets endpoints be tried again whose address was wrong: a network, or what stands before a server, changes."""
@@ -51,19 +48,19 @@ class TextOrigin:
 
     def needs_probe(self, url: str) -> bool:
         """Whether to look at the endpoint's readiness before the text goes on there: it is another than the last."""
-        return self._began is not None and self._began.target is not None and url != self._last_url
+        return self.began is not None and self.began.target is not None and url != self._last_url
 
     def require_same(self, served: Served) -> None:
         """Raises TargetMismatch if the text has begun with another target. A missing identity is another one too."""
-        if self._began is not None and served.target != self._began.target:
+        if self.began is not None and served.target != self.began.target:
             raise TargetMismatch(
-                f"the text began with {self._began}; {served} serves another target and would go on with another text: "
+                f"the text began with {self.began}; {served} serves another target and would go on with another text: "
                 "give --cloud replicas of one target only"
             )
 
     def took_tokens(self, served: Served) -> None:
         """Call once tokens from there are used; what comes first is the text's target."""
-        self._began = self._began or served
+        self.began = self.began or served
         self._last_url = served.url
 
 

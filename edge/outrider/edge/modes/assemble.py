@@ -25,13 +25,12 @@ from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.stop_and_wait import RuleDrafter, StopAndWaitAgent
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.picks.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.ngram import QuotedText
@@ -84,22 +83,21 @@ def make_agent(
     scheduler: DraftScheduler | None = None,
     estimates: Estimates | None = None,
     quoted: Sequence[QuotedText] = (),
-    terms: RuleTerms = PLAIN_TERMS,
 ) -> Agent:
     """An agent, which keeps its estimates from one text to the next.
 
-    Stop-and-wait sends paths, so of the options only the effort concerns it. scheduler: its thread drafts, for stream
-    mode; None: one of its own. quoted: texts that its text may quote; lookup copies from them. terms: how the target
-    accepts; rejection and tolerance are for stop-and-wait. Raises ConfigError there for a draft without a model.
+    Stop-and-wait sends paths, so of the options only effort and terms concern it. scheduler: its thread drafts, for
+    stream mode; None: one of its own. quoted: texts that its text may quote; lookup copies from them. The rules
+    rejection and tolerance are for stop-and-wait. Raises ConfigError there for a draft without a model.
     """
     estimates, options = estimates or Estimates(), options or AgentOptions()
+    terms = options.terms
     if mode is Mode.CLOUD_ONLY or drafter is None:
         return StreamAgent(endpoints)
     if terms.rule.needs_evidence:
         if not isinstance(drafter, ProposingDrafter):
             raise ConfigError(f"the rule {terms.rule.value} needs a draft with a model; lookup has no probabilities")
         assert mode is Mode.STOP_AND_WAIT, "sessions are coupled or greedy"
-        drafter = RuleDrafter(drafter, terms)
     if mode is Mode.STOP_AND_WAIT:
         controller = make_depth(depth, estimates, options.effort)
         return StopAndWaitAgent(endpoints, drafter, controller, estimates, terms=terms)
@@ -110,7 +108,7 @@ def make_agent(
     elif options.is_looked_up and options.tree.width > 1 and isinstance(drafter, LadderDrafter):
         drafter.look_up_too(quoted)
     controller = make_depth(depth, estimates, options.effort)
-    return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler, rule=terms.rule)
+    return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler)
 
 
 def open_draft_bundle(path: str | Path) -> Bundle:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.drafter import Drafter
@@ -22,6 +23,7 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch, ends_of
 from outrider.models.client.errors import EndpointUnfit
 from outrider.models.errors import CloudError
+from outrider.models.runtimes.base import num_shared
 
 Found = TypeVar("Found")
 
@@ -114,9 +116,7 @@ class OfflineWriter:
 
         def take(batch: TokenBatch) -> None:
             tokens = batch.tokens
-            same = 0
-            while same < min(len(tokens), len(text.local)) and tokens[same] == text.local[same]:
-                same += 1
+            same = num_shared(tokens, text.local)
             if same:
                 text.num_confirmed += same
                 text.verified += tokens[:same]
@@ -187,28 +187,18 @@ class OfflineWriter:
 
     async def _in_thread(self, call: Callable[[], Found]) -> Found:
         """What `call` returns in the drafting thread."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Found] = loop.create_future()
-
-        def settle(found: Found | None, error: Exception | None) -> None:
-            if done.done():
-                return
-            if error is not None:
-                done.set_exception(error)
-            else:
-                done.set_result(cast(Found, found))
+        done = Future[Found]()
 
         def errand() -> None:
-            found, failure = None, None
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits
             try:
-                found = call()
+                done.set_result(call())
             except Exception as error:
-                failure = error
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(settle, found, failure)
+                done.set_exception(error)
 
         self.agent.scheduler.do(errand)
-        return await done
+        return await asyncio.wrap_future(done)
 
     def _begin(self, text: OfflineText, request: GenerationRequest) -> None:
         known = replace(request, end_ids=self.stop_ids, num_generated=request.num_generated + len(text.tokens))

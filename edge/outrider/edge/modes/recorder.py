@@ -5,21 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens, Source, TokenBatch
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch
 from outrider.models.client import tracing
 from outrider.models.client.messages import ByteCounts
 from outrider.models.picks.acceptance import Rule
 from outrider.models.processors.chooser import TokenLogprobs
-from outrider.models.wire.protocol import TextCut
 
 Clock = Callable[[], float]
 
 
 class Recorder:
-    """The result of a generation in progress. `clock` gives seconds; times count from the recorder's creation."""
+    """Collects one generation. `clock` gives seconds; times count from the recorder's creation.
 
-    def __init__(self, mode: Mode, on_tokens: OnTokens | None = None, clock: Clock = time.perf_counter) -> None:
-        self._mode = mode
+    result: its counts, as they grow; what only the caller knows, it sets there. Tokens and times come with `finish`.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        on_tokens: OnTokens | None = None,
+        clock: Clock = time.perf_counter,
+        rule: Rule = Rule.COUPLED,
+    ) -> None:
+        self.result = GenerationResult(mode, (), (), (), "", 0, 0, 0, 0, num_sessions=0, rule=rule)
         self._on_tokens = on_tokens
         self._clock = clock
         self._started = clock()
@@ -27,24 +35,6 @@ class Recorder:
         self._sources: list[Source] = []
         self._arrivals: list[float] = []
         self._depths: list[tuple[int, int]] = []
-        self._num_passes = 0
-        self._num_accepted = 0
-        self._num_tested = 0
-        self._num_proposed = 0
-        self.num_drafted = 0
-        self.num_sent = 0
-        self.hits: dict[int, int] = {}
-        self.draft_error: str | None = None
-        self.num_posts = 0
-        self.num_failed_posts = 0
-        self.num_sessions = 0
-        self.waited_ms = 0.0
-        self.cached_prompt_tokens = 0
-        self.num_prompt_sent = 0
-        self.num_recent = 0
-        self.held: HeldPrefix | None = None
-        self.cut: TextCut | None = None
-        self.rule = Rule.COUPLED
 
     def commit(
         self,
@@ -68,12 +58,12 @@ class Recorder:
         self._tokens.extend(tokens)
         self._sources.extend(Source.DRAFT if i < accepted else Source.TARGET for i in range(len(tokens)))
         self._arrivals.extend([at_s] * len(tokens))
-        self._num_passes += 1
-        self._num_accepted += accepted
-        self._num_proposed += proposed
+        self.result.num_passes += 1
+        self.result.num_accepted += accepted
+        self.result.num_proposed += proposed
         # A pass that commits only accepted drafts ended at a stop token or the length: it rejected nothing.
         tested = accepted + (may_reject and accepted < proposed and accepted < len(tokens))
-        self._num_tested += tested
+        self.result.num_tested += tested
         if self._on_tokens is not None and tokens:
             self._on_tokens(
                 TokenBatch(tokens, accepted, at_s, proposed, tested, ranks, alternatives, logprobs=logprobs)
@@ -85,34 +75,13 @@ class Recorder:
             self._depths.append((len(self._tokens), depth))
 
     def finish(self, reason: str, wire: ByteCounts) -> GenerationResult:
-        """The result."""
-        return GenerationResult(
-            mode=self._mode,
-            tokens=tuple(self._tokens),
-            sources=tuple(self._sources),
-            arrival_s=tuple(self._arrivals),
-            finish_reason=reason,
-            num_passes=self._num_passes,
-            num_accepted=self._num_accepted,
-            num_tested=self._num_tested,
-            num_proposed=self._num_proposed,
-            num_drafted=self.num_drafted,
-            num_sent=self.num_sent,
-            hits=self.hits,
-            num_posts=self.num_posts,
-            num_failed_posts=self.num_failed_posts,
-            num_sessions=max(1, self.num_sessions),
-            waited_ms=self.waited_ms,
-            cached_prompt_tokens=self.cached_prompt_tokens,
-            num_prompt_sent=self.num_prompt_sent,
-            num_recent=self.num_recent,
-            held=self.held,
-            wire=wire,
-            draft_error=self.draft_error,
-            depths=tuple(self._depths),
-            cut=self.cut,
-            rule=self.rule,
-        )
+        """The result, whole."""
+        result = self.result
+        result.tokens, result.sources = tuple(self._tokens), tuple(self._sources)
+        result.arrival_s, result.depths = tuple(self._arrivals), tuple(self._depths)
+        result.finish_reason, result.wire = reason, wire
+        result.num_sessions = max(1, result.num_sessions)
+        return result
 
 
 def trace_result(span: tracing.Span, request: GenerationRequest, result: GenerationResult) -> None:

@@ -13,13 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.cached_text import Logits
 from outrider.edge.drafting.calibration import Guess, sampled_guess
 from outrider.edge.drafting.depth import DepthController
-from outrider.edge.drafting.drafter import Drafter, Propose, ProposingDrafter
+from outrider.edge.drafting.drafter import Drafter, ProposingDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import Served, TextOrigin
@@ -33,65 +34,17 @@ from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.picks.rejection import NUM_IDS, WHOLE, SparseDistribution, draw, probabilities, sparse
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.picks.tolerance import LEAST_LOG, DeltaCalibrator, log_probability
-from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.wire.verify import VerifyItem, VerifyRequest, VerifyResult
 
 
-class RuleDrafter:
-    """A Drafter that makes one guess, with evidence. Belongs to one agent; several may share `model`."""
-
-    max_branches = 1
-
-    def __init__(self, model: ProposingDrafter, terms: RuleTerms, num_ids: int = NUM_IDS) -> None:
-        """num_ids: of each distribution that is sent."""
-        self._model = model
-        self._propose = _tolerance if terms.rule is Rule.TOLERANCE else _rejection(num_ids)
-
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
-        """Starts a new text."""
-        self._model.begin(prompt, params, plan)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text."""
-        return self._model.length
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens."""
-        self._model.extend(tokens)
-
-    @property
-    def is_behind(self) -> bool:
-        """The model's."""
-        return self._model.is_behind
-
-    def read_on(self) -> None:
-        """The model reads a piece."""
-        self._model.read_on()
-
-    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        """One guess after each branch, whatever the width."""
-        return self._model.guess_by(branches, self._propose)
-
-    def continuation(self, max_tokens: int) -> list[Guess]:
-        """None: what is looked up has no probabilities."""
-        return []
-
-    def close(self) -> None:
-        """Releases the model."""
-        self._model.close()
+def propose_drawn(logits: Logits, params: SamplingParams, position: int, num_ids: int = NUM_IDS) -> list[Guess]:
+    """For rejection: one guess, drawn from a distribution of `num_ids` ids that goes with it."""
+    q = sparse(logits, params, num_ids)
+    return [sampled_guess(draw(q, params.seed, position), q.weights[0] / WHOLE, q)]
 
 
-def _rejection(num_ids: int) -> Propose:
-    def propose(logits: Logits, params: SamplingParams, position: int) -> list[Guess]:
-        q = sparse(logits, params, num_ids)
-        token = draw(q, params.seed, position)
-        return [sampled_guess(token, q.weights[0] / WHOLE, q)]
-
-    return propose
-
-
-def _tolerance(logits: Logits, params: SamplingParams, position: int) -> list[Guess]:
+def propose_picked(logits: Logits, params: SamplingParams, position: int) -> list[Guess]:
+    """For tolerance: one guess, the draft's pick, with its log-probability."""
     token = pick(logits, params, position)
     log_q = max(LEAST_LOG, log_probability(logits, params, token))
     warm = replace(params, temperature=1.0) if params.is_greedy else params
@@ -100,14 +53,15 @@ def _tolerance(logits: Logits, params: SamplingParams, position: int) -> list[Gu
 
 logger = logging.getLogger(__name__)
 
-_NOT_HELD = "prefix_not_held"
+Guesser = Callable[[Sequence[Sequence[int]]], list[list[Guess]]]
+"""One guess after each branch at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopAndWaitAgent:
     """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token per round trip).
 
-    terms: how the target accepts; a rule that needs evidence needs a `RuleDrafter`.
+    terms: how the target accepts; a rule that needs evidence needs a `ProposingDrafter`.
     """
 
     endpoints: Endpoints
@@ -129,8 +83,7 @@ class StopAndWaitAgent:
             return result
 
     async def _generate(self, request: GenerationRequest, on_tokens: OnTokens | None) -> GenerationResult:
-        recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
-        recorder.rule = self.terms.rule
+        recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock, self.terms.rule)
         wire_before = self.endpoints.wire
         belief, text, prefix_hash, reason = Belief(self.estimates.calibration.chance), TextOrigin(), None, None
         hits: Counter[int] = Counter()
@@ -143,9 +96,9 @@ class StopAndWaitAgent:
                 except Exception as error:  # each runtime has its own types
                     # Without a draft the text is the same, only slower: go on, and report it.
                     logger.warning("drafting failed and is off for this text: %s", error, exc_info=error)
-                    recorder.draft_error, drafter = f"{type(error).__name__}: {error}", None
-            recorder.num_drafted += len(block)
-            recorder.num_sent += len(block)
+                    recorder.result.draft_error, drafter = f"{type(error).__name__}: {error}", None
+            recorder.result.num_drafted += len(block)
+            recorder.result.num_sent += len(block)
             result = await self._verify(request, belief, block, text, prefix_hash)
             for index in range(result.tested or 0):
                 self.calibrator.observe(index < result.accepted)
@@ -167,7 +120,7 @@ class StopAndWaitAgent:
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:
                 reason = "length"
-        recorder.hits = dict(hits)
+        recorder.result.hits = dict(hits)
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
     async def _draft(self, drafter: Drafter, request: GenerationRequest, belief: Belief) -> list[Guess]:
@@ -180,12 +133,19 @@ class StopAndWaitAgent:
         started = self.clock()
         is_over = threading.Event()
         try:
-            block = await asyncio.to_thread(_block, drafter, count, is_over)
+            block = await asyncio.to_thread(_block, drafter, self._guesser(drafter), count, is_over)
         finally:
             is_over.set()  # a thread cannot be cancelled; without this, Ctrl-C would wait for a long prompt
         if belief.num_known and block:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
         return block
+
+    def _guesser(self, drafter: Drafter) -> Guesser:
+        if not self.terms.rule.needs_evidence:
+            return partial(drafter.guess, width=1)
+        assert isinstance(drafter, ProposingDrafter), "lookup has no probabilities"
+        propose = propose_picked if self.terms.rule is Rule.TOLERANCE else propose_drawn
+        return partial(drafter.guess_by, propose=propose)
 
     async def _verify(
         self,
@@ -208,7 +168,7 @@ class StopAndWaitAgent:
                 by_hash = whole.model_copy(update={"prefix": [], "prefix_hash": prefix_hash})
                 return await self._ask(request, by_hash, text)
             except RequestError as e:
-                if e.code != _NOT_HELD:
+                if e.code != "prefix_not_held":
                     raise
         return await self._ask(request, whole, text)
 
@@ -244,13 +204,13 @@ class StopAndWaitAgent:
         return await self.endpoints.call(ask, text)
 
 
-def _block(drafter: Drafter, count: int, is_over: threading.Event) -> list[Guess]:
+def _block(drafter: Drafter, guess: Guesser, count: int, is_over: threading.Event) -> list[Guess]:
     """A path of at most `count` guesses; ends early once nobody waits for it."""
     block: list[Guess] = []
     while drafter.is_behind and not is_over.is_set():
         drafter.read_on()
     while len(block) < count and not is_over.is_set():
-        (guesses,) = drafter.guess([[guess.token for guess in block]], 1)
+        (guesses,) = guess([[each.token for each in block]])
         if not guesses:
             break
         block.append(guesses[0])

@@ -7,7 +7,6 @@ The plain twin of this module is `stop_and_wait`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
-from outrider.edge.drafting.worker import OnCall, TreeLimits
+from outrider.edge.drafting.worker import Drafting, OnCall, TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftSender, Posts
@@ -31,7 +30,7 @@ from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import RequestError
-from outrider.models.picks.acceptance import Rule
+from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.processors.chooser import TokenLogprobs
 from outrider.models.text.predicted import PredictionFollower
 from outrider.models.wire.protocol import (
@@ -50,8 +49,9 @@ from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, le
 class AgentOptions:
     """What a device drafts and sends.
 
-    tree: its limits. bytes_per_token: of draft messages, at most. max_posts: messages in flight. For `make_agent` only:
-    effort: how much the cost model drafts. is_looked_up: a tree also has what followed the same tokens before.
+    tree: its limits. bytes_per_token: of draft messages, at most. max_posts: messages in flight. terms: how the
+    target accepts; in stream mode coupled or greedy. For `make_agent` only: effort: how much the cost model drafts.
+    is_looked_up: a tree also has what followed the same tokens before.
     """
 
     tree: TreeLimits = field(default_factory=TreeLimits)
@@ -59,6 +59,7 @@ class AgentOptions:
     max_posts: int = 8
     effort: Effort = Effort.NORMAL
     is_looked_up: bool = True
+    terms: RuleTerms = PLAIN_TERMS
 
 
 class StreamAgent:
@@ -66,8 +67,8 @@ class StreamAgent:
 
     drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
     drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. on_begin,
-    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. rule:
-    coupled or greedy. Belongs to one event loop at a time.
+    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. Belongs
+    to one event loop at a time.
     """
 
     def __init__(
@@ -78,9 +79,7 @@ class StreamAgent:
         estimates: Estimates | None = None,
         options: AgentOptions | None = None,
         wrap_posts: Callable[[VerifierClient], Posts] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
-        rule: Rule = Rule.COUPLED,
     ) -> None:
         self.endpoints = endpoints
         self.drafter = drafter
@@ -88,11 +87,10 @@ class StreamAgent:
         self.depth = depth or FixedDepth(0)
         self.options = options or AgentOptions()
         self.wrap_posts = wrap_posts or (lambda client: client)
-        self.clock = clock
-        self.scheduler = scheduler or DraftScheduler(clock)
+        self.scheduler = scheduler or DraftScheduler()
+        self.clock = self.scheduler.clock
         # Servers that are cascades, as a text's origin or their `open` says: they are asked for provisional tokens.
         self.with_mid: set[str] = set()
-        self.rule = rule
         self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
         self.without_texts: set[str] = set()  # servers that refuse stop strings and predictions: older ones
         self.on_begin: Callable[[DraftAhead], None] = lambda ahead: None
@@ -124,22 +122,17 @@ class _Generation:
         self._agent = agent
         self._origin = origin
         self._request = request
-        self._recorder = Recorder(Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY, on_tokens, agent.clock)
-        self._recorder.rule = agent.rule
         options, estimates = agent.options, agent.estimates
-        self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, self._on_free)
+        mode = Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY
+        self._recorder = Recorder(mode, on_tokens, agent.clock, options.terms.rule)
+        self._result = self._recorder.result
+        self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, lambda: self._ahead.pump())
         self._ahead = DraftAhead(
             request,
-            agent.drafter,
-            agent.depth,
+            Drafting(agent.drafter, agent.depth, estimates, options.tree, agent.scheduler, agent.on_call),
+            SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             self._send,
             lambda: self._posts is not None and self._sender.is_free,
-            estimates,
-            options.tree,
-            SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
-            agent.clock,
-            agent.scheduler,
-            agent.on_call,
         )
         agent.on_begin(self._ahead)
         if origin is not None and origin.began is not None and origin.began.has_mid:
@@ -176,13 +169,13 @@ class _Generation:
         finally:
             self._ahead.close()
             await self._sender.aclose()
-        recorder, ahead, sender = self._recorder, self._ahead, self._sender
-        recorder.num_drafted, recorder.draft_error = ahead.num_drafted, ahead.error
-        recorder.num_sent, recorder.hits = ahead.num_sent, dict(ahead.hits)
-        recorder.num_posts, recorder.num_failed_posts = sender.num_sent, sender.num_failed
+        result, ahead, sender = self._result, self._ahead, self._sender
+        result.num_drafted, result.draft_error = ahead.num_drafted, ahead.error
+        result.num_sent, result.hits = ahead.num_sent, dict(ahead.hits)
+        result.num_posts, result.num_failed_posts = sender.num_sent, sender.num_failed
         reason = reason or self._over()  # the server's is missing when the stream is cut after the last token
         assert reason is not None, "the sessions ended before the text did"
-        return recorder.finish(reason, self._agent.endpoints.wire - wire_before)
+        return self._recorder.finish(reason, self._agent.endpoints.wire - wire_before)
 
     def _next_request(self, url: str) -> SessionRequest | None:
         """The next session to open: all committed tokens are part of its prompt, so positions stay the same.
@@ -213,8 +206,8 @@ class _Generation:
 
     def _text_fields(self, url: str) -> dict[str, Any]:
         """What is asked of the text besides sampling; left out where it is nothing, for older servers."""
-        request, known = self._request, self._ahead.known
-        fields: dict[str, Any] = {} if self._agent.rule is Rule.COUPLED else {"rule": self._agent.rule}
+        request, known, rule = self._request, self._ahead.known, self._agent.options.terms.rule
+        fields: dict[str, Any] = {} if rule is Rule.COUPLED else {"rule": rule}
         if request.num_logprobs is not None:
             fields["logprobs"] = request.num_logprobs
         if url in self._agent.without_texts:
@@ -259,11 +252,11 @@ class _Generation:
         return "context" if is_full else None
 
     def _on_open(self, event: SessionOpen, client: VerifierClient) -> None:
-        self._recorder.num_sessions += 1
+        self._result.num_sessions += 1
         (self._agent.with_mid.add if event.mid is not None else self._agent.with_mid.discard)(client.url)
-        if self._recorder.num_sessions == 1 and self._asked is not None:
-            self._recorder.num_prompt_sent = len(self._asked.prompt)
-            self._recorder.num_recent = event.recent_tokens or 0
+        if self._result.num_sessions == 1 and self._asked is not None:
+            self._result.num_prompt_sent = len(self._asked.prompt)
+            self._result.num_recent = event.recent_tokens or 0
         self._held = None  # the server has taken it
         if not self._ahead.known:  # later sessions go on with the same target
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
@@ -299,17 +292,14 @@ class _Generation:
             )
 
     def _on_end(self, end: SessionEnd, client: VerifierClient) -> str:
-        self._recorder.waited_ms += end.usage.waited_ms
-        self._recorder.cut = end.cut
-        if self._recorder.num_sessions == 1:
-            self._recorder.cached_prompt_tokens = end.usage.cached_prompt_tokens
+        self._result.waited_ms += end.usage.waited_ms
+        self._result.cut = end.cut
+        if self._result.num_sessions == 1:
+            self._result.cached_prompt_tokens = end.usage.cached_prompt_tokens
         if end.prefix_hash is not None and self._request.keeps_prefix:
             length = len(self._request.prompt) + len(self._ahead.known)
-            self._recorder.held = HeldPrefix(client.url, end.prefix_hash, length)
+            self._result.held = HeldPrefix(client.url, end.prefix_hash, length)
         return end.reason
-
-    def _on_free(self) -> None:
-        self._ahead.pump()
 
     def _send(self, num_known: int, nodes: Sequence[GuessNode]) -> int:
         assert self._posts is not None

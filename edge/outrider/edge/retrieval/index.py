@@ -64,7 +64,6 @@ _log = logging.getLogger(__name__)
 _FORMAT: Final = 1
 _MAX_KEPT: Final = 8
 """Indexes in the cache; the one used longest ago gives way."""
-_ANY_SCORE: Final = 0.0
 
 
 class PassageIndex:
@@ -96,7 +95,7 @@ class PassageIndex:
         scores = self._scorer.get_scores(words)
         # Stable, so that equal scores come in the documents' order on every machine.
         order = np.argsort(-scores, kind="stable")[:most]
-        return [self.passages[index] for index in order if scores[index] > _ANY_SCORE]
+        return [self.passages[index] for index in order if scores[index] > 0.0]
 
 
 def default_index_cache() -> Path:

@@ -36,12 +36,8 @@ class Passage:
     @property
     def where(self) -> str:
         """For people: notes.md, lines 3-9."""
-        lines = f"line {self.first_line}" if self.first_line == self.last_line else f"lines {self._lines}"
-        return f"{self.name}, {lines}"
-
-    @property
-    def _lines(self) -> str:
-        return f"{self.first_line}-{self.last_line}"
+        first, last = self.first_line, self.last_line
+        return f"{self.name}, line {first}" if first == last else f"{self.name}, lines {first}-{last}"
 
 
 def cut_passages(document: Document, index: int = 0, longest: int = PASSAGE_CHARS) -> list[Passage]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from outrider.edge.breaker import Breaker
-from outrider.edge.chat.conversation import num_shared
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung, WaitingDrafter
@@ -26,7 +25,7 @@ from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.modes.assemble import OpenModel
 from outrider.edge.modes.draft_ladder import LOOKUP_WORDS, LazyModel
 from outrider.models.errors import OutriderError
-from outrider.models.runtimes.base import SequenceRuntime, ShareableRuntime
+from outrider.models.runtimes.base import SequenceRuntime, ShareableRuntime, num_shared
 from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.serve")

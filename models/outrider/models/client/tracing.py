@@ -38,7 +38,7 @@ def start_tracing(note: Callable[[str], None], environment: Mapping[str, str] | 
     """
     provider = make_provider(note, "outrider", environment)
     if provider is None:
-        return _nothing
+        return lambda: None
     use(provider)
 
     def end() -> None:
@@ -106,7 +106,3 @@ def _outcome(traced: Span) -> Iterator[None]:
     except BaseException:  # cancelled, or a generator that is closed
         traced.set(outrider__cancelled=True)
         raise
-
-
-def _nothing() -> None:
-    pass

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 from weakref import WeakSet, WeakValueDictionary
@@ -77,49 +77,36 @@ MAX_WAITING: Final = 4
 SLOW_COMPILE_S: Final = 0.5
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class CompiledGrammar:
-    """A grammar for one vocabulary; texts begin with `state()`. Safe to share between threads."""
+    """A grammar for one vocabulary; texts begin with `state()`. Safe to share between threads.
 
-    def __init__(
-        self,
-        spec: GrammarSpec,
-        matchers: Matchers | Elsewhere,
-        vocabulary: Vocabulary,
-        after: int | None,
-        opener: int | None,
-        on_excess: Callable[[], None] = lambda: None,
-        *,
-        is_timed: bool = True,
-    ) -> None:
-        """on_excess: called where a text's grammar takes too long. is_timed: False ends no text for that."""
-        self.spec = spec
-        self._is_timed = is_timed
-        self.matchers = matchers
-        self._on_excess = on_excess
-        self._vocabulary = vocabulary
-        self._after = after
-        self._opener = opener
+    after, opener: the tokens of the spec's spellings. excess: called where a text's grammar takes too long. is_timed:
+    False ends no text for that.
+    """
+
+    spec: GrammarSpec
+    matchers: Matchers | Elsewhere
+    vocabulary: Vocabulary
+    after: int | None
+    opener: int | None
+    excess: Callable[[], None] = lambda: None
+    is_timed: bool = True
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end a text, ascending."""
-        return self._vocabulary.stop_ids
+        return self.vocabulary.stop_ids
 
-    def charged_to(self, on_excess: Callable[[], None]) -> CompiledGrammar:
-        """The same grammar, for texts of the client that `on_excess` is about."""
-        grammar = copy.copy(self)
-        grammar._on_excess = on_excess
-        return grammar
-
-    def excess(self) -> None:
-        """Counts a text whose grammar took too long, where an engine has followed it elsewhere."""
-        self._on_excess()
+    def charged_to(self, excess: Callable[[], None]) -> CompiledGrammar:
+        """The same grammar, for texts of the client that `excess` is about."""
+        return replace(self, excess=excess)
 
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer; only where the matchers are here."""
         assert isinstance(self.matchers, Matchers)
-        cost = GrammarCost(self._on_excess, self.matchers.note, is_timed=self._is_timed)
-        return GrammarState(self._vocabulary, self.matchers, self._after, self._opener, cost)
+        cost = GrammarCost(self.excess, self.matchers.note, is_timed=self.is_timed)
+        return GrammarState(self.vocabulary, self.matchers, self.after, self.opener, cost)
 
 
 BuildElsewhere = Callable[[GrammarSpec, tuple[int, ...]], Built]
@@ -212,7 +199,8 @@ class GrammarCompiler:
                     try:
                         return self._held(found, client)
                     except RequestError:
-                        self._drop(client, spec)
+                        with self._lock:
+                            self._known.pop((client, spec.hash), None)
                         raise
                 except asyncio.CancelledError:
                     await asyncio.wait([work])
@@ -271,7 +259,9 @@ class GrammarCompiler:
             self._drop_costly(client)
         if self._elsewhere is None:
             self._trimmer.trim()  # what the grammars of ended texts have left; in this thread only
-        built = self._build(spec)
+            built = build(spec, self._vocabulary.backend)
+        else:
+            built = self._elsewhere(spec, self._vocabulary.stop_ids)
         if built.taken_s > SLOW_COMPILE_S:
             self._strikes.add(client)
         if built.matchers is None:
@@ -292,15 +282,6 @@ class GrammarCompiler:
         with self._lock:
             for key in [key for key, kept in self._known.items() if key[0] == client and kept.is_costly]:
                 del self._known[key]
-
-    def _drop(self, client: Client, spec: GrammarSpec) -> None:
-        with self._lock:
-            self._known.pop((client, spec.hash), None)
-
-    def _build(self, spec: GrammarSpec) -> Built:
-        if self._elsewhere is not None:
-            return self._elsewhere(spec, self._vocabulary.stop_ids)
-        return build(spec, self._vocabulary.backend)
 
 
 def compiled_of(

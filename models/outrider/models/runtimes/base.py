@@ -249,6 +249,16 @@ def padded_branches(count: int) -> int:
     return next((size for size in BRANCH_COUNTS if size >= count), count)
 
 
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """First tokens that both have."""
+    shared = 0
+    for mine, its in zip(one, other, strict=False):
+        if mine != its:
+            break
+        shared += 1
+    return shared
+
+
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
     """Options for loading a model.

@@ -49,8 +49,6 @@ class _Group:
     """
 
     indices: list[int]
-    heads: int
-    head_size: int
     rows: NDArray[Any]
     kept: NDArray[Any]
 
@@ -212,7 +210,7 @@ class BranchRows:
             for place, ((heads, head_size), indices) in enumerate(sizes.items()):
                 rows = lazy_zeros((len(indices), MAX_BRANCHES, heads, size, head_size), dtype)
                 tokens = kept[place] if kept else np.zeros((_MAX_KEPT, len(indices), heads, head_size), dtype)
-                self._groups.append(_Group(indices, heads, head_size, rows, tokens))
+                self._groups.append(_Group(indices, rows, tokens))
         self._num_positions = size
 
     def _keep(self, num_slots: int) -> None:

@@ -20,7 +20,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError, ModelFault
-from outrider.models.runtimes.base import RuntimeOptions, telling_of_memory
+from outrider.models.runtimes.base import RuntimeOptions, num_shared, telling_of_memory
 from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
 from outrider.models.runtimes.onnxruntime_branches import MAX_BRANCHES, BranchRows, lazy_zeros
 from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
@@ -188,10 +188,7 @@ class OnnxRuntimeSequence(OneSequence):
 
     def _run_behind(self, branch: list[int]) -> NDArray[np.float32]:
         """Runs a branch behind the sequence, in its own cache; what it shares with the last one does not run again."""
-        length, tail = self._length, self._tail
-        shared = 0
-        while shared < min(len(tail), len(branch) - 1) and tail[shared] == branch[shared]:
-            shared += 1
+        length, shared = self._length, num_shared(self._tail, branch[:-1])
         self._tail = []
         try:
             self._length += shared
@@ -208,10 +205,7 @@ class OnnxRuntimeSequence(OneSequence):
             self._has_branches = len(self._rows.nodes) > 0
             return num_kept
         tail, self._tail, self._has_branches = self._tail, [], False
-        num_kept = 0
-        while num_kept < min(len(tail), len(tokens) - 1) and tail[num_kept] == tokens[num_kept]:
-            num_kept += 1
-        return num_kept
+        return num_shared(tail, tokens[:-1])
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on, and all branches if that shortens the sequence."""

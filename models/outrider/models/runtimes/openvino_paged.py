@@ -24,6 +24,16 @@ from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
 
+_INPUTS: Final = (
+    "input_ids",
+    "position_ids",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+)
+"""Of the model, named as the arrays of a `RaggedStep`."""
 _WHOLE_BYTES: Final = frozenset({"f32", "f16", "u8", "i8"})
 """Types of KV caches whose memory numpy can address."""
 
@@ -70,13 +80,8 @@ class OpenVinoPagedRuntime:
         )
         request = self._request
         self._bound = step  # the request reads this memory but does not keep it alive
-        request.set_tensor("input_ids", shared_tensor(step.input_ids))
-        request.set_tensor("position_ids", shared_tensor(step.position_ids))
-        request.set_tensor("past_lens", shared_tensor(step.past_lens))
-        request.set_tensor("subsequence_begins", shared_tensor(step.subsequence_begins))
-        request.set_tensor("block_indices", shared_tensor(step.block_indices))
-        request.set_tensor("block_indices_begins", shared_tensor(step.block_indices_begins))
-        request.set_tensor("max_context_len", shared_tensor(step.max_context_len))
+        for name in _INPUTS:
+            request.set_tensor(name, shared_tensor(getattr(step, name)))
         request.set_tensor("qq_bias", shared_tensor(step.mask))
         request.set_tensor("qq_bias_begins", shared_tensor(step.mask_begins))
         if self._model.gathers_rows:

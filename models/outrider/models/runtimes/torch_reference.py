@@ -1,15 +1,12 @@
-"""Computes the logits that parity checks compare with: transformers' own forward pass, no code of ours in it."""
+"""Loads causal language models with transformers: safetensors only, and no remote code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
-from numpy.typing import NDArray
 
 from outrider.models.errors import BundleError
 
@@ -37,15 +34,3 @@ def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
         if was_enabled:
             progress.enable_progress_bar()
     return model.eval()
-
-
-def reference_logits(path: Path, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Logits for every position of one sequence, in one FP32 pass without a cache: [len(tokens), vocab_size] float32.
-
-    With plain attention: transformers' fused attention silently skips some steps, such as Gemma 2's soft-capping.
-    Raises BundleError when transformers cannot load the directory.
-    """
-    model = load_causal_lm(path, torch.float32, "eager")
-    with torch.inference_mode():
-        logits: NDArray[np.float32] = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
-    return logits
