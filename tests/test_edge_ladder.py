@@ -516,7 +516,9 @@ def test_devices_profile_prints_a_table(
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setattr("outrider.edge.devices.discovery.find_runtime", found())
     monkeypatch.setattr("outrider.edge.cli.placing.open_draft_bundle", lambda path: drafts[path.name])
-    monkeypatch.setattr("outrider.edge.cli.placing.profile_draft", profiles_of({"slow": (0.6, 2.0), "quick": (0.25, 2.0)}))
+    monkeypatch.setattr(
+        "outrider.edge.cli.placing.profile_draft", profiles_of({"slow": (0.6, 2.0), "quick": (0.25, 2.0)})
+    )
     given = ["--draft", "slow", "--draft", "quick"]
     assert run_main(monkeypatch, "devices", "--profile", *given, "--json") == 0
     rows = json.loads(capsys.readouterr().out)["profiles"]
