@@ -1,4 +1,4 @@
-"""Runs the local endpoint with an orderly end.
+"""Builds the local endpoint's application, and runs it with an orderly end.
 
 The first signal lets texts in work finish for a bounded time, the second ends them, and their streams say so.
 """
@@ -114,7 +114,12 @@ COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/outrider/
 
 
 def create_local_app(core: LocalCore) -> Starlette:
-    """The application: the API and the page."""
+    """The application: the API and the page.
+
+    A request passes these layers, from the outside in: CORS where it is configured, counts, traces, the error boundary,
+    the pace of each client, the body limit, the gate (host, origin, key, media type and rate), without keys the
+    caller's user, then the router. All but counts, traces and the last two are the cloud's own.
+    """
     settings, page = core.settings, page_routes()
     layers = [
         Middleware(CountedRequests, tally=core.metrics, route_of=route_of),
