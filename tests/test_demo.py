@@ -26,9 +26,8 @@ from outrider.edge.cli.draft_source import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import Effort
-from outrider.edge.lab.comparison import ModeFigures, compare
+from outrider.edge.lab.comparison import MARGIN, ModeFigures, TextTime, TimePlan, compare, plan_texts
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM
-from outrider.edge.lab.time_plan import MARGIN, TextTime, TimePlan, plan_texts
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.cli import main as export_cli

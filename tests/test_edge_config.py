@@ -256,8 +256,8 @@ def test_the_example_names_every_option_and_is_never_written_twice(
     document = tomllib.loads(used)
     for path, command in settings.commands.items():
         names = {name for option in command.params if isinstance(option, click.Option) for name in [option.name]}
-        assert len(document[path[0]]) == len(names - {"api_key"}), path
-    assert settings.resolve(("run",)) != Settings(group, ConfigFile(config, used, document), {}).resolve(("run",))
+        assert len(document[path]) == len(names - {"api_key"}), path
+    assert settings.resolve("run") != Settings(group, ConfigFile(config, used, document), {}).resolve("run")
     assert re.search(r"\bapi_key\b", text) is None
 
 

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 from tests.test_edge_config import config, run_main
 
-from outrider.edge.cli import service_screen
+from outrider.edge.cli import setup_screens as service_screen
 from outrider.edge.setup.service import (
     MARK,
     Service,

@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from tests.local_endpoint import local_core
 from tools.api_page import application
 
-from outrider.edge.serve.app import create_local_app
+from outrider.edge.serve.server import create_local_app
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.errors import RequestError
 

@@ -17,7 +17,7 @@ from outrider.edge.cli.demo_screen import DemoScreen
 from outrider.edge.cli.draft_source import export_reference_pair
 from outrider.edge.devices.placement import require_asked_device
 from outrider.edge.lab.child_process import EndingOnSignals
-from outrider.edge.lab.comparison import ModeFigures, compare
+from outrider.edge.lab.comparison import ModeFigures, TextTime, TimePlan, compare, plan_texts
 from outrider.edge.lab.laboratory import (
     ALONE,
     CLOUD_ONLY,
@@ -29,7 +29,6 @@ from outrider.edge.lab.laboratory import (
     open_lab,
     three_modes,
 )
-from outrider.edge.lab.time_plan import TextTime, TimePlan, plan_texts
 from outrider.edge.modes.assemble import Agent, make_options
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult

@@ -15,9 +15,8 @@ from rich.text import Text
 
 from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.terminal import DRAFT_STYLE, TokenPrinter
-from outrider.edge.lab.comparison import ModeFigures
+from outrider.edge.lab.comparison import ModeFigures, TimePlan
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, Lab
-from outrider.edge.lab.time_plan import TimePlan
 from outrider.edge.results import OnTokens
 from outrider.models.counted import counted
 from outrider.models.process.command_line import print_line

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-import click
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from outrider.edge.cli.option_groups import REMOVED_DRAFTING, Clouds, Drafts, KeyOptions, PlaceOptions, Threads
 from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
-from outrider.edge.setup.config_file import read_config
 from outrider.edge.setup.endpoints import Keys
-from outrider.edge.setup.settings import Settings
+from outrider.edge.setup.settings import settings_here
 from outrider.edge.store.auto import AUTO
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.cache_folder import default_cache_dir
@@ -81,22 +79,20 @@ def doctor(options: DoctorOptions) -> None:
 
 def check_configuration() -> Iterator[Finding]:
     """The configuration file, variables of ours that nothing reads, and key files."""
-    group = click.get_current_context().find_root().command
-    assert isinstance(group, click.Group)
     try:
-        config = read_config()
-        settings = Settings(group, config)
+        settings = settings_here()
     except ConfigError as error:
         yield _from_error("configuration", error)
         return
+    config = settings.config
     if config.is_there:
         yield ok("configuration", f"{config.path} fits; clouds in it: {len(settings.endpoints)}")
     else:
         yield ok("configuration", f"no file at {config.path}", "`outrider config init` writes an example")
     problems = set()
-    for path in settings.commands:
+    for command in settings.commands:
         try:
-            settings.check(path)
+            settings.check(command)
         except ConfigError as error:
             problems.add(str(error))
     for problem in sorted(problems):

@@ -10,11 +10,10 @@ import click
 from rich.console import Console
 
 from outrider.edge.cli.command_options import ChatOptions, DemoOptions, PullOptions, ServeOptions
-from outrider.edge.cli.config_screen import config_app
 from outrider.edge.cli.devices_screen import devices
 from outrider.edge.cli.doctor_screen import doctor
 from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.cli.service_screen import service_app
+from outrider.edge.cli.setup_screens import config_app, service_app
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import SeveralLines
 from outrider.edge.setup.settings import UNCONFIGURED, Settings, name_variables
@@ -65,10 +64,10 @@ class ConfiguredGroup(CommandGroup):
             if not is_help and command.name != EXAMINES_ITSELF:
                 raise
             settings = Settings(self, ConfigFile(config_path()))
-        for path, leaf in settings.commands.items():
-            name_variables(path, leaf, settings.common)
-            if path[0] == command.name and not is_help:
-                settings.check(path)
+        for name, each in settings.commands.items():
+            name_variables(name, each, settings.common)
+        if command.name in settings.commands and not is_help:
+            settings.check(command.name)
         ctx.default_map = settings.default_map()
         ctx.obj = settings
 

@@ -32,24 +32,6 @@ if TYPE_CHECKING:
 Clouds = Annotated[
     list[str], typer.Option("--cloud", "--server", help="Verifier's address; repeat for others to fall back on.")
 ]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier; better in OUTRIDER_API_KEY or --key-file."),
-]
-KeyFile = Annotated[Path | None, typer.Option(help="File that holds the verifier's key; only you may read it.")]
-AllowHttp = Annotated[
-    bool, typer.Option("--allow-http", help="Send the key over http:// beyond this machine, readable on the way.")
-]
-
-
-TlsClientCert = Annotated[
-    Path | None,
-    typer.Option(
-        help="Certificate chain and its private key to show to servers that ask for one, PEM; only you may read it.",
-        metavar="FILE",
-        show_default=False,
-    ),
-]
 
 
 LOOKUP: Final = "--lookup or --no-lookup"
@@ -85,24 +67,7 @@ Drafts = Annotated[
         help=f"{_DRAFT_HELP} Repeat it for drafts to choose from: the fastest here is taken.",
     ),
 ]
-BatteryWork = Annotated[
-    OnBattery,
-    typer.Option("--on-battery", help="What is drafted on battery, or when the processor is hot: half or all of it."),
-]
-DraftDevice = Annotated[
-    str | None,
-    typer.Option(
-        metavar="[cpu|gpu|npu|gpu.N]",
-        help="What the draft runs on, gpu.1 for the second GPU; or ONNX Runtime's execution provider by full name, or "
-        "prefer-npu. Default: the device that its bundle was made for.",
-    ),
-]
-Runtime = Annotated[
-    DraftRuntime | None,
-    typer.Option(help="What drafts; default: the bundle's runtime. ngram copies earlier passages of the text."),
-]
 EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]
-Depth = Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")]
 Width = Annotated[str, typer.Option(help="Guesses per token: auto, or 1 to 8; 1 drafts a single path.")]
 HowMuch = Annotated[Effort, typer.Option(help="How much the device drafts; low saves energy.")]
 Lookup = Annotated[
@@ -190,10 +155,25 @@ class KeyOptions:
 
     __slots__ = ()
 
-    api_key: ApiKey = None
-    key_file: KeyFile = None
-    allow_http: AllowHttp = False
-    tls_client_cert: TlsClientCert = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier; better in OUTRIDER_API_KEY or --key-file."),
+    ] = None
+    key_file: Annotated[Path | None, typer.Option(help="File that holds the verifier's key; only you may read it.")] = (
+        None
+    )
+    allow_http: Annotated[
+        bool, typer.Option("--allow-http", help="Send the key over http:// beyond this machine, readable on the way.")
+    ] = False
+    tls_client_cert: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certificate chain and its private key to show to servers that ask for one, PEM; only you may "
+            "read it.",
+            metavar="FILE",
+            show_default=False,
+        ),
+    ] = None
 
     def keys(self) -> Keys:
         """The keys, and the device's certificate, for the command that runs now: its options', and the endpoints' own.
@@ -236,8 +216,18 @@ class PlaceOptions:
 
     __slots__ = ()
 
-    draft_device: DraftDevice = None
-    runtime: Runtime = None
+    draft_device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[cpu|gpu|npu|gpu.N]",
+            help="What the draft runs on, gpu.1 for the second GPU; or ONNX Runtime's execution provider by full name, "
+            "or prefer-npu. Default: the device that its bundle was made for.",
+        ),
+    ] = None
+    runtime: Annotated[
+        DraftRuntime | None,
+        typer.Option(help="What drafts; default: the bundle's runtime. ngram copies earlier passages of the text."),
+    ] = None
     emulate_npu: EmulateNpu = False
     choice: DraftChoice = field(init=False)
 
@@ -266,10 +256,15 @@ class DraftingOptions(PlaceOptions):
 
     __slots__ = ()
 
-    depth: Depth = "auto"
+    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
-    on_battery: BatteryWork = OnBattery.HALF
+    on_battery: Annotated[
+        OnBattery,
+        typer.Option(
+            "--on-battery", help="What is drafted on battery, or when the processor is hot: half or all of it."
+        ),
+    ] = OnBattery.HALF
     lookup: Lookup = None
     threads: Threads = 0
 

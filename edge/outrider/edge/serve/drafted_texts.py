@@ -17,9 +17,8 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.offline import OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, OnTokens, TokenBatch
-from outrider.edge.serve.faults import shutting_down
 from outrider.edge.serve.lent_drafts import Loan
-from outrider.edge.serve.state import LocalCore
+from outrider.edge.serve.state import LocalCore, shutting_down
 from outrider.edge.serve.unverified import KeptAnswer, KeptText, VerifiedAnswer, VerifiedChoice, compared
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.link.endpoints import Endpoints
@@ -13,23 +15,56 @@ from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import Mode
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.retrieval.grounding import Library
-from outrider.edge.serve.faults import NO_VERIFIER, as_request_error
 from outrider.edge.serve.lent_drafts import DraftSequences, Loan
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.counted import counted
-from outrider.models.errors import OutriderError, RequestError
+from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs, require_model
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_grammar import Grammars
 from outrider.models.http.call_plan import dialect_of
 from outrider.models.http.encoding import Workers
+from outrider.models.http.errors import internal_error
 from outrider.models.http.security import GateSettings
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.visible import visible
 from outrider.models.wire.protocol import ModelFacts
+
+_log = logging.getLogger("outrider.serve")
+
+NO_VERIFIER: Final = "no_verifier"
+_OWN_KEY: Final = frozenset({401, 403})
+"""What a verifier answers because of the device's own key or address: the client cannot put it right."""
+
+
+def as_request_error(error: Exception, *, shows_details: bool) -> RequestError:
+    """What the client gets. shows_details: whether it may learn the verifiers' addresses; the log has them always."""
+    if isinstance(error, RequestError) and error.status not in _OWN_KEY:
+        return error
+    if not isinstance(error, OutriderError):
+        return internal_error()
+    if isinstance(error, TokenizerMismatch):
+        code, status, words = "tokenizer_mismatch", 502, "the draft was made for another target"
+    elif isinstance(error, RequestError):
+        code, status, words = "verifier_refused", 502, "the verifier refuses this device"
+    elif isinstance(error, CloudError):
+        code, status, words = NO_VERIFIER, 503, "no verifier can answer now"
+    else:
+        code, status, words = "device_failed", 500, "the device failed on this request"
+    _log.warning("%s: %s", code, visible(str(error)))
+    return RequestError(
+        code, str(error) if shows_details else f"{words}; the log of this server says why", status=status
+    )
+
+
+def shutting_down() -> RequestError:
+    """The error 503 while the server ends."""
+    return RequestError("shutting_down", "the server is shutting down; retry in a moment", status=503)
+
 
 _ANY_POSITIONS = 1 << 20
 

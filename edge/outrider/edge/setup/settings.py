@@ -7,7 +7,7 @@ names its `envvar`; so a command is called as if its options had been typed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -18,7 +18,16 @@ from typing import Any, Final, Literal
 import click
 from click.core import ParameterSource
 
-from outrider.edge.setup.config_file import COMMON, ENDPOINT, VARIABLE, ConfigFile, Where, described
+from outrider.edge.setup.config_file import (
+    COMMON,
+    ENDPOINT,
+    VARIABLE,
+    ConfigFile,
+    Where,
+    config_path,
+    described,
+    read_config,
+)
 from outrider.edge.setup.endpoints import beside, read_endpoints
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
@@ -36,7 +45,6 @@ CLOUDS: Final = frozenset({"cloud", "server"})
 SEVERAL: Final = CLOUDS | {"draft"}
 """Options whose value in the file may be one or a list."""
 
-Path_ = tuple[str, ...]
 SourceName = Literal["flag", "environment", "file", "default"]
 _SOURCES: Final[dict[ParameterSource, SourceName]] = {
     ParameterSource.COMMANDLINE: "flag",
@@ -77,14 +85,14 @@ class Settings:
 
     def __init__(self, group: click.Group, config: ConfigFile, environment: Mapping[str, str] | None = None) -> None:
         self.config = config
-        self.commands = {path: command for path, command in leaf_commands(group) if path[0] not in UNCONFIGURED}
+        self.commands = {name: each for name, each in group.commands.items() if name not in UNCONFIGURED}
         self.common = _common_names(self.commands.values())
         self._environment = os.environ if environment is None else environment
         self._check_names()
         self.endpoints = read_endpoints(config)
         # A value for all commands may be beyond the bounds of some: those refuse it when they run.
-        self._unfit: dict[Path_, dict[Where, ConfigError]] = {path: {} for path in self.commands}
-        self._found = {path: dict(self._from_file(path)) for path in self.commands}
+        self._unfit: dict[str, dict[Where, ConfigError]] = {name: {} for name in self.commands}
+        self._found = {name: dict(self._from_file(name)) for name in self.commands}
         fits = {where for values in self._found.values() for _, where in values.values()}
         for unfit in self._unfit.values():
             for where, error in unfit.items():
@@ -93,23 +101,17 @@ class Settings:
 
     def default_map(self) -> dict[str, Any]:
         """The file's values as click takes them, by command."""
-        found: dict[str, Any] = {}
-        for path, values in self._found.items():
-            place = found
-            for part in path:
-                place = place.setdefault(part, {})
-            place.update({name: value for name, (value, _) in values.items()})
-        return found
+        return {name: {option: value for option, (value, _) in values.items()} for name, values in self._found.items()}
 
-    def check(self, path: Path_) -> None:
+    def check(self, command: str) -> None:
         """Raises ConfigError for a variable, or a value of [common], that this command cannot take."""
-        for error in self._unfit[path].values():
+        for error in self._unfit[command].values():
             raise error
-        for option in _options(self.commands[path]):
-            variable = self._variable(path, option)
+        for option in _options(self.commands[command]):
+            variable = self._variable(command, option)
             if variable is None:
                 continue
-            context = click.Context(self.commands[path])
+            context = click.Context(self.commands[command])
             raw = self._environment[variable]
             value: Any = option.type.split_envvar_value(raw) if option.multiple else raw
             try:
@@ -117,14 +119,14 @@ class Settings:
             except click.BadParameter:
                 raise ConfigError(f"{variable} is {raw!r}; expected {expectation(option)}") from None
 
-    def resolve(self, path: Path_, arguments: list[str] | None = None) -> list[Setting]:
+    def resolve(self, name: str, arguments: Sequence[str] = ()) -> list[Setting]:
         """Every option's value, as the command would get it with these arguments. Raises click's UsageError."""
-        command = self.commands[path]
-        name_variables(path, command, self.common)
-        context = click.Context(command, info_name=" ".join(["outrider", *path]), allow_extra_args=True)
-        context.default_map = {name: value for name, (value, _) in self._found[path].items()}
-        self.check(path)
-        typed, _, _ = command.make_parser(context).parse_args(list(arguments or ()))
+        command = self.commands[name]
+        name_variables(name, command, self.common)
+        context = click.Context(command, info_name=f"outrider {name}", allow_extra_args=True)
+        context.default_map = self.default_map()[name]
+        self.check(name)
+        typed, _, _ = command.make_parser(context).parse_args(list(arguments))
         found = []
         for option in _options(command):
             assert option.name is not None
@@ -133,54 +135,54 @@ class Settings:
             kind = _SOURCES.get(source, "default")
             where = {
                 "flag": option.opts[0],
-                "environment": self._variable(path, option),
-                "file": self._line(path, option.name),
+                "environment": self._variable(name, option),
+                "file": self._line(name, option.name),
                 "default": None,
             }[kind]
-            found.append(Setting(".".join(path), long_names(option)[0], _plain(value), kind, where))
+            found.append(Setting(name, long_names(option)[0], _plain(value), kind, where))
         return found
 
     def unknown_variables(self) -> dict[str, str | None]:
         """Variables with our prefix that nothing reads, each with the closest known name."""
         known = {*RESERVED}
-        for path, command in self.commands.items():
-            for option in _options(command):
-                known.update(_variables(path, option, self.common))
+        for command, declared in self.commands.items():
+            for option in _options(declared):
+                known.update(_variables(command, option, self.common))
         unknown = sorted(name for name in self._environment if name.startswith(PREFIX) and name not in known)
         return {name: next(iter(get_close_matches(name, known, n=1)), None) for name in unknown}
 
-    def _line(self, path: Path_, name: str) -> str | None:
-        if name not in self._found[path]:
+    def _line(self, command: str, name: str) -> str | None:
+        if name not in self._found[command]:
             return None
-        where = self._found[path][name][1]
+        where = self._found[command][name][1]
         return f"[[{ENDPOINT}]]" if where == (ENDPOINT,) else f"line {self.config.line_of(where)}"
 
-    def _variable(self, path: Path_, option: click.Option) -> str | None:
-        names = _variables(path, option, self.common)
+    def _variable(self, command: str, option: click.Option) -> str | None:
+        names = _variables(command, option, self.common)
         return next((name for name in names if self._environment.get(name)), None)
 
-    def _from_file(self, path: Path_) -> Iterator[tuple[str, tuple[Any, Where]]]:
+    def _from_file(self, command: str) -> Iterator[tuple[str, tuple[Any, Where]]]:
         """Option by option: the value that click takes, and its place in the file."""
-        own, common = self.config.table(*path), self.config.table(COMMON)
-        for option in _options(self.commands[path]):
+        own, common = self.config.table(command), self.config.table(COMMON)
+        for option in _options(self.commands[command]):
             assert option.name is not None
-            where = _where(path, own, option) or (
-                _where((COMMON,), common, option) if not self.common.isdisjoint(long_names(option)) else None
+            where = _where(command, own, option) or (
+                _where(COMMON, common, option) if not self.common.isdisjoint(long_names(option)) else None
             )
             if where is not None:
                 try:
-                    value = self._checked(where, option, path)
+                    value = self._checked(where, option, command)
                 except ConfigError as error:
                     if where[0] != COMMON:
                         raise
-                    self._unfit[path][where] = error
+                    self._unfit[command][where] = error
                 else:
                     yield option.name, (value, where)
             elif self.endpoints and not CLOUDS.isdisjoint(long_names(option)):
                 urls = [each.url for each in self.endpoints]
                 yield option.name, (urls if option.multiple else urls[0], (ENDPOINT,))
 
-    def _checked(self, where: Where, option: click.Option, path: Path_) -> Any:
+    def _checked(self, where: Where, option: click.Option, command: str) -> Any:
         value: Any = self.config.document
         for part in where:
             value = value[part]
@@ -190,13 +192,13 @@ class Settings:
             raise self.config.error(
                 where, "would keep a key in clear text; expected key_file: put the key into a file of its own"
             )
-        scope = f" for `outrider {' '.join(path)}`" if where[0] == COMMON else ""
+        scope = f" for `outrider {command}`" if where[0] == COMMON else ""
         wrong = self.config.error(where, f"is {described(value)}; expected {expectation(option)}{scope}")
         items = value if option.multiple else [value]
         if not isinstance(items, list) or not all(has_kind(each, option) for each in items):
             raise wrong
         try:
-            option.type_cast_value(click.Context(self.commands[path]), value)
+            option.type_cast_value(click.Context(self.commands[command]), value)
         except click.BadParameter:
             raise wrong from None
         return [self._path(each, option) for each in value] if option.multiple else self._path(value, option)
@@ -209,26 +211,19 @@ class Settings:
         return value
 
     def _check_names(self) -> None:
-        tables = {path[0] for path in self.commands}
-        self._require_known(self.config.document, (), {COMMON, ENDPOINT, *tables}, "tables are")
-        removed: dict[str, str] = {}
-        for command in self.commands.values():
-            removed |= removed_options(command)
+        self._require_known(self.config.document, (), {COMMON, ENDPOINT, *self.commands}, "tables are")
+        removed = {name: each for command in self.commands.values() for name, each in removed_options(command).items()}
         common = self.config.table(COMMON)
         self._require_known(common, (COMMON,), set(self.common), "options of several commands are", removed)
-        branches = {path[:depth] for path in self.commands for depth in range(1, len(path))}
-        for branch in sorted(branches):
-            below = {path[len(branch)] for path in self.commands if path[: len(branch)] == branch}
-            self._require_known(self.config.table(*branch), branch, below, "tables are")
-        for path, command in self.commands.items():
-            names = {name for option in _options(command) for name in long_names(option)}
-            what = f"options of `outrider {' '.join(path)}` are"
-            self._require_known(self.config.table(*path), path, names, what, removed_options(command))
+        for name, command in self.commands.items():
+            options = {each for option in _options(command) for each in long_names(option)}
+            what = f"options of `outrider {name}` are"
+            self._require_known(self.config.table(name), (name,), options, what, removed_options(command))
 
     def _require_known(
         self,
         table: Mapping[str, Any],
-        where: Path_,
+        where: tuple[str, ...],
         known: set[str],
         what: str,
         removed: Mapping[str, str] = MappingProxyType({}),
@@ -247,27 +242,18 @@ class Settings:
             seen.add(spelled)
 
 
-def leaf_commands(group: click.Group, above: Path_ = ()) -> Iterator[tuple[Path_, click.Command]]:
-    """Every command below a group, with its path: ("run",), ("service", "install")."""
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from leaf_commands(command, (*above, name))
-        else:
-            yield (*above, name), command
-
-
 def long_names(option: click.Option) -> list[str]:
     """Its names in the file: `--max-tokens` is max_tokens."""
     return [name[2:].replace("-", "_") for name in option.opts if name.startswith("--")]
 
 
-def name_variables(path: Path_, command: click.Command, common: frozenset[str]) -> None:
+def name_variables(name: str, command: click.Command, common: frozenset[str]) -> None:
     """Lets click read the options of a command from the environment. Safe to call twice."""
     for option in _options(command):
         shown = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
         # Help shows the variables that were declared, and says once how the others are named.
         option.show_envvar = False
-        option.envvar = list(dict.fromkeys([*_variables(path, option, common), *shown]))
+        option.envvar = list(dict.fromkeys([*_variables(name, option, common), *shown]))
 
 
 def expectation(option: click.Option) -> str:
@@ -303,16 +289,16 @@ def _options(command: click.Command) -> list[click.Option]:
     return [each for each in command.params if isinstance(each, click.Option) and not each.is_eager and each.opts]
 
 
-def _variables(path: Path_, option: click.Option, common: frozenset[str]) -> list[str]:
+def _variables(command: str, option: click.Option, common: frozenset[str]) -> list[str]:
     names = long_names(option)
-    own = [PREFIX + "_".join([*path, name]).replace("-", "_").upper() for name in names]
+    own = [PREFIX + f"{command}_{name}".replace("-", "_").upper() for name in names]
     shared = [PREFIX + name.upper() for name in names if name in common]
     return own + [name for name in shared if name not in RESERVED]
 
 
-def _where(place: Path_, table: Mapping[str, Any], option: click.Option) -> Where | None:
+def _where(place: str, table: Mapping[str, Any], option: click.Option) -> Where | None:
     names = long_names(option)
-    return next(((*place, name) for name in table if name.replace("-", "_") in names), None)
+    return next(((place, name) for name in table if name.replace("-", "_") in names), None)
 
 
 def _is_set(value: object) -> bool:
@@ -329,3 +315,10 @@ def _plain(value: Any) -> Any:
 
 def _plain_choice(choice: Any) -> str:
     return str(choice.value if isinstance(choice, Enum) else choice)
+
+
+def settings_here(*, is_read: bool = True) -> Settings:
+    """Those of the program that runs now, with this user's file; of an empty file unless `is_read`."""
+    group = click.get_current_context().find_root().command
+    assert isinstance(group, click.Group)
+    return Settings(group, read_config() if is_read else ConfigFile(config_path()))

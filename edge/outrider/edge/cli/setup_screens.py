@@ -1,10 +1,13 @@
-"""Shows the configuration, and writes an example of its file: `outrider config`, `config show`, `path`, `init`."""
+"""Shows and writes what `outrider` reads and starts by itself: `outrider config` and `outrider service`."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
+import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,8 +16,24 @@ import click
 import typer
 from rich.console import Console
 
-from outrider.edge.setup.config_file import VARIABLE, ConfigFile, config_path, read_config
-from outrider.edge.setup.settings import SECRETS, Path_, Setting, Settings, expectation, long_names
+from outrider.edge.setup.config_file import VARIABLE, config_path
+from outrider.edge.setup.service import (
+    Service,
+    remove_service,
+    run_command,
+    service_here,
+    write_service,
+)
+from outrider.edge.setup.settings import (
+    PREFIX,
+    RESERVED,
+    SECRETS,
+    Setting,
+    Settings,
+    expectation,
+    long_names,
+    settings_here,
+)
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 from outrider.models.process.command_line import CommandGroup, print_line
@@ -35,7 +54,7 @@ def config(context: typer.Context, as_json: AsJson = False) -> None:
     The file is TOML: a table for each command, [common] for all, [[endpoint]] for each cloud. Keys are never shown.
     """
     if context.invoked_subcommand is None:
-        _show(as_json, None, [])
+        _show(as_json, settings_here())
 
 
 @config_app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -47,10 +66,13 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show the values that a command would get with these flags; all commands' without one."""
-    settings = _settings()
+    settings = settings_here()
     given = list(arguments or ())
-    path = _path_of(settings, given)
-    _show(as_json, path, given[len(path) :] if path is not None else [], settings)
+    command = given.pop(0) if given else None
+    if command is not None and command not in settings.commands:
+        known = ", ".join(settings.commands)
+        raise click.UsageError(f"{command!r} is no command with options; expected one of {known}.")
+    _show(as_json, settings, command, given)
 
 
 @config_app.command()
@@ -63,36 +85,17 @@ def path() -> None:
 def init() -> None:
     """Write a commented example of the file. One that is there is never overwritten."""
     place = config_path()
-    write_new(place, example_config(_settings(is_read=False).commands))
+    write_new(place, example_config(settings_here(is_read=False).commands))
     print_line(Console(), f"wrote {place}")
 
 
-def _settings(*, is_read: bool = True) -> Settings:
-    """The settings of all commands; of an empty file unless `is_read`."""
-    group = click.get_current_context().find_root().command
-    assert isinstance(group, click.Group)
-    return Settings(group, read_config() if is_read else ConfigFile(config_path()))
-
-
-def _path_of(settings: Settings, given: list[str]) -> Path_ | None:
-    """The command that the arguments begin with; None for no arguments. Raises UsageError for another word."""
-    if not given:
-        return None
-    for path in settings.commands:
-        if tuple(given[: len(path)]) == path:
-            return path
-    known = ", ".join(" ".join(path) for path in settings.commands)
-    raise click.UsageError(f"{given[0]!r} is no command with options; expected one of {known}.")
-
-
-def _show(as_json: bool, path: Path_ | None, arguments: list[str], settings: Settings | None = None) -> None:
-    settings = settings or _settings()
-    found: list[tuple[Path_, list[Setting] | ConfigError]] = []
-    for each in [path] if path is not None else list(settings.commands):
+def _show(as_json: bool, settings: Settings, command: str | None = None, arguments: Sequence[str] = ()) -> None:
+    found: list[tuple[str, list[Setting] | ConfigError]] = []
+    for each in settings.commands if command is None else [command]:
         try:
             found.append((each, settings.resolve(each, arguments)))
         except ConfigError as error:
-            if path is not None:
+            if command is not None:
                 raise
             found.append((each, error))  # the other commands' values are shown
     if as_json:
@@ -106,7 +109,7 @@ def _show(as_json: bool, path: Path_ | None, arguments: list[str], settings: Set
         name = f"{endpoint.name}: " if endpoint.name else ""
         print_line(console, f"cloud {name}{without_password(endpoint.url)}, {key}")
     for each, values in found:
-        print_line(console, f"\n[{'.'.join(each)}]", "bold")
+        print_line(console, f"\n[{each}]", "bold")
         if isinstance(values, ConfigError):
             print_line(console, f"  cannot run: {values}", "red")
             continue
@@ -119,7 +122,7 @@ def _show(as_json: bool, path: Path_ | None, arguments: list[str], settings: Set
             print_line(console, line, "dim" if value.source == "default" else "")
 
 
-def _document(settings: Settings, found: list[tuple[Path_, list[Setting] | ConfigError]]) -> dict[str, object]:
+def _document(settings: Settings, found: list[tuple[str, list[Setting] | ConfigError]]) -> dict[str, object]:
     return {
         "file": str(settings.config.path),
         "is_there": settings.config.is_there,
@@ -127,10 +130,10 @@ def _document(settings: Settings, found: list[tuple[Path_, list[Setting] | Confi
             each.model_dump(exclude={"url"}) | {"url": without_password(each.url)} for each in settings.endpoints
         ],
         "commands": {
-            ".".join(path): {"error": str(values)}
+            name: {"error": str(values)}
             if isinstance(values, ConfigError)
             else {value.name: {"value": value.shown, "source": value.source, "where": value.where} for value in values}
-            for path, values in found
+            for name, values in found
         },
     }
 
@@ -154,9 +157,9 @@ HEAD: Final = """\
 """
 
 
-def example_config(commands: Mapping[Path_, click.Command]) -> str:
-    """The example's text. commands: by their paths."""
-    return HEAD + "".join(f"\n[{'.'.join(path)}]\n" + "".join(_lines(each)) for path, each in commands.items())
+def example_config(commands: Mapping[str, click.Command]) -> str:
+    """The example's text. commands: by their names."""
+    return HEAD + "".join(f"\n[{name}]\n" + "".join(_lines(each)) for name, each in commands.items())
 
 
 def write_new(path: Path, text: str) -> None:
@@ -199,3 +202,99 @@ def _example(option: click.Option) -> str:
     if isinstance(option.type, click.types.FloatParamType):
         return str(float(least or 1.0))
     return str(least or 1) if isinstance(option.type, click.types.IntParamType) else '"..."'
+
+
+service_app = typer.Typer(
+    cls=CommandGroup,
+    name="service",
+    help="Start `outrider serve` at login: systemd user unit, launchd agent or Windows task.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@service_app.command()
+def install(
+    is_printed: Annotated[bool, typer.Option("--print", help="Show the file and write nothing.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file of other content.")] = False,
+) -> None:
+    """Start `outrider serve` now and at each login. It reads the configuration file, not this shell's variables."""
+    service, about = _service(), Console(stderr=True)
+    if is_printed:
+        encoding = "utf-16" if service.system == "windows" else "utf-8"
+        typer.echo(service.content().decode(encoding), nl=False)
+        return
+    _check_configuration(about)
+    changed = write_service(service, force=force)
+    print_line(Console(), f"{'wrote' if changed else 'unchanged:'} {service.path}")
+    if service.system != "systemd":
+        print_line(about, f"note: {service.system}'s file was not run on hardware; please report how it went", "yellow")
+    if service.system == "windows" and service.config is not None:
+        print_line(about, f"note: a task has no variables; run `setx OUTRIDER_CONFIG {service.config}`", "yellow")
+    if service.system == "launchd":
+        run_command(service.turn_off()[0])  # launchd keeps an agent that it has read
+    for command in service.turn_on():
+        if not _run(about, command):
+            raise typer.Exit(1)
+    print_line(Console(), "started, and starts at each login; see `outrider service status`")
+
+
+@service_app.command()
+def uninstall() -> None:
+    """Stop the service and remove its file."""
+    service, about = _service(), Console(stderr=True)
+    if not service.path.exists():
+        print_line(Console(), f"not installed: {service.path} is not there")
+        return
+    for command in service.turn_off():
+        _run(about, command)  # it may be off already; the file goes anyway
+    remove_service(service)
+    if service.system == "systemd":
+        run_command(("systemctl", "--user", "daemon-reload"))
+    print_line(Console(), f"removed {service.path}")
+
+
+@service_app.command()
+def status() -> None:
+    """Show whether the service is installed, whether its file is this version's, and whether it runs."""
+    service = _service()
+    if not service.path.exists():
+        print_line(Console(), f"not installed: {service.path} is not there; run `outrider service install`")
+        raise typer.Exit(1)
+    fits = service.path.read_bytes() == service.content()
+    print_line(Console(), f"installed: {service.path}")
+    if not fits:
+        print_line(Console(), "its content is not this version's; run `outrider service install --force`", "yellow")
+    does_run, answer = run_command(service.ask())
+    print_line(Console(), "runs" if does_run else f"does not run: {answer}")
+    _show_log_advice(service)
+    raise typer.Exit(0 if does_run else 1)
+
+
+def _service() -> Service:
+    return service_here(__package__ or "")
+
+
+def _check_configuration(about: Console) -> None:
+    """Raises ConfigError for a broken configuration; names variables of this shell that the service will not see."""
+    settings_here()
+    unseen = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in RESERVED)
+    if unseen:
+        print_line(
+            about, f"note: the service does not see {', '.join(unseen)}; put it into the configuration file", "yellow"
+        )
+
+
+def _run(about: Console, command: tuple[str, ...]) -> bool:
+    succeeded, answer = run_command(command)
+    if not succeeded:
+        shown = shlex.join(command) if sys.platform != "win32" else " ".join(command)
+        print_line(about, f"`{shown}` failed: {answer}; run it yourself when that is mended", "yellow")
+    return succeeded
+
+
+def _show_log_advice(service: Service) -> None:
+    if service.system == "systemd":
+        print_line(Console(), "its log: journalctl --user -u outrider", "dim")
+    elif service.system == "launchd":
+        print_line(Console(), f"its log: {service.home / 'Library' / 'Logs' / 'outrider.log'}", "dim")
