@@ -377,7 +377,7 @@ def test_serve_gives_a_running_text_the_sequence_of_one_that_has_ended() -> None
         while not short.done():
             gate.allow(1)
             cloud.wait_until(lambda: gate._allowed == 0 or short.done())
-        local.wait_until(lambda: local.core.places.num_taken == 1)  # the short one has given everything back
+        local.wait_until(lambda: local.core.places.total == 1)  # the short one has given everything back
         gate.allow(1)
         local.wait_until(lambda: local.core.drafts.num_lent == 1)
         gate.open()

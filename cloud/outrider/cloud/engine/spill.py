@@ -168,9 +168,8 @@ class SpillStore:
                 self._read_bytes -= freed
             since = self._busy_since
             is_stuck = since is not None and time.monotonic() - since > _STUCK_S
-            if is_stuck or not self._calls.has_room(owner) or self._read_bytes + size > _MAX_READ_BYTES:
+            if is_stuck or self._read_bytes + size > _MAX_READ_BYTES or not self._calls.add(owner):
                 return False
-            self._calls.add(owner)
             self._read_bytes += size
             rank = self._calls[owner]
         self._begin(rank, work)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -33,6 +33,7 @@ from outrider.cloud.recent.texts import (
     is_of_another_prompt,
 )
 from outrider.models.errors import ConfigError
+from outrider.models.process.by_owner import Shares
 
 SLOTS: Final = 128
 """Texts of an owner; 8 MiB at most."""
@@ -90,9 +91,9 @@ class RedisStore(RecentStore):
         self._is_up = False
         self._breaker = Breaker(retry_s)
         self._num_late = 0  # calls whose answers are late now
-        self._finds: Counter[str] = Counter()  # that wait, by owner
+        self._finds = Shares[str](_MAX_FINDS_EACH, _MAX_FINDS)  # that wait
         self._waiting: deque[tuple[str, str, bytes]] = deque()  # owner, key, text
-        self._waiting_bytes: Counter[str] = Counter()  # by owner
+        self._waiting_bytes = Shares[str](_MAX_WAITING_BYTES_EACH, _MAX_WAITING_BYTES)
         self._lock = threading.Lock()
         self._is_closed = self._is_refused = False
         self._loop = asyncio.new_event_loop()
@@ -121,13 +122,8 @@ class RedisStore(RecentStore):
         """Writes a text in the background; drops it where too many wait."""
         data = encode(place, text)
         with self._lock:
-            has_room = (
-                self._waiting_bytes[place.owner] + len(data) <= _MAX_WAITING_BYTES_EACH
-                and self._waiting_bytes.total() + len(data) <= _MAX_WAITING_BYTES
-            )
-            if self._is_up and not self._is_closed and has_room:
+            if self._is_up and not self._is_closed and self._waiting_bytes.add(place.owner, len(data)):
                 self._waiting.append((place.owner, self._key(place), data))
-                self._waiting_bytes[place.owner] += len(data)
                 self._loop.call_soon_threadsafe(self._changed.set)
             else:
                 self._counts.dropped += 1
@@ -152,17 +148,15 @@ class RedisStore(RecentStore):
     def _ask(self, place: Place) -> Future[RecentText | None] | None:
         """Starts a call on the store's thread; None where it would not be answered."""
         with self._lock:
-            is_full = self._finds.total() >= _MAX_FINDS or self._finds[place.owner] >= _MAX_FINDS_EACH
-            if not self._is_up or self._is_closed or is_full or self._num_late:
+            if not self._is_up or self._is_closed or self._num_late or not self._finds.add(place.owner):
                 return None
-            self._finds[place.owner] += 1
             asked = asyncio.run_coroutine_threadsafe(self._get(place), self._loop)
         asked.add_done_callback(lambda _: self._answered(place.owner))
         return asked
 
     def _answered(self, owner: str) -> None:
         with self._lock:
-            _take(self._finds, owner, 1)
+            self._finds.add(owner, -1)
 
     # -- the store's thread ------------------------------------------------------------------------------------------
 
@@ -259,7 +253,7 @@ class RedisStore(RecentStore):
             if entry is None:
                 self._changed.clear()
             else:
-                _take(self._waiting_bytes, entry[0], len(entry[2]))
+                self._waiting_bytes.add(entry[0], -len(entry[2]))
         if entry is None:
             if not self._is_closed:
                 await self._idle()
@@ -296,13 +290,7 @@ class RedisStore(RecentStore):
         with self._lock:
             self._is_up = False
             self._counts.dropped += len(self._waiting)
+            for owner, _, data in self._waiting:
+                self._waiting_bytes.add(owner, -len(data))
             self._waiting.clear()
-            self._waiting_bytes.clear()
         self._changed.set()
-
-
-def _take(counts: Counter[str], owner: str, amount: int) -> None:
-    """Counts down; an owner with nothing is forgotten."""
-    counts[owner] -= amount
-    if counts[owner] <= 0:
-        del counts[owner]
