@@ -20,7 +20,6 @@ from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_edge_devices import CPU_ONLY, manifest_for
 from tests.test_edge_serve import DRAFTS, SURE, body, expected
 
-from outrider.edge.breaker import Breaker
 from outrider.edge.cli.draft_source import place_drafts
 from outrider.edge.cli.placing import Ranked, placed_words, rank
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
@@ -39,6 +38,7 @@ from outrider.edge.modes.draft_ladder import LazyModel, candidates_of
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.lent_drafts import DraftSequences
+from outrider.models.breaker import Breaker
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable

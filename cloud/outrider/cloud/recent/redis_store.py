@@ -2,7 +2,7 @@
 
 A request waits `wait_s` for an answer at most, and not at all while another's answer is late. A Redis that is dead or
 full of something else is left out, with one warning, until it answers a ping in time; one that is slow, for the time
-that `Breaker` gives it. An owner has a fixed number of slots, chosen by the prompt's digest, and a
+that its breaker gives it. An owner has a fixed number of slots, chosen by the prompt's digest, and a
 share of the calls that wait, so no client can take another's room. Redis ends each text's life by itself.
 """
 
@@ -21,7 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from outrider.cloud.recent.breaker import Breaker
+from outrider.cloud.recent.late_answers import LateAnswers
 from outrider.cloud.recent.store import DEFAULT_S, RecentCounts, RecentStats, RecentStore
 from outrider.cloud.recent.texts import (
     MAX_BYTES,
@@ -32,6 +32,7 @@ from outrider.cloud.recent.texts import (
     encode,
     is_of_another_prompt,
 )
+from outrider.models.breaker import Breaker
 from outrider.models.errors import ConfigError
 from outrider.models.process.by_owner import Shares
 
@@ -46,6 +47,8 @@ _MAX_WAITING_BYTES: Final = 8 << 20
 _MAX_WAITING_BYTES_EACH: Final = 1 << 20
 """Of one owner."""
 _SOCKET_S: Final = 0.5
+MAX_PAUSE_S: Final = 60.0
+"""For which one that is slow is left out."""
 _IDLE_S: Final = 10.0
 """Between two pings of one that is up, where nothing is written."""
 _WARN_S: Final = 60.0
@@ -89,7 +92,8 @@ class RedisStore(RecentStore):
         self._prefix = prefix
         self._counts = RecentCounts()
         self._is_up = False
-        self._breaker = Breaker(retry_s)
+        self._breaker = Breaker(retry_s, max(retry_s, MAX_PAUSE_S))
+        self._answers = LateAnswers(self._breaker)
         self._num_late = 0  # calls whose answers are late now
         self._finds = Shares[str](_MAX_FINDS_EACH, _MAX_FINDS)  # that wait
         self._waiting: deque[tuple[str, str, bytes]] = deque()  # owner, key, text
@@ -179,11 +183,12 @@ class RedisStore(RecentStore):
             if self._is_up:
                 await self._write()
                 continue
-            left_out_s = self._breaker.left_s
+            left_out_s = self._breaker.pause_s
             reason = "too many answers are late" if left_out_s else await self._ping()
             if reason is None:
                 if has_warned:
                     _log.info("Redis at %s answers again", self._where)
+                self._breaker.passed()
                 has_warned, self._is_up = False, True
                 continue
             if not has_warned and time.monotonic() - warned_at >= _WARN_S:
@@ -221,7 +226,7 @@ class RedisStore(RecentStore):
             nonlocal is_late
             is_late = True
             self._num_late += 1
-            if self._breaker.late(began):
+            if self._answers.late(began):
                 self._go_down()
 
         timer = self._loop.call_later(self._wait_s, late)
@@ -239,7 +244,7 @@ class RedisStore(RecentStore):
         if is_late:
             self._counts.failures += 1
         else:
-            self._breaker.in_time()
+            self._answers.in_time()
         if not data or is_of_another_prompt(place, data):
             return None
         text = decode(place, data)
