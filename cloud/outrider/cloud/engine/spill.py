@@ -229,10 +229,10 @@ class SpillStore:
 
     def _write(self, path: Path, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> None:
         try:
-            written = write(path, self._target, tokens, data, created)
+            num_bytes, num_beyond = write(path, self._target, tokens, data, created)
             self.counts.written += 1
-            self.counts.beyond += written.num_beyond
-            self._files.note(path.name, written.num_bytes)
+            self.counts.beyond += num_beyond
+            self._files.note(path.name, num_bytes)
             self._files.keep_to_size(scans=False)
         except OSError as error:
             self._warn(f"--spill-dir {self._config.directory} cannot be written: {error.strerror}")

@@ -62,17 +62,14 @@ class Buckets:
             return level
 
 
-class RateLimiter:
+class RateLimiter(Buckets):
     """Requests per second of each owner; `rate_per_s` 0 is no limit."""
 
     def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._rate_per_s = rate_per_s
-        self._buckets = Buckets(clock)
 
-    def __len__(self) -> int:
-        return len(self._buckets)
-
-    def spend(self, owner: bytes, rate_per_s: float | None = None) -> None:
+    def admit(self, owner: bytes, rate_per_s: float | None = None) -> None:
         """Takes one request from the owner's bucket. rate_per_s: the owner's own; None: as all others.
 
         Raises RequestError 429 `rate_limited`.
@@ -80,7 +77,7 @@ class RateLimiter:
         per_s = self._rate_per_s if rate_per_s is None else rate_per_s
         if not per_s:
             return
-        level = self._buckets.spend(owner, 1.0, per_s, max(1.0, per_s * BURST_S), 1.0)
+        level = self.spend(owner, 1.0, per_s, max(1.0, per_s * BURST_S), 1.0)
         if level < 1.0:
             wait_s = math.ceil((1.0 - level) / per_s)
             raise Throttled(
@@ -88,43 +85,34 @@ class RateLimiter:
             )
 
 
-class Pacer:
+class Pacer(Buckets):
     """Spaces a client's requests: `burst` at once, then `rate_per_s`; the others wait, so that none of many cheap ones
     keeps the event loop from other clients.
     """
 
     def __init__(self, rate_per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._rate_per_s = rate_per_s
         self._burst = burst
-        self._buckets = Buckets(clock)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
 
     def wait_s(self, client: bytes, most_s: float) -> float | None:
         """How long the client's next request waits, which is then counted; None, not counted, beyond `most_s`."""
         least = 1.0 - most_s * self._rate_per_s
-        level = self._buckets.spend(client, 1.0, self._rate_per_s, self._burst, least)
+        level = self.spend(client, 1.0, self._rate_per_s, self._burst, least)
         return max(0.0, 1.0 - level) / self._rate_per_s if level >= least else None
 
 
-class TokenBudget:
+class TokenBudget(Buckets):
     """A bucket of tokens per owner, which fills in a minute. Any thread may call it.
 
     A request is admitted once its prompt fits what is there, or the bucket is full. Tokens that its text then takes
     may exceed that: the debt is paid before the owner's next request.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._buckets = Buckets(clock)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
-
     def admit(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
         """Takes a prompt's tokens. Raises RequestError 429 `tokens_exhausted`, and takes none, if it does not fit."""
         least = min(num_tokens, per_minute)
-        level = self._buckets.spend(owner, num_tokens, per_minute / 60.0, per_minute, least)
+        level = self.spend(owner, num_tokens, per_minute / 60.0, per_minute, least)
         if level < least:
             wait_s = max(1, math.ceil((least - level) * 60.0 / per_minute))
             raise Throttled(
@@ -135,7 +123,7 @@ class TokenBudget:
 
     def take(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
         """Takes tokens that a text used, or gives back where `num_tokens` is negative."""
-        self._buckets.spend(owner, num_tokens, per_minute / 60.0, per_minute)
+        self.spend(owner, num_tokens, per_minute / 60.0, per_minute)
 
 
 class Slots:
