@@ -96,13 +96,13 @@ def measure(options: argparse.Namespace, place: Path) -> dict[SpillType, Sum]:
                 )
                 path = place / target.place(b"", str(index))
                 began = time.perf_counter()
-                written = write(path, target, tokens, data, time.time())
+                num_bytes, num_beyond = write(path, target, tokens, data, time.time())
                 middle = time.perf_counter()
                 back = read_blocks(read_head(path, target, time.time(), 3600.0), target)
                 total.read_s += time.perf_counter() - middle
                 total.write_s += middle - began
-                total.num_bytes += written.num_bytes
-                total.num_beyond += written.num_beyond
+                total.num_bytes += num_bytes
+                total.num_beyond += num_beyond
                 runtime.write_blocks(others[:num_full], back)
                 if rest:
                     runtime.forward([SequenceSlice(rest, past, others, 0)])

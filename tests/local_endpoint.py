@@ -48,7 +48,7 @@ class LocalEndpoint:
     def is_at_rest(self) -> bool:
         """Whether no text is in work and every sequence of the draft is back."""
         core = self.core
-        return not core.places.num_taken and not core.tasks and not core.drafts.num_lent
+        return not core.places.total and not core.tasks and not core.drafts.num_lent
 
 
 def fake_draft(agreement: float = 0.8, max_positions: int = 4096) -> FakeSequenceRuntime:

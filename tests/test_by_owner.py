@@ -104,9 +104,7 @@ def test_a_store_of_many_owners_holds_nothing_of_those_that_left() -> None:
 def test_shares_have_room_up_to_their_bounds() -> None:
     """Of an owner and of all; what is given back can be taken again, and an owner with nothing is forgotten."""
     shares = Shares[str](max_each=3, max_all=4)
-    shares.add("a", 3)
-    assert not shares.has_room("a") and shares.has_room("b") and not shares.has_room("b", 2)
-    shares.add("b")
-    assert (shares["a"], shares["b"], shares.total, len(shares)) == (3, 1, 4, 2) and not shares.has_room("b")
-    shares.add("a", -3)
-    assert shares["a"] == 0 and len(shares) == 1 and shares.has_room("a", 3)
+    assert shares.add("a", 3) and not shares.add("a") and not shares.add("b", 2) and len(shares) == 1
+    assert shares.add("b") and not shares.add("b")
+    assert (shares["a"], shares["b"], shares.total, len(shares)) == (3, 1, 4, 2)
+    assert shares.add("a", -3) and shares["a"] == 0 and len(shares) == 1 and shares.add("a", 3)

@@ -208,7 +208,7 @@ def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path) -
         (tmp_path / "drafts" / "cpu-int8").rename(moved)
         (tmp_path / "drafts" / "cpu-int8").symlink_to(moved, target_is_directory=True)
         assert httpx.get(server.url + WEIGHTS).status_code == 410
-        assert server.core.downloads.num_taken == 0
+        assert server.core.downloads.total == 0
 
 
 def test_drafts_need_the_key(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
     with serve_fake(ServerSettings(download_limits=limits), drafts=tmp_path) as server:
         slow = unread_download(server)
         try:
-            server.wait_until(lambda: server.core.downloads.num_taken == 1)
+            server.wait_until(lambda: server.core.downloads.total == 1)
             refused = httpx.get(server.url + WEIGHTS)
             assert (refused.status_code, refused.json()["error"]["code"]) == (status, "too_many_downloads")
             assert int(refused.headers["retry-after"]) >= 1
@@ -249,7 +249,7 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
             assert httpx.head(server.url + WEIGHTS).status_code == 200
         finally:
             slow.close()
-        server.wait_until(lambda: server.core.downloads.num_taken == 0)
+        server.wait_until(lambda: server.core.downloads.total == 0)
         assert len(httpx.get(server.url + WEIGHTS).content) == 16 << 20
 
 
@@ -260,7 +260,7 @@ def test_a_download_that_is_too_slow_is_cut(tmp_path: Path) -> None:
     with serve_fake(ServerSettings(download_limits=limits), drafts=tmp_path) as server:
         with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
             httpx.get(server.url + WEIGHTS)
-        server.wait_until(lambda: server.core.downloads.num_taken == 0)
+        server.wait_until(lambda: server.core.downloads.total == 0)
 
 
 def test_a_server_that_shuts_down_ends_downloads(tmp_path: Path) -> None:

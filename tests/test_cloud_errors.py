@@ -220,14 +220,14 @@ def test_the_bucket_fills_with_time() -> None:
     now = 0.0
     limiter = RateLimiter(2.0, clock=lambda: now)
     for _ in range(4):
-        limiter.take(b"a")
+        limiter.admit(b"a")
     with pytest.raises(RequestError, match="2 requests per second"):
-        limiter.take(b"a")
-    limiter.take(b"b")
+        limiter.admit(b"a")
+    limiter.admit(b"b")
     now = 0.5
-    limiter.take(b"a")
+    limiter.admit(b"a")
     with pytest.raises(RequestError):
-        limiter.take(b"a")
+        limiter.admit(b"a")
 
 
 def test_weak_keys_are_refused() -> None:

@@ -816,20 +816,20 @@ def test_tables_of_owners_do_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter, slots = RateLimiter(2.0, clock=lambda: now), Slots(2)
     for number in range(1000):
         now += 0.01
-        limiter.take(b"%d" % number)
+        limiter.admit(b"%d" % number)
         slots.take(b"%d" % number)
         slots.release(b"%d" % number)
         with pytest.raises(RequestError):
             slots.take(b"%d" % number, 3)
     assert len(limiter) <= 201
     for _ in range(3):
-        limiter.take(b"999")
+        limiter.admit(b"999")
     with pytest.raises(RequestError):
-        limiter.take(b"999")  # a bucket that is not full is kept
+        limiter.admit(b"999")  # a bucket that is not full is kept
     assert slots.num_taken == 0 and not slots._taken
     monkeypatch.setattr(limiter, "_most", 10)
     for number in range(100):
-        limiter.take(b"x%d" % number)
+        limiter.admit(b"x%d" % number)
     assert len(limiter) <= 10
 
 

@@ -19,9 +19,9 @@ from tests.test_edge_config import KEY, key_file
 from tests.test_edge_serve import DRAFTS, PROMPT, SURE, body, expected, run_main
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.breaker import Breaker
 from outrider.edge.link.fleet import Fleet, text_ms
 from outrider.edge.setup.endpoints import Endpoint, Keys
+from outrider.models.breaker import Breaker
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, TargetMismatch
 from outrider.models.errors import ConfigError

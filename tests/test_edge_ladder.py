@@ -20,7 +20,6 @@ from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_edge_devices import CPU_ONLY, manifest_for
 from tests.test_edge_serve import DRAFTS, SURE, body, expected
 
-from outrider.edge.breaker import Breaker
 from outrider.edge.cli.draft_source import place_drafts
 from outrider.edge.cli.placing import Ranked, placed_words, rank
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
@@ -39,6 +38,7 @@ from outrider.edge.modes.draft_ladder import LazyModel, candidates_of
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.lent_drafts import DraftSequences
+from outrider.models.breaker import Breaker
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
@@ -377,7 +377,7 @@ def test_serve_gives_a_running_text_the_sequence_of_one_that_has_ended() -> None
         while not short.done():
             gate.allow(1)
             cloud.wait_until(lambda: gate._allowed == 0 or short.done())
-        local.wait_until(lambda: local.core.places.num_taken == 1)  # the short one has given everything back
+        local.wait_until(lambda: local.core.places.total == 1)  # the short one has given everything back
         gate.allow(1)
         local.wait_until(lambda: local.core.drafts.num_lent == 1)
         gate.open()

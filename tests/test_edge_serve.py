@@ -342,7 +342,7 @@ def test_keys_and_bounds(cloud: FakeServer) -> None:
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
             other = {"Authorization": f"Bearer {KEY}-2"}
             with client.stream("POST", "/v1/completions", json=body(stream=True, max_tokens=3000), headers=other):
-                local.core.places._max_own = 5
+                local.core.places.max_each = 5
                 full = client.post("/v1/completions", json=body())
                 assert full.status_code == 503 and error_of(full)["code"] == "overloaded"
         gate.open()
@@ -723,7 +723,7 @@ def test_a_client_that_leaves_before_its_text_begins_frees_its_place(
             with socket.create_connection((address.host, address.port or 0)) as connection:
                 head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
                 connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
-                assert began.wait(30.0) and local.core.places.num_taken == 1
+                assert began.wait(30.0) and local.core.places.total == 1
             local.wait_until(local.is_at_rest)
         finally:
             goes_on.set()

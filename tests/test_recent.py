@@ -151,7 +151,7 @@ def test_memory_forgets_what_is_old() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 30)), max_size=60))
 def test_memory_stays_within_its_limits(puts: list[tuple[int, int, int]]) -> None:
     """And one who holds no more than a share loses nothing to the others."""
-    store = MemoryStore(bounds=Bounds(max_each=6, max_all=12, max_each_size=4000, max_size=9000))
+    store = MemoryStore(bounds=Bounds(max_each=6, max_each_size=4000, max_size=9000), max_texts=12)
     store.put(place(b"small"), text(1, 2))
     for owner, prompt, length in puts:
         store.put(place(bytes([owner]), (prompt,)), text(*range(length)))

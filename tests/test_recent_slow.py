@@ -14,8 +14,9 @@ from tests.engine_harness import Clock
 from tests.redis_server import wait_until
 from tests.test_recent import find, place, store_at, warnings_of
 
-from outrider.cloud.recent.breaker import MAX_PAUSE_S, Breaker
-from outrider.cloud.recent.redis_store import RedisStore
+from outrider.cloud.recent.late_answers import LateAnswers
+from outrider.cloud.recent.redis_store import MAX_PAUSE_S, RedisStore
+from outrider.models.breaker import Breaker
 
 
 class SlowRedis(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
@@ -109,7 +110,7 @@ def test_a_slow_redis_is_asked_again_by_one_request(tmp_path: Path) -> None:
         for _ in range(2):
             wait_until(lambda: store.stats().up == 1)
             ask(store, server)
-            assert store._breaker.left_s >= 0 and not store._num_late
+            assert store._breaker.pause_s >= 0 and not store._num_late
         assert server.num_asked == 5
         wait_until(lambda: store.stats().up == 1)
         store._wait_s = 5.0  # no slow test machine counts as a slow Redis
@@ -121,13 +122,13 @@ def test_a_slow_redis_is_asked_again_by_one_request(tmp_path: Path) -> None:
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
 
-def late(breaker: Breaker, clock: Clock, count: int = 1) -> list[bool]:
+def late(answers: LateAnswers, clock: Clock, count: int = 1) -> list[bool]:
     """Late answers, one after the other."""
     found = []
     for _ in range(count):
         began = clock.now
         clock.now += 0.02
-        found.append(breaker.late(began))
+        found.append(answers.late(began))
     return found
 
 
@@ -135,37 +136,41 @@ def test_a_share_of_late_answers_is_enough() -> None:
     """Every second one, and one of five; one of twenty never is. Late ones need not come in a row."""
     for num_fast, limit in ((1, 10), (4, 10), (19, None)):
         clock = Clock()
-        breaker = Breaker(1.0, clock)
+        answers = LateAnswers(Breaker(clock=clock), clock)
         is_out = []
         for _ in range(200):
-            is_out += late(breaker, clock)
+            is_out += late(answers, clock)
             for _ in range(num_fast):
-                breaker.in_time()
+                answers.in_time()
         assert any(is_out[: limit or 200]) == (limit is not None), num_fast
 
 
 def test_a_burst_counts_once() -> None:
     """Calls that were all asked before the first of them was late."""
     clock = Clock()
-    breaker = Breaker(1.0, clock)
+    answers = LateAnswers(Breaker(clock=clock), clock)
     began = clock.now
     clock.now += 0.02
-    assert [breaker.late(began) for _ in range(50)] == [False] * 50
-    assert late(breaker, clock, 2) == [False, True]
+    assert [answers.late(began) for _ in range(50)] == [False] * 50
+    assert late(answers, clock, 2) == [False, True]
 
 
 def test_each_pause_is_longer_until_it_recovers() -> None:
     """Doubled to a minute at most; twenty answers in time start it anew."""
     clock = Clock()
-    breaker = Breaker(1.0, clock)
-    assert breaker.left_s == 0.0 and late(breaker, clock, 3) == [False, False, True]
+    breaker = Breaker(1.0, MAX_PAUSE_S, clock)
+    answers = LateAnswers(breaker, clock)
+    assert breaker.pause_s == 0.0 and late(answers, clock, 3) == [False, False, True]
     pauses = []
     for _ in range(8):
-        pauses.append(breaker.left_s)
-        clock.now += breaker.left_s
-        assert breaker.left_s == 0.0 and late(breaker, clock) == [True]
+        pauses.append(breaker.pause_s)
+        clock.now += breaker.pause_s
+        assert breaker.pause_s == 0.0
+        breaker.passed()  # it answers a ping
+        assert late(answers, clock) == [True]
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, MAX_PAUSE_S, MAX_PAUSE_S])
     clock.now += MAX_PAUSE_S
+    breaker.passed()
     for _ in range(20):
-        breaker.in_time()
-    assert late(breaker, clock, 3) == [False, False, True] and breaker.left_s == pytest.approx(1.0)
+        answers.in_time()
+    assert late(answers, clock, 3) == [False, False, True] and breaker.pause_s == pytest.approx(1.0)

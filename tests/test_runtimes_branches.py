@@ -24,7 +24,7 @@ from outrider.models.runtimes.base import (
     SequenceRuntime,
     ShareableRuntime,
 )
-from outrider.models.runtimes.branch_blocks import BlockPool, BranchBlocks
+from outrider.models.runtimes.branch_blocks import BranchBlocks, FreeBlocks
 from outrider.models.runtimes.onnxruntime_providers import CPU
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
@@ -161,7 +161,7 @@ def test_a_cache_that_grows_keeps_what_it_holds(
         runtime.truncate(0)
         runtime._num_positions = 0  # of the cache that it gets now
         if isinstance(runtime, OpenVinoSequenceRuntime):
-            runtime._shared.pool = runtime._blocks._pool = BlockPool(0)
+            runtime._shared.pool = runtime._blocks._pool = FreeBlocks(0)
             runtime._shared.num_promised = runtime._blocks.num_blocks = 0
             runtime._shared.host_caches = []
         reserve(1)

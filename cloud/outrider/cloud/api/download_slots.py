@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Final
 
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
+from outrider.models.process.by_owner import Shares
 from outrider.models.wire.protocol import OfferedDraft, OfferedFile
 
 _RETRY_S: Final = 5
@@ -42,46 +42,33 @@ class DownloadLimits:
     refusal_s: float = 1.0
 
 
-class DownloadSlots:
+class DownloadSlots(Shares[bytes]):
     """The downloads that run."""
 
     def __init__(self, limits: DownloadLimits) -> None:
-        self._limits = limits
-        self._taken: Counter[bytes] = Counter()
-
-    @property
-    def num_taken(self) -> int:
-        """Slots of all owners."""
-        return self._taken.total()
+        super().__init__(limits.max_each, limits.max_all)
+        self._refusal_s = limits.refusal_s
 
     @asynccontextmanager
     async def place(self, owner: bytes) -> AsyncIterator[None]:
         """Holds a place. Raises RequestError 429 or 503 `too_many_downloads` where none is free, after `refusal_s`."""
-        try:
-            self._require_free(owner)
-        except RequestError:
-            await asyncio.sleep(self._limits.refusal_s)
-            raise
-        self._taken[owner] += 1
+        if not self.add(owner):
+            await asyncio.sleep(self._refusal_s)
+            raise self._refusal(owner)
         try:
             yield
         finally:
-            self._taken[owner] -= 1
-            if not self._taken[owner]:
-                del self._taken[owner]
+            self.add(owner, -1)
 
-    def _require_free(self, owner: bytes) -> None:
-        limits = self._limits
-        if self._taken[owner] >= limits.max_each:
-            raise Throttled(
+    def _refusal(self, owner: bytes) -> RequestError:
+        if self[owner] >= self.max_each:
+            return Throttled(
                 "too_many_downloads",
-                f"this client has {self._taken[owner]} downloads; at most {limits.max_each} may run. Retry when one "
-                "has ended",
+                f"this client has {self[owner]} downloads; at most {self.max_each} may run. Retry when one has ended",
                 retry_after_s=_RETRY_S,
             )
-        if self.num_taken >= limits.max_all:
-            raise RequestError(
-                "too_many_downloads",
-                f"{limits.max_all} downloads run, which is the most that this server allows; retry later",
-                status=503,
-            )
+        return RequestError(
+            "too_many_downloads",
+            f"{self.max_all} downloads run, which is the most that this server allows; retry later",
+            status=503,
+        )

@@ -168,9 +168,8 @@ class SpillStore:
                 self._read_bytes -= freed
             since = self._busy_since
             is_stuck = since is not None and time.monotonic() - since > _STUCK_S
-            if is_stuck or not self._calls.has_room(owner) or self._read_bytes + size > _MAX_READ_BYTES:
+            if is_stuck or self._read_bytes + size > _MAX_READ_BYTES or not self._calls.add(owner):
                 return False
-            self._calls.add(owner)
             self._read_bytes += size
             rank = self._calls[owner]
         self._begin(rank, work)
@@ -230,10 +229,10 @@ class SpillStore:
 
     def _write(self, path: Path, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> None:
         try:
-            written = write(path, self._target, tokens, data, created)
+            num_bytes, num_beyond = write(path, self._target, tokens, data, created)
             self.counts.written += 1
-            self.counts.beyond += written.num_beyond
-            self._files.note(path.name, written.num_bytes)
+            self.counts.beyond += num_beyond
+            self._files.note(path.name, num_bytes)
             self._files.keep_to_size(scans=False)
         except OSError as error:
             self._warn(f"--spill-dir {self._config.directory} cannot be written: {error.strerror}")

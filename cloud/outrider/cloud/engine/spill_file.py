@@ -111,16 +111,13 @@ class Spilled:
     is_exact: NDArray[np.bool_] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The size of a file, and how many of its blocks are beyond the bound of its type, so not rounded."""
+def write(
+    path: Path, target: SpillTarget, tokens: Sequence[int], data: NDArray[np.uint8], created: float
+) -> tuple[int, int]:
+    """Writes the file, readable by this user only, and renames it into place. Raises OSError.
 
-    num_bytes: int
-    num_beyond: int = 0
-
-
-def write(path: Path, target: SpillTarget, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> Written:
-    """Writes the file, readable by this user only, and renames it into place. Raises OSError."""
+    Returns its bytes, and how many of its blocks are beyond the bound of its type, so not rounded.
+    """
     ids, packed, exact, num_beyond = np.asarray(tokens, dtype="<u4").tobytes(), data, {}, 0
     if target.codec is not None:
         packed, is_exact = target.codec.pack(data)
@@ -150,7 +147,7 @@ def write(path: Path, target: SpillTarget, tokens: Sequence[int], data: NDArray[
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    return Written(size, num_beyond)
+    return size, num_beyond
 
 
 def open_checked(path: Path) -> BinaryIO:

@@ -2,7 +2,7 @@
 
 A request waits `wait_s` for an answer at most, and not at all while another's answer is late. A Redis that is dead or
 full of something else is left out, with one warning, until it answers a ping in time; one that is slow, for the time
-that `Breaker` gives it. An owner has a fixed number of slots, chosen by the prompt's digest, and a
+that its breaker gives it. An owner has a fixed number of slots, chosen by the prompt's digest, and a
 share of the calls that wait, so no client can take another's room. Redis ends each text's life by itself.
 """
 
@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from outrider.cloud.recent.breaker import Breaker
+from outrider.cloud.recent.late_answers import LateAnswers
 from outrider.cloud.recent.store import DEFAULT_S, RecentCounts, RecentStats, RecentStore
 from outrider.cloud.recent.texts import (
     MAX_BYTES,
@@ -32,7 +32,9 @@ from outrider.cloud.recent.texts import (
     encode,
     is_of_another_prompt,
 )
+from outrider.models.breaker import Breaker
 from outrider.models.errors import ConfigError
+from outrider.models.process.by_owner import Shares
 
 SLOTS: Final = 128
 """Texts of an owner; 8 MiB at most."""
@@ -45,6 +47,8 @@ _MAX_WAITING_BYTES: Final = 8 << 20
 _MAX_WAITING_BYTES_EACH: Final = 1 << 20
 """Of one owner."""
 _SOCKET_S: Final = 0.5
+MAX_PAUSE_S: Final = 60.0
+"""For which one that is slow is left out."""
 _IDLE_S: Final = 10.0
 """Between two pings of one that is up, where nothing is written."""
 _WARN_S: Final = 60.0
@@ -88,11 +92,12 @@ class RedisStore(RecentStore):
         self._prefix = prefix
         self._counts = RecentCounts()
         self._is_up = False
-        self._breaker = Breaker(retry_s)
+        self._breaker = Breaker(retry_s, max(retry_s, MAX_PAUSE_S))
+        self._answers = LateAnswers(self._breaker)
         self._num_late = 0  # calls whose answers are late now
-        self._finds: Counter[str] = Counter()  # that wait, by owner
+        self._finds = Shares[str](_MAX_FINDS_EACH, _MAX_FINDS)  # that wait
         self._waiting: deque[tuple[str, str, bytes]] = deque()  # owner, key, text
-        self._waiting_bytes: Counter[str] = Counter()  # by owner
+        self._waiting_bytes = Shares[str](_MAX_WAITING_BYTES_EACH, _MAX_WAITING_BYTES)
         self._lock = threading.Lock()
         self._is_closed = self._is_refused = False
         self._loop = asyncio.new_event_loop()
@@ -121,13 +126,8 @@ class RedisStore(RecentStore):
         """Writes a text in the background; drops it where too many wait."""
         data = encode(place, text)
         with self._lock:
-            has_room = (
-                self._waiting_bytes[place.owner] + len(data) <= _MAX_WAITING_BYTES_EACH
-                and self._waiting_bytes.total() + len(data) <= _MAX_WAITING_BYTES
-            )
-            if self._is_up and not self._is_closed and has_room:
+            if self._is_up and not self._is_closed and self._waiting_bytes.add(place.owner, len(data)):
                 self._waiting.append((place.owner, self._key(place), data))
-                self._waiting_bytes[place.owner] += len(data)
                 self._loop.call_soon_threadsafe(self._changed.set)
             else:
                 self._counts.dropped += 1
@@ -152,17 +152,15 @@ class RedisStore(RecentStore):
     def _ask(self, place: Place) -> Future[RecentText | None] | None:
         """Starts a call on the store's thread; None where it would not be answered."""
         with self._lock:
-            is_full = self._finds.total() >= _MAX_FINDS or self._finds[place.owner] >= _MAX_FINDS_EACH
-            if not self._is_up or self._is_closed or is_full or self._num_late:
+            if not self._is_up or self._is_closed or self._num_late or not self._finds.add(place.owner):
                 return None
-            self._finds[place.owner] += 1
             asked = asyncio.run_coroutine_threadsafe(self._get(place), self._loop)
         asked.add_done_callback(lambda _: self._answered(place.owner))
         return asked
 
     def _answered(self, owner: str) -> None:
         with self._lock:
-            _take(self._finds, owner, 1)
+            self._finds.add(owner, -1)
 
     # -- the store's thread ------------------------------------------------------------------------------------------
 
@@ -185,11 +183,12 @@ class RedisStore(RecentStore):
             if self._is_up:
                 await self._write()
                 continue
-            left_out_s = self._breaker.left_s
+            left_out_s = self._breaker.pause_s
             reason = "too many answers are late" if left_out_s else await self._ping()
             if reason is None:
                 if has_warned:
                     _log.info("Redis at %s answers again", self._where)
+                self._breaker.passed()
                 has_warned, self._is_up = False, True
                 continue
             if not has_warned and time.monotonic() - warned_at >= _WARN_S:
@@ -227,7 +226,7 @@ class RedisStore(RecentStore):
             nonlocal is_late
             is_late = True
             self._num_late += 1
-            if self._breaker.late(began):
+            if self._answers.late(began):
                 self._go_down()
 
         timer = self._loop.call_later(self._wait_s, late)
@@ -245,7 +244,7 @@ class RedisStore(RecentStore):
         if is_late:
             self._counts.failures += 1
         else:
-            self._breaker.in_time()
+            self._answers.in_time()
         if not data or is_of_another_prompt(place, data):
             return None
         text = decode(place, data)
@@ -259,7 +258,7 @@ class RedisStore(RecentStore):
             if entry is None:
                 self._changed.clear()
             else:
-                _take(self._waiting_bytes, entry[0], len(entry[2]))
+                self._waiting_bytes.add(entry[0], -len(entry[2]))
         if entry is None:
             if not self._is_closed:
                 await self._idle()
@@ -296,13 +295,7 @@ class RedisStore(RecentStore):
         with self._lock:
             self._is_up = False
             self._counts.dropped += len(self._waiting)
+            for owner, _, data in self._waiting:
+                self._waiting_bytes.add(owner, -len(data))
             self._waiting.clear()
-            self._waiting_bytes.clear()
         self._changed.set()
-
-
-def _take(counts: Counter[str], owner: str, amount: int) -> None:
-    """Counts down; an owner with nothing is forgotten."""
-    counts[owner] -= amount
-    if counts[owner] <= 0:
-        del counts[owner]

@@ -15,8 +15,10 @@ from outrider.models.process.by_owner import Bounds, OwnerStore
 DEFAULT_S: Final = 600.0
 _ENTRY_BYTES: Final = 512
 """Of a text beside its ids."""
-BOUNDS: Final = Bounds(max_each=256, max_all=4096, max_each_size=8 << 20, max_size=64 << 20)
-"""Of a store in memory: texts and bytes, of an owner and in all."""
+BOUNDS: Final = Bounds(max_each=256, max_each_size=8 << 20, max_size=64 << 20)
+"""Of a store in memory: texts of an owner, and bytes of an owner and in all."""
+MAX_TEXTS: Final = 4096
+"""Of all owners; beyond, too, the owner with most bytes loses its oldest."""
 
 
 def _shown(text: str, default: Any = 0) -> Any:
@@ -73,9 +75,11 @@ class MemoryStore(RecentStore):
         self,
         max_s: float = DEFAULT_S,
         bounds: Bounds = BOUNDS,
+        max_texts: int = MAX_TEXTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._texts: OwnerStore[str, bytes, tuple[array[int], bytes]] = OwnerStore(bounds, max_s, clock)
+        self._max_texts = max_texts
         self._counts = RecentCounts()
         self._lock = threading.Lock()
 
@@ -95,6 +99,8 @@ class MemoryStore(RecentStore):
         with self._lock:
             self._texts.pop_old()
             self._texts.put(place.owner, place.prompt, (tokens, text.sampling), size)
+            while len(self._texts) > self._max_texts:
+                self._texts.pop_from_most()
             self._counts.stored += 1
 
     def stats(self) -> RecentStats:

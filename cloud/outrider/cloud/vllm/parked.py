@@ -37,7 +37,7 @@ class KeptPrefixes:
     def keep(self, owner: bytes, tokens: Sequence[int], kept_as: Callable[[str], str] = str) -> str:
         """Keeps the tokens of a text; returns the hash for what continues it.
 
-        kept_as: as `GenerateRequest.kept_as`: gives the name for `find`.
+        kept_as: as `Asker.name_of`: gives the name for `find`.
         """
         ids = array("i", tokens)
         prefix_hash = hashlib.blake2b(ids.tobytes(), digest_size=32, key=self._salt, salt=_salt(owner)).hexdigest()

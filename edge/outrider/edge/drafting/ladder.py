@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from outrider.edge.breaker import Breaker
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import (
     Drafter,
@@ -22,6 +21,7 @@ from outrider.edge.drafting.drafter import (
     Propose,
     ProposingDrafter,
 )
+from outrider.models.breaker import Breaker
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.runtimes.ngram import QuotedText

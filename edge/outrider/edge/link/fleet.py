@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from outrider.edge.breaker import Breaker
 from outrider.edge.link.origin import Served, mixed_targets
+from outrider.models.breaker import Breaker
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import OutriderError

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from outrider.edge.breaker import Breaker
 from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.modes.assemble import OpenDraft, OpenModel, open_draft_model
+from outrider.models.breaker import Breaker
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable

@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from outrider.edge.breaker import Breaker
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung, WaitingDrafter
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.modes.assemble import OpenModel
 from outrider.edge.modes.draft_ladder import LOOKUP_WORDS, LazyModel
+from outrider.models.breaker import Breaker
 from outrider.models.errors import OutriderError
 from outrider.models.runtimes.base import SequenceRuntime, ShareableRuntime, num_shared
 from outrider.models.visible import visible

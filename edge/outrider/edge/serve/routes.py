@@ -189,7 +189,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     async def ready(request: Request) -> Response:
         readiness = LocalReadiness(
             status="draining" if core.is_draining else "ready",
-            running=core.places.num_taken,
+            running=core.places.total,
             drafting=core.drafts.num_lent,
             draft_sequences=core.drafts.max_sequences,
             draft=core.placement,
@@ -318,7 +318,7 @@ def _is_known_host(core: LocalCore, request: Request) -> bool:
 
 def _gauges(core: LocalCore) -> dict[str, tuple[str, float]]:
     return {
-        "texts_running": ("Texts in work.", core.places.num_taken),
+        "texts_running": ("Texts in work.", core.places.total),
         "draft_sequences": ("Texts that the draft model can draft for at a time.", core.drafts.max_sequences),
         "draft_sequences_lent": ("Texts that the draft model drafts for.", core.drafts.num_lent),
     }

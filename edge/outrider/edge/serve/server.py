@@ -184,7 +184,7 @@ class LocalServer(BoundedServer):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the draining, the second ends what runs."""
         self._num_signals += 1
-        if self._num_signals == 1 and self._core.places.num_taken:
+        if self._num_signals == 1 and self._core.places.total:
             _log.info("waiting up to %g s for texts in work; a second signal ends them", self._drain_s)
         self.begin_drain(self._drain_s if self._num_signals == 1 else 0.0)
 
@@ -195,7 +195,7 @@ class LocalServer(BoundedServer):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn every 0.1 s; true ends the server."""
-        if self._ends_at is not None and (not self._core.places.num_taken or time.monotonic() >= self._ends_at):
+        if self._ends_at is not None and (not self._core.places.total or time.monotonic() >= self._ends_at):
             for task in self._core.tasks:
                 task.cancel()  # their streams end with an error
             self.should_exit = True

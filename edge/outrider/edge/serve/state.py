@@ -29,6 +29,7 @@ from outrider.models.http.call_plan import dialect_of
 from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import internal_error
 from outrider.models.http.security import GateSettings
+from outrider.models.process.by_owner import Shares
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.visible import visible
@@ -92,46 +93,33 @@ class LocalSettings(GateSettings):
     shows_metrics: bool = False
 
 
-class TextSlots:
-    """Counts the texts that run, of each client and in all. Lives on one event loop."""
-
-    def __init__(self, max_all: int, max_own: int) -> None:
-        self._max_all = max_all
-        self._max_own = max_own
-        self._taken: dict[bytes, int] = {}
-
-    @property
-    def num_taken(self) -> int:
-        """Texts of all clients."""
-        return sum(self._taken.values())
+class TextSlots(Shares[bytes]):
+    """The texts that run, of each client and in all. Lives on one event loop."""
 
     def take(self, owner: bytes, count: int) -> None:
         """Takes places. Raises RequestError, and takes none, where too few are free: 429 if they are the client's own,
         else 503; 400 for more than there are.
         """
-        if count > (most := min(self._max_own, self._max_all)):
+        if count > (most := min(self.max_each, self.max_all)):
             raise RequestError(
                 "invalid_parameter", f"the request asks for {count} texts at once; expected at most {most} here"
             )
-        own = self._taken.get(owner, 0)
-        if own + count > self._max_own:
+        if self.add(owner, count):
+            return
+        if (own := self[owner]) + count > self.max_each:
             raise RequestError(
                 "too_many_requests",
                 f"this client has {counted(own, 'text')} in work and asks for {count} more; at most "
-                f"{self._max_own} may be. Retry when some have ended",
+                f"{self.max_each} may be. Retry when some have ended",
                 status=429,
             )
-        if (num_taken := self.num_taken) + count > self._max_all:
-            raise RequestError(
-                "overloaded", f"{num_taken} of {self._max_all} texts are in work; retry in a moment", status=503
-            )
-        self._taken[owner] = own + count
+        raise RequestError(
+            "overloaded", f"{self.total} of {self.max_all} texts are in work; retry in a moment", status=503
+        )
 
     def release(self, owner: bytes) -> None:
         """Frees one place."""
-        self._taken[owner] -= 1
-        if not self._taken[owner]:
-            del self._taken[owner]
+        self.add(owner, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +207,7 @@ class LocalCore:
         )
 
     def __post_init__(self) -> None:
-        self.places = TextSlots(self.settings.max_requests, self.settings.max_own)
+        self.places = TextSlots(self.settings.max_own, self.settings.max_requests)
         self.bodies = Bodies(self.settings.max_body_bytes)
         tokenizer = self.tokenizer
         self.grammars = Grammars(

@@ -19,9 +19,9 @@ from outrider.models.errors import RequestError
 from outrider.models.http import openai, sse
 from outrider.models.http.call_texts import CallTexts, best_choices
 from outrider.models.http.errors import FieldError, error_answer
-from outrider.models.http.limits import Held
 from outrider.models.http.logprobs import PackedLogprobs
 from outrider.models.http.shapes import Delta, Shape, json_bytes
+from outrider.models.process.by_owner import Shares
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
@@ -34,7 +34,7 @@ _WITHOUT: Final = b'"logprobs":null'
 """Stands in an answer where its logprobs go. No text can contain it: its quotes would be escaped."""
 
 
-class HeldLogprobs(Held):
+class HeldLogprobs(Shares[bytes]):
     """The bytes that answers hold of logprobs until they are sent."""
 
     def __init__(self) -> None:

@@ -14,8 +14,9 @@ from starlette.types import Receive
 
 from outrider.models.errors import RequestError, SamplingError
 from outrider.models.http.errors import FieldError, from_validation
-from outrider.models.http.limits import Held, Turns
+from outrider.models.http.limits import Turns
 from outrider.models.http.security import ANYBODY, OWNER, body_too_large
+from outrider.models.process.by_owner import Shares
 
 M = TypeVar("M", bound=BaseModel)
 Made = TypeVar("Made")
@@ -67,7 +68,7 @@ class Bodies:
     def __init__(self, max_body_bytes: int) -> None:
         """max_body_bytes: of the largest body."""
         self.turns = Turns()
-        self.held = Held(MAX_OWN_BODIES * max_body_bytes, MAX_BODIES * max_body_bytes)
+        self.held = Shares[bytes](MAX_OWN_BODIES * max_body_bytes, MAX_BODIES * max_body_bytes)
 
     @contextmanager
     def hold(self, owner: bytes, body: bytes) -> Iterator[None]:

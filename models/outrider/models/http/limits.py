@@ -15,6 +15,7 @@ from typing import Final
 
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
+from outrider.models.process.by_owner import Shares
 
 BURST_S: Final = 2.0
 """A burst may hold the requests of this many seconds."""
@@ -68,7 +69,7 @@ class RateLimiter(Buckets):
         super().__init__(clock)
         self._rate_per_s = rate_per_s
 
-    def take(self, owner: bytes, rate_per_s: float | None = None) -> None:
+    def admit(self, owner: bytes, rate_per_s: float | None = None) -> None:
         """Takes one request from the owner's bucket. rate_per_s: the owner's own; None: as all others.
 
         Raises RequestError 429 `rate_limited`.
@@ -134,13 +135,13 @@ class Slots:
     def __init__(self, max_each: int, own_limit: Callable[[bytes], int | None] = lambda owner: None) -> None:
         self._max_each = max_each
         self._own_limit = own_limit
-        self._taken: Counter[bytes] = Counter()
+        self._taken = Shares[bytes]()
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
 
     @property
     def num_taken(self) -> int:
         """Open sequences of all owners."""
-        return self._taken.total()
+        return self._taken.total
 
     @property
     def num_waiting(self) -> int:
@@ -162,7 +163,7 @@ class Slots:
                 f"{limit} may be open. End some first",
                 status=429,
             )
-        self._taken[owner] += count
+        self._taken.add(owner, count)
 
     async def wait(self, owner: bytes, *, max_waiting: int | None = None) -> None:
         """Takes one slot as soon as one is free; first come, first served within the owner.
@@ -171,7 +172,7 @@ class Slots:
         """
         queue = self._waiting.get(owner)
         if queue is None and self._taken[owner] < self.limit(owner):
-            self._taken[owner] += 1
+            self._taken.add(owner)
             return
         queue = self._waiting.setdefault(owner, deque())
         if max_waiting is not None and len(queue) >= max_waiting:
@@ -196,45 +197,15 @@ class Slots:
 
     def release(self, owner: bytes, count: int = 1) -> None:
         """Frees `count` slots; calls that wait take them at once."""
-        self._taken[owner] -= count
+        self._taken.add(owner, -count)
         queue = self._waiting.get(owner)
         while queue and self._taken[owner] < self.limit(owner):
             turn = queue.popleft()
             if not turn.cancelled():
-                self._taken[owner] += 1
+                self._taken.add(owner)
                 turn.set_result(None)
         if queue is not None and not queue:
             del self._waiting[owner]
-        if not self._taken[owner]:
-            del self._taken[owner]
-
-
-class Held:
-    """Counts what is held for owners, such as bytes: at most `max_each` for one of them, `max_all` in all. Lives on one
-    event loop.
-    """
-
-    def __init__(self, max_each: int, max_all: int) -> None:
-        self._max_each = max_each
-        self._max_all = max_all
-        self._of_owner: Counter[Hashable] = Counter()
-        self.total = 0
-
-    def __len__(self) -> int:
-        return len(self._of_owner)
-
-    def add(self, owner: Hashable, count: int) -> bool:
-        """Counts what is held in addition, or less where `count` is negative. False, and nothing is counted, where that
-        is too much.
-        """
-        held = self._of_owner[owner] + count
-        if count > 0 and (held > self._max_each or self.total + count > self._max_all):
-            return False
-        self.total += count
-        self._of_owner[owner] = held
-        if not held:
-            del self._of_owner[owner]
-        return True
 
 
 class Turns:

@@ -283,7 +283,7 @@ class Gate:
             if is_costly or self._media_types:
                 _require_media_type(headers.get(b"content-type"), self._media_types or (JSON_MEDIA_TYPE,))
             if is_costly:
-                self._limiter.take(owner, None if key is None else key.requests_per_second)
+                self._limiter.admit(owner, None if key is None else key.requests_per_second)
 
 
 def body_too_large(max_bytes: int) -> RequestError:

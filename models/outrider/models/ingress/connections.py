@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Final
 
 from outrider.models.hosts import client_network
-from outrider.models.http.limits import Held
 from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.process.by_owner import Shares
 
 _log = logging.getLogger("outrider.ingress")
 
@@ -81,8 +81,8 @@ class ConnectionTable:
         """num_allowed: connections that the process may open, if that is fewer than `limits` says."""
         self.limits = limits
         self._max = limits.max_connections if num_allowed is None else num_allowed
-        self.by_client = Held(limits.max_per_client, self._max)
-        self.body_bytes = Held(
+        self.by_client = Shares[str](limits.max_per_client, self._max)
+        self.body_bytes = Shares[str](
             limits.max_client_bodies * limits.max_body_bytes, limits.max_bodies * limits.max_body_bytes
         )
         """Of bodies that are still arriving, by client."""

@@ -27,7 +27,7 @@ class Shares(Generic[Owner]):
     """How much each owner has of something, and all together. An owner that has nothing takes no memory."""
 
     def __init__(self, max_each: float = math.inf, max_all: float = math.inf) -> None:
-        """max_each, max_all: what an owner and all may have, for `has_room`."""
+        """max_each, max_all: what an owner and all may have."""
         self.max_each, self.max_all = max_each, max_all
         self.total = 0
         self._of: dict[Owner, int] = {}
@@ -39,33 +39,34 @@ class Shares(Generic[Owner]):
         """Owners that have something."""
         return len(self._of)
 
-    def has_room(self, owner: Owner, amount: int = 1) -> bool:
-        """Whether the owner may have so much more."""
-        return self[owner] + amount <= self.max_each and self.total + amount <= self.max_all
-
-    def add(self, owner: Owner, amount: int = 1) -> None:
-        """Counts what the owner takes; a negative amount gives back. Checks no bound."""
+    def add(self, owner: Owner, amount: int = 1) -> bool:
+        """Counts what the owner takes, or gives back where it is negative. False, and counts nothing, if too much."""
+        has = self[owner] + amount
+        if amount > 0 and (has > self.max_each or self.total + amount > self.max_all):
+            return False
         self.total += amount
-        left = self._of[owner] = self[owner] + amount
-        if not left:
+        self._of[owner] = has
+        if not has:
             del self._of[owner]
+        return True
 
 
 class _RankedShares(Shares[Owner]):
-    """Shares that know who has most; O(log n)."""
+    """Shares without bounds, that know who has most; O(log n)."""
 
-    def __init__(self, max_each: float, max_all: float) -> None:
-        super().__init__(max_each, max_all)
+    def __init__(self) -> None:
+        super().__init__()
         self._ranks: list[tuple[int, int, Owner]] = []  # a heap of what owners have, negated; some are out of date
         self._order = itertools.count()
 
-    def add(self, owner: Owner, amount: int = 1) -> None:
+    def add(self, owner: Owner, amount: int = 1) -> bool:
         super().add(owner, amount)
         if len(self._ranks) > 2 * len(self._of) + _STALE_AT_MOST:
             self._ranks = [(-has, next(self._order), each) for each, has in self._of.items()]
             heapq.heapify(self._ranks)
         elif owner in self._of:
             heapq.heappush(self._ranks, (-self._of[owner], next(self._order), owner))
+        return True
 
     def most(self) -> Owner:
         """Who has most; of several, who had so much first. Somebody must have something."""
@@ -94,11 +95,10 @@ class OwnerStore(Generic[Owner, K, V]):
     def __init__(
         self, bounds: Bounds | None = None, max_s: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        bounds = bounds or Bounds()
+        self._bounds = bounds or Bounds()
         self._max_s = max_s
         self._clock = clock
-        self._counts = _RankedShares[Owner](bounds.max_each, bounds.max_all)
-        self._sizes = _RankedShares[Owner](bounds.max_each_size, bounds.max_size)
+        self._counts, self._sizes = _RankedShares[Owner](), _RankedShares[Owner]()
         self._of: dict[Owner, OrderedDict[K, tuple[V, int]]] = {}  # values and sizes, the oldest first
         self._since: OrderedDict[tuple[Owner, K], float] = OrderedDict()  # the oldest first
 
@@ -131,10 +131,14 @@ class OwnerStore(Generic[Owner, K, V]):
         self._counts.add(owner)
         self._sizes.add(owner, size)
         gone: list[V] = []
-        for shares in (self._counts, self._sizes):
-            while shares[owner] > shares.max_each:
+        bounds = self._bounds
+        for shares, max_each, max_all in (
+            (self._counts, bounds.max_each, bounds.max_all),
+            (self._sizes, bounds.max_each_size, bounds.max_size),
+        ):
+            while shares[owner] > max_each:
                 gone.append(self._pop_oldest(owner))
-            while shares.total > shares.max_all:
+            while shares.total > max_all:
                 gone.append(self._pop_oldest(shares.most()))
         return gone
 

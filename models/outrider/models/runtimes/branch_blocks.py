@@ -45,7 +45,7 @@ class BranchRun:
     copy: tuple[int, int] | None
 
 
-class BlockPool:
+class FreeBlocks:
     """Numbers of free blocks, 0 to `num_blocks` - 1."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -81,7 +81,7 @@ class BranchBlocks:
     """The blocks of one sequence and its branches; call `next_round` before a step's runs are planned."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool, pool: BlockPool | None = None
+        self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool, pool: FreeBlocks | None = None
     ) -> None:
         """num_blocks: at least three more than the longest sequence and branch need, so that one branch always finds
         room; may be raised before these grow, up to `max_positions`, and the pool then too.
@@ -93,7 +93,7 @@ class BranchBlocks:
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._copies = copies
-        self._pool = pool or BlockPool(num_blocks)
+        self._pool = pool or FreeBlocks(num_blocks)
         self._num_users: dict[int, int] = {}  # nodes with their home in a block, and the sequence
         self._text: list[int] = []
         self._num_own = 0  # blocks of the sequence
@@ -161,7 +161,10 @@ class BranchBlocks:
                 break
             if child.born == self._round:
                 return None
-            self._add_home(tail, child)
+            if child.position % self._block_size:
+                tail[-1] = child.home
+            else:
+                tail.append(child.home)
             node = child
         num_kept = node.position + 1 - len(self._text) if node else 0
         if node and num_kept == len(branch):  # kept in full: its last token runs once more, for its logits
@@ -212,12 +215,6 @@ class BranchBlocks:
     def _last_block(self) -> list[int]:
         """The block that the next token would share with the sequence, if any."""
         return [int(self.table[self._num_own - 1])] if len(self._text) % self._block_size else []
-
-    def _add_home(self, tail: list[int], node: _Node) -> None:
-        if node.position % self._block_size:
-            tail[-1] = node.home
-        else:
-            tail.append(node.home)
 
     def _blocks(self, tail: list[int]) -> list[int]:
         full: list[int] = self.table[: len(self._text) // self._block_size].tolist()

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime, padded_branches, telling_of_memory
-from outrider.models.runtimes.branch_blocks import BlockPool, BranchBlocks, BranchRun
+from outrider.models.runtimes.branch_blocks import BranchBlocks, BranchRun, FreeBlocks
 from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
 from outrider.models.runtimes.ragged import begins
@@ -46,7 +46,7 @@ class _Shared:
         self.longest = longest = model.limits.max_positions
         self.max_sequences = options.num_sequences
         self.num_sequences = 0
-        self.pool = BlockPool(0)
+        self.pool = FreeBlocks(0)
         self.num_promised = 0  # blocks that the open sequences may use
         self.num_lost = 0  # times that the cache was replaced by an empty one
         with telling_of_memory(longest):
