@@ -152,7 +152,7 @@ def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypat
     monkeypatch.setattr("outrider.cloud.engine.request_checks._MIN_QUEUED_TOKENS", 0)
     monkeypatch.setattr("outrider.cloud.engine.request_checks._CACHES_QUEUED", 1)
     small = msgspec.structs.replace(gauges, num_blocks=1, block_size=3 * len(long))
-    monkeypatch.setattr(vllm.engine._sequences, "gauges", small)
+    vllm.engine._sequences.gauges = small  # until the next report
     monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1))
     gate = vllm.gate()
     sinks = [Collector() for _ in range(4)]

@@ -101,15 +101,12 @@ class Replica:
         self._thread.join(self._opened.drain_s + MARGIN_S)
         self._has_ended.set()
         self._reporter.join()
-        try:
-            self._leave()
-        finally:  # the registry may be away
-            self._stack.close()
-
-    def _leave(self) -> None:
         import ray
 
-        ray.get(self._registry.leave.remote(self._tag), timeout=MARGIN_S)
+        try:
+            ray.get(self._registry.leave.remote(self._tag), timeout=MARGIN_S)
+        finally:  # the registry may be away
+            self._stack.close()
 
     def _report_on(self) -> None:
         import ray

@@ -185,7 +185,7 @@ class CascadedText:
         self._sink(CommitEvent(base, tuple(tokens), commit.accepted, commit.proposed, logprobs=logprobs))
         if self._over() is not None:
             return  # upstream's end follows
-        void = self._mid.on_confirmed()
+        void = self._mid.compare()
         if void:
             counts.void += void
             counts.returns += 1

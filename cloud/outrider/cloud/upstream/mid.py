@@ -29,7 +29,7 @@ MAX_ERRORS: Final = 3
 class MidRun:
     """One text's sequences in the mid-size verifier, one after the other.
 
-    confirmed: the text as the target has it; who appends to it calls `on_confirmed`. on_ahead: called with the position
+    confirmed: the text as the target has it; who appends to it calls `compare`. on_ahead: called with the position
     and the new tokens beyond it. post: calls a function on the loop, from any thread.
     """
 
@@ -132,10 +132,6 @@ class MidRun:
         self._is_off = True
         self._cancel()
 
-    def on_confirmed(self) -> int:
-        """The confirmed text has grown. Returns how many provisional tokens it contradicts: they are void."""
-        return self._compare()
-
     def draft(self, base: int, paths: Sequence[Sequence[int]]) -> None:
         """A device's paths, by the session's base."""
         base, paths = self._drafts.add_paths(base, paths)
@@ -162,7 +158,7 @@ class MidRun:
         if isinstance(event, CommitEvent):
             position = max(self._end, len(self._confirmed))
             self._written += event.tokens
-            self._compare()
+            self.compare()
             if self._end > position:
                 self._on_ahead(position, self._written[position - self._start :])
         elif isinstance(event, EndEvent):
@@ -172,10 +168,13 @@ class MidRun:
             if event.reason == "shutdown" or self._num_errors >= MAX_ERRORS:
                 self._is_off = True
             else:
-                self._compare()
+                self.compare()
 
-    def _compare(self) -> int:
-        """Goes back, on, or to rest, as the confirmed text says. Returns how many provisional tokens are void."""
+    def compare(self) -> int:
+        """Goes back, on, or to rest, as the confirmed text says: call it when that has grown.
+
+        Returns how many provisional tokens it contradicts: they are void.
+        """
         confirmed, known = self._confirmed, len(self._confirmed)
         for position in range(self._agreed, min(known, self._end)):
             if confirmed[position] != self._written[position - self._start]:

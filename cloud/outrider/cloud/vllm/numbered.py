@@ -53,23 +53,15 @@ class NumberedNodes:
         position = found[0]
         num_committed = len(self._generated)
         path: list[int] = []
-        is_dead = False
         while number != ROOT and number not in self._right:  # up to what was judged before
-            if number in self._dead:
-                is_dead = True
-                break
             node = self._nodes.get(number)
             if node is None:
                 break  # forgotten: it was right when its children came, or nothing is known
             at, token, parent = node
-            if at <= num_committed and self._generated[at - 1] != token:
-                self._dead.add(number)
-                is_dead = True
-                break
             path.append(number)
+            if number in self._dead or (at <= num_committed and self._generated[at - 1] != token):
+                self._dead.update(path)
+                return _DEAD
             number = parent
-        if is_dead:
-            self._dead.update(path)
-            return _DEAD
         self._right.update(each for each in path if self._nodes[each][0] <= num_committed)
         return position

@@ -193,6 +193,5 @@ def _reason(reason: str, sequence: OpenSequence) -> SequenceEndReason:
         return "length" if len(sequence.generated) == sequence.request.max_tokens else "context"
     if reason == "cancelled":
         return sequence.ending
-    if reason in ("fault", "refused"):
-        return "error"
-    return "stop" if reason == "stop" else "once"
+    known: dict[str, SequenceEndReason] = {"stop": "stop", "once": "once", "fault": "error", "refused": "error"}
+    return known[reason]

@@ -99,7 +99,7 @@ class WorkerGrammars:
             if work is not None:
                 work.cancel()
             for text in self._texts.pop(number, ()):
-                text.let_go()
+                text.chooser = None
         if self._pool is not None:
             self._pool.submit(self._trimmer.trim)
 
@@ -133,16 +133,12 @@ class WorkerGrammars:
         return compiled_of(spec, built.matchers, vocabulary, is_timed=self._is_judge), built
 
 
+@dataclass(eq=False)
 class RequestChooser:
-    """One request's chooser, and where its text begins in its tokens."""
+    """One request's chooser, None once its text is over, and where its text begins in its tokens."""
 
-    def __init__(self, chooser: TokenChooser, first: int) -> None:
-        self.chooser: TokenChooser | None = chooser
-        self.first = first
-
-    def let_go(self) -> None:
-        """Frees what it holds: its text is over."""
-        self.chooser = None
+    chooser: TokenChooser | None
+    first: int
 
 
 class RequestChoosers:

@@ -29,6 +29,8 @@ class DraftProcessors:
 
     def follow(self) -> bool:
         """Gives the processors the tokens committed since; False where there are none."""
+        if not self._states:
+            return False
         try:
             for state in self._states:
                 for token in self._text[self._num_seen :]:

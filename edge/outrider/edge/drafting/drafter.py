@@ -175,11 +175,11 @@ class ModelDrafter:
 
     def _able(self, branches: Sequence[Sequence[int]]) -> list[int]:
         """Which branches can run."""
-        limits, room = self._runtime.limits, self._runtime.limits.max_positions - self.length
-        if max(self._text.tokens[self._text.agreed() :], default=0) >= limits.vocab_size:
+        tokens, size = self._text.tokens, self._runtime.limits.vocab_size
+        if max(tokens[self._text.agreed() :], default=0) >= size:
             return []
-        fits = [len(branch) < room and max(branch, default=0) < limits.vocab_size for branch in branches]
-        return [index for index, is_able in enumerate(fits) if is_able]
+        room = self._runtime.limits.max_positions - len(tokens)
+        return [index for index, branch in enumerate(branches) if len(branch) < room and max(branch, default=0) < size]
 
     @property
     def model_drafter(self) -> ModelDrafter | None:
@@ -211,7 +211,7 @@ class ModelDrafter:
         row = self._processors.changed(logits[: self._num_ids], branch)
         if row is None:
             return []
-        position = self.length + len(branch)
+        position = len(self._text.tokens) + len(branch)
         return model_guesses(candidates(row, self._params, position, width, self._processors.narrowing), width)
 
     def _run_together(
