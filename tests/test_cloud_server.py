@@ -466,7 +466,8 @@ def test_lookup_can_be_turned_off(
     monkeypatch.setattr(serve_module, "configure_logging", lambda form: None)
     monkeypatch.setattr(embedded, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
     monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
-    monkeypatch.setattr(embedded, "_served_model", lambda *arguments: None)
+    model = types.SimpleNamespace(name="fake", target="0" * 16, tokenizer=None, dialect=None)
+    monkeypatch.setattr(embedded, "_served_model", lambda *arguments: model)
     found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
     assert str(found.exception) == "far enough"
     assert [(config.looks_up, config.looks_ahead) for config in seen] == [expected]
