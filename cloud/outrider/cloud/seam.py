@@ -1,7 +1,4 @@
-"""Defines the seam between the HTTP API and an engine: requests, events, stats, and the engine's interface.
-
-The API imports this module and no engine. `engine.thread.EngineThread` is the first `ServingEngine`.
-"""
+"""Defines the seam between the HTTP API, which imports no engine, and engines: requests, events, stats, interface."""
 
 from __future__ import annotations
 
