@@ -303,7 +303,7 @@ def counted_exports(pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch
     def copy_target(model: Path, place: Path, *_: object) -> None:
         copy(pair[1], place)
 
-    def copy_draft(target: Bundle, target_source: Path, draft: Path, place: Path, **_: object) -> None:
+    def copy_draft(target: Bundle, target_source: Path, draft: Path, place: Path, *_: object) -> None:
         assert target.manifest.role == "target"
         copy(pair[0], place)
 
