@@ -13,7 +13,7 @@ import pytest
 from tests.tiny_models import make_unknown
 from tools.tiny_sources import make_tiny_source
 
-from outrider.export.check import parity
+from outrider.export.check import source_logits as source_logits_module
 from outrider.export.make.pipeline import export_model, stage_export
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
@@ -160,7 +160,7 @@ def test_longrope_that_nobody_knew_of_is_found_by_the_check(
 ) -> None:
     """With the refusal switched off: a short sequence is computed with the long one's frequencies."""
     monkeypatch.setattr(config_reader, "_require_steady_rope", lambda *arguments: None)
-    monkeypatch.setattr(parity, "LONGEST_CHECKED", longest_crossed)
+    monkeypatch.setattr(source_logits_module, "LONGEST_CHECKED", longest_crossed)
     source = read_source(scaled("yarn", original, window))
     store = StageStore(tmp_path / "store")
     with (
