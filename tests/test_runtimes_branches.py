@@ -274,7 +274,7 @@ def test_a_failed_call_forgets_its_branches(tiny_ir: Callable[..., Path], monkey
         def __getattr__(self, name: str) -> object:
             return getattr(self.request, name)
 
-        def infer(self, **options: object) -> None:
+        def start_async(self, **options: object) -> None:
             raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:

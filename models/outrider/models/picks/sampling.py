@@ -264,8 +264,15 @@ def candidates(
             f"the model's logits at position {position} are not finite; check the export with a parity run"
         )
     count = max(2, count)  # the lead needs a second
+    if params.is_greedy and count <= _FEW:
+        # Right after a model's step each call of numpy costs ten times what it costs in a loop: as few as can be.
+        tokens = _few_best(logits, best, count)
+        values = [float(logits[token]) for token in tokens]
+        gaps = [values[0] - value for value in values]
+        gaps[0] = gaps[1] if len(gaps) > 1 else math.inf
+        return Candidates(tokens, gaps)
     if params.is_greedy:
-        ids = _best_logits(logits, best, count)
+        ids = np.flatnonzero(logits >= _floor_of_best(logits, count))
         scores = logits[ids].astype(np.float64)
     elif narrowing is not None or params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
         ids = survivors(logits, params)
@@ -292,14 +299,10 @@ def candidates(
     return Candidates(ids[order].tolist(), gaps)
 
 
-def _best_logits(logits: NDArray[np.float32], best: int, count: int) -> NDArray[np.int64]:
-    """Ids of the `count` best logits, and perhaps more; fewer where the others are -inf. best: the first of them.
-
-    Right after a model's step each call of numpy costs ten times what it costs in a loop, so a few best are searched
-    for with few calls.
+def _few_best(logits: NDArray[np.float32], best: int, count: int) -> list[int]:
+    """Ids of the `count` best logits, best first, the lower id first of two that are equal; fewer where the others are
+    -inf. best: the first of them.
     """
-    if count > _FEW:
-        return np.flatnonzero(logits >= _floor_of_best(logits, count))
     left, found = logits.copy(), [best]
     while len(found) < count:
         left[found[-1]] = -np.inf
@@ -307,7 +310,7 @@ def _best_logits(logits: NDArray[np.float32], best: int, count: int) -> NDArray[
         if left[following] == -np.inf:
             break
         found.append(following)
-    return np.array(found)
+    return found
 
 
 def _floor_of_best(logits: NDArray[np.float32], count: int) -> float:

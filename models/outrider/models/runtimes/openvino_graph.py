@@ -221,6 +221,15 @@ def _trailing(port: Any) -> list[int]:
     return [dimension.get_length() for dimension in list(port.partial_shape)[1:]]
 
 
+def run_request(request: Any) -> None:
+    """Runs a request on the tensors that are bound to it, blocking, without the GIL.
+
+    `infer` does the same, and then makes a dictionary of all outputs, which takes 0.1 ms for a small draft.
+    """
+    request.start_async(share_inputs=True)
+    request.wait()
+
+
 def shared_tensor(array: NDArray[Any]) -> Any:
     """An OpenVINO tensor over the memory of `array`, which must be contiguous.
 
