@@ -21,11 +21,10 @@ from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.vllm.terms import Mark, Refusal, Terms
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.grammar.building import Built, build, deep_pool
 from outrider.models.grammar.compiler import CompiledGrammar, compiled_of
-from outrider.models.grammar.cost import TookTooLong
+from outrider.models.grammar.matchers import Built, build, deep_pool
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.grammar.state import WornOut
+from outrider.models.grammar.state import TookTooLong, WornOut
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.process.heap import HeapTrimmer
 from outrider.models.processors.chooser import TokenChooser, TokenLogprobs

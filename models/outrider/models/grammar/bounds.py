@@ -1,6 +1,6 @@
 """Bounds a client's grammar before the library compiles it.
 
-llguidance 1.9.1 bounds most of its work itself (`LIMITS` in `building`). What it does not bound, measured on one core
+llguidance 1.9.1 bounds most of its work itself (`LIMITS` in `matchers`). What it does not bound, measured on one core
 with 2 MB to 8 MB of stack (docs/log.md):
 
 * It recurses along subschemas and rules: 300 nested ones end a process with a stack of 2 MB, 1,500 one with 8 MB.

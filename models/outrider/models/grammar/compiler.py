@@ -15,11 +15,9 @@ from typing import Final
 from weakref import WeakSet, WeakValueDictionary
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar.building import Built, build, deep_pool, refusal
-from outrider.models.grammar.cost import GrammarCost
-from outrider.models.grammar.matchers import MAX_AGAIN_S, Elsewhere, Matchers
+from outrider.models.grammar.matchers import MAX_AGAIN_S, Built, Elsewhere, Matchers, build, deep_pool, refusal
 from outrider.models.grammar.spec import GrammarSpec, invalid_grammar
-from outrider.models.grammar.state import GrammarState
+from outrider.models.grammar.state import GrammarCost, GrammarState
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.process.heap import HeapTrimmer
 from outrider.models.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 class LogitProcessor(Protocol):
     """Changes the rows of one text. A pure function of its options and the tokens that it was given.
 
-    It goes along drafted tokens, forks where drafts branch, and goes back to what was committed.
+    It goes along drafted tokens, and back to what was committed.
     """
 
     @property
@@ -27,9 +27,6 @@ class LogitProcessor(Protocol):
 
     def truncate(self, length: int) -> None:
         """Goes back to its first `length` tokens."""
-
-    def fork(self) -> LogitProcessor:
-        """A second state at the same place, which goes on by itself."""
 
 
 def apply_all(states: Sequence[LogitProcessor], row: NDArray[np.float32]) -> NDArray[np.float32]:

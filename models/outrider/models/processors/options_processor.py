@@ -36,7 +36,7 @@ _Entry = TypeVar("_Entry", np.intp, np.float32)
 
 
 class _Fixed:
-    """What does not change along a text; forks share it. Ids that the row does not have are left out."""
+    """What does not change along a text. Ids that the row does not have are left out."""
 
     def __init__(
         self, processors: ProcessorOptions, prompt: Sequence[int], vocab_size: int, stop_ids: Collection[int]
@@ -68,7 +68,7 @@ class _Fixed:
 
 
 class OptionsProcessor:
-    """A request's `LogitProcessor`. `advance` is O(1), `truncate` O(tokens dropped), `fork` O(tokens of the text)."""
+    """A request's `LogitProcessor`. `advance` is O(1), `truncate` O(tokens dropped)."""
 
     def __init__(
         self, processors: ProcessorOptions, prompt: Sequence[int], vocab_size: int, stop_ids: Collection[int] = ()
@@ -119,14 +119,6 @@ class OptionsProcessor:
                 del self._slots[token]
                 if self._num_new and self._new_ids[self._num_new - 1] == token:
                     self._num_new -= 1
-
-    def fork(self) -> OptionsProcessor:
-        """A second state at the same place."""
-        twin = object.__new__(OptionsProcessor)
-        twin._fixed, twin._text, twin._slots = self._fixed, self._text.copy(), self._slots.copy()
-        twin._ids, twin._counts = self._ids.copy(), self._counts.copy()
-        twin._new_ids, twin._num_new = self._new_ids.copy(), self._num_new
-        return twin
 
     def apply(self, row: NDArray[np.float32]) -> None:
         """Changes the row of the token after those seen, [vocab_size] float32, in place."""

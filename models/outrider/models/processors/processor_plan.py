@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.models.grammar.compiler import CompiledGrammar
-from outrider.models.grammar.rows import GrammarRows
 from outrider.models.picks.sampling import SurvivorFilter
 from outrider.models.processors.base import LogitProcessor
 from outrider.models.processors.narrowing import Narrowing
@@ -36,15 +35,14 @@ class ProcessorPlan:
         states: list[LogitProcessor] = []
         first = max(0, len(tokens) - self.num_generated)
         if self.grammar is not None:
-            states.append(GrammarRows(self.grammar.state()))
+            grammar = self.grammar.state()
+            grammar.replay(tokens[first:])
+            states.append(grammar)
         if self.processors.changes_rows:
-            states.append(OptionsProcessor(self.processors, tokens[:first], vocab_size, self.stop_ids))
-        for state in states:
-            if isinstance(state, GrammarRows):
-                state.replay(tokens[first:])
-                continue
+            options = OptionsProcessor(self.processors, tokens[:first], vocab_size, self.stop_ids)
             for token in tokens[first:]:
-                state.advance(token)
+                options.advance(token)
+            states.append(options)
         return states
 
     @property

@@ -5,13 +5,12 @@ those of all its ancestors of that block, so a home is enough to go on from a no
 behind it, into the same block. Any other child needs a block of its own, with the ancestors' keys and values: copied,
 or computed again. A block is free when no node has its home there and the sequence does not use it.
 
-When blocks run out, the leaf that was used longest ago is forgotten. Several sequences may take their blocks from one
+When blocks run out, what was used longest ago is forgotten. Several sequences may take their blocks from one
 pool, each within its own number of them. Knows block numbers only: no model, no cache.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A token of a branch. born, used: the rounds that ran it, and that last ended in it or in a descendant."""
+    """A token of a branch. born, used: the rounds that ran it, and that last went through it."""
 
     token: int
     position: int
@@ -99,6 +98,7 @@ class BranchBlocks:
         self._num_own = 0  # blocks of the sequence
         self._roots: dict[int, _Node] = {}  # the first tokens of all branches
         self._round = 0
+        self._is_first = True  # of the round's runs
 
     @property
     def num_free(self) -> int:
@@ -147,6 +147,7 @@ class BranchBlocks:
     def next_round(self) -> None:
         """Ends a round: what was planned in it has run, and may be gone on from, or forgotten."""
         self._round += 1
+        self._is_first = True
 
     def plan(self, branch: Sequence[int]) -> BranchRun | None:
         """The run of a branch in this round, whose keys and values are kept from then on.
@@ -154,6 +155,14 @@ class BranchBlocks:
         None when it has to wait for the next round, because it goes on from a token of this one or finds no block. The
         first of a round never waits.
         """
+        run = self._plan(branch)
+        if run is None and self._is_first:  # each token of the branch may have its home in a block of its own
+            self.forget_branches()
+            run = self._plan(branch)
+        self._is_first = self._is_first and run is None
+        return run
+
+    def _plan(self, branch: Sequence[int]) -> BranchRun | None:
         node, tail = None, self._last_block()
         for token in branch:
             child = (node.children if node else self._roots).get(token)
@@ -161,6 +170,7 @@ class BranchBlocks:
                 break
             if child.born == self._round:
                 return None
+            child.used = self._round
             if child.position % self._block_size:
                 tail[-1] = child.home
             else:
@@ -168,7 +178,6 @@ class BranchBlocks:
             node = child
         num_kept = node.position + 1 - len(self._text) if node else 0
         if node and num_kept == len(branch):  # kept in full: its last token runs once more, for its logits
-            node.used = self._round
             return BranchRun(branch[-1:], node.position, self._blocks(tail), None)
         return self._grow(node, branch[num_kept:], tail)
 
@@ -178,8 +187,6 @@ class BranchBlocks:
         siblings = node.children if node else self._roots
         offset = start % self._block_size
         forks = bool(offset) and any(sibling.home == tail[-1] for sibling in siblings.values())
-        if node:
-            node.used = self._round
         num_more = -(-(start + len(new)) // self._block_size) - -(-start // self._block_size) + forks
         if not self._make_room(num_more):
             return None
@@ -243,38 +250,16 @@ class BranchBlocks:
         return num_kept
 
     def _make_room(self, needed: int) -> bool:
-        """Forgets leaves, the one used longest ago first, until `needed` blocks are free; False when it cannot."""
+        """Forgets what was used longest ago, until `needed` blocks are free; False when it cannot."""
         if self.num_free >= needed:
             return True
-        nodes = list(self._nodes())
-        for node in reversed(nodes):  # children before parents
-            self._join_home(node)
-        leaves = [(n.used, i, n) for i, n in enumerate(nodes) if not n.children and n.used < self._round]
-        heapq.heapify(leaves)
-        while leaves and self.num_free < needed:
-            used, order, leaf = heapq.heappop(leaves)
-            parent = leaf.parent
-            del (parent.children if parent else self._roots)[leaf.token]
-            self._release(leaf.home)
-            if parent and not parent.children:
-                parent.used = max(parent.used, used)
-                if parent.used < self._round:
-                    heapq.heappush(leaves, (parent.used, order, parent))
-            while parent:
-                self._join_home(parent)
-                parent = parent.parent
+        # A node was used no longer ago than its children, which come first.
+        for node in sorted(reversed(list(self._nodes())), key=lambda node: node.used):
+            if self.num_free >= needed or node.used == self._round:
+                break
+            del (node.parent.children if node.parent else self._roots)[node.token]
+            self._release(node.home)
         return self.num_free >= needed
-
-    def _join_home(self, node: _Node) -> None:
-        """Moves a node with a single child to the home of that child, which has its keys and values too."""
-        if len(node.children) != 1 or node.used == self._round:
-            return
-        (child,) = node.children.values()
-        if child.position % self._block_size == 0 or child.home == node.home or child.born == self._round:
-            return
-        self._num_users[child.home] += 1
-        self._release(node.home)
-        node.home = child.home
 
     def _take(self) -> int:
         """A free block, with one user."""

@@ -20,8 +20,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError, ModelFault
-from outrider.models.runtimes.base import RuntimeOptions, num_shared, telling_of_memory
-from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
+from outrider.models.runtimes.base import OneSequence, RuntimeOptions, cache_positions, telling_of_memory
 from outrider.models.runtimes.onnxruntime_branches import MAX_BRANCHES, BranchRows, lazy_zeros
 from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
@@ -98,11 +97,7 @@ class OnnxRuntimeSequence(OneSequence):
         with telling_of_memory(longest):
             self._ones = lazy_zeros((1, longest if self._has_mask else 1), np.dtype(np.int64))
             self._caches = self._bind_caches(model, self._num_positions)
-        self._rows: BranchRows | None = None  # for branches in one batch
-        self._has_branches = False
-        self._tail: list[int] = []  # the last branch, where one runs at a time: it lies behind the sequence
-        if self._is_on_host and model.takes_batches:
-            self._rows = BranchRows(model, self._host_caches)
+        self._rows = BranchRows(model, self._host_caches) if self._is_on_host and model.takes_batches else None
 
     def _bind_caches(self, model: OnnxModel, num_positions: int) -> dict[str, Any]:
         """Binds caches for so many positions; returns them by their input names. All are made before one is bound."""
@@ -129,47 +124,43 @@ class OnnxRuntimeSequence(OneSequence):
             return
         assert self._model is not None, "the runtime is closed"
         size = cache_positions(num_positions, self._num_positions, self.limits.max_positions)
-        old, held = list(self._host_caches), self._length + len(self._tail)
+        old, held = list(self._host_caches), self._length
         with telling_of_memory(size):
             self._caches = self._bind_caches(self._model, size)
         self._num_positions = size
         for source, target in zip(old, self._host_caches, strict=True):
             target[:, :, :held] = source[:, :, :held]
         if self._cache_device is not None and held:
-            length, again = self._length, self._ran[:held]
             self._length = 0
             try:
-                self._run(again, 1)
+                self._run(self._ran[:held], 1)
             finally:
-                self._length = length
+                self._length = held
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.
 
         Blocking, without the GIL. Raises ConfigError when the sequence would be longer than `limits.max_positions`.
         """
-        if self._has_branches:
-            return self._extend_along(tokens)
-        row: NDArray[np.float32] = self._run(tokens, 1)[0]
-        return row
-
-    def _extend_along(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """As `extend`; the first tokens that a branch has run, all but the last at most, do not run again."""
+        if self._rows is None or not self._rows.nodes:
+            row: NDArray[np.float32] = self._run(tokens, 1)[0]
+            return row
         self._check_new(tokens)
         self._reserve(self._length + len(tokens))
         start = self._length
         try:
-            self._length += self._follow(tokens)
-            row: NDArray[np.float32] = self._run(tokens[self._length - start :], 1)[0]
+            num_kept = self._rows.extend(tokens, start)
+            self._length += num_kept
+            row = self._run(tokens[num_kept:], 1)[0]
         except BaseException:
             self._length = start
-            self._forget_branches()
+            self._rows.truncate(start)
             raise
         return row
 
     @property
     def max_branches(self) -> int:
-        """Branches that one call takes at most: 1 where the graph or the device takes one sequence at a time."""
+        """Branches that one call takes at most: 1, which is none, where graph or device take one sequence at a time."""
         return 1 if self._rows is None else MAX_BRANCHES
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
@@ -178,52 +169,23 @@ class OnnxRuntimeSequence(OneSequence):
         The array is reused by the next call. A branch with several new tokens takes a step for each. Raises ConfigError
         when a branch would be longer than `limits.max_positions`.
         """
-        assert 0 < len(branches) <= self.max_branches, f"{len(branches)} branches"
+        assert self._rows is not None, "this graph or device runs no branches"
+        assert 0 < len(branches) <= MAX_BRANCHES, f"{len(branches)} branches"
         for branch in branches:
             self._check_new(branch)
-        self._has_branches = True
-        if self._rows is not None:
-            return self._rows.run(branches, self._length)
-        return self._run_behind(list(branches[0]))[None]
-
-    def _run_behind(self, branch: list[int]) -> NDArray[np.float32]:
-        """Runs a branch behind the sequence, in its own cache; what it shares with the last one does not run again."""
-        length, shared = self._length, num_shared(self._tail, branch[:-1])
-        self._tail = []
-        try:
-            self._length += shared
-            row: NDArray[np.float32] = self._run(branch[shared:], 1)[0]
-        finally:
-            self._length = length
-        self._tail = branch
-        return row
-
-    def _follow(self, tokens: Sequence[int]) -> int:
-        """Puts what a branch has run of the tokens, all but the last at most, into the sequence's cache; how many."""
-        if self._rows is not None:
-            num_kept = self._rows.extend(tokens, self._length)
-            self._has_branches = len(self._rows.nodes) > 0
-            return num_kept
-        tail, self._tail, self._has_branches = self._tail, [], False
-        return num_shared(tail, tokens[:-1])
+        return self._rows.run(branches, self._length)
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on, and all branches if that shortens the sequence."""
         is_shorter = length < self._length
         super().truncate(length)
-        if is_shorter:
-            self._forget_branches()
-
-    def _forget_branches(self) -> None:
-        self._tail = []
-        self._has_branches = False
-        if self._rows is not None:
-            self._rows.truncate(self._length)
+        if is_shorter and self._rows is not None:
+            self._rows.truncate(length)
 
     def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32."""
-        if self._has_branches:
-            self._forget_branches()
+        if self._rows is not None:
+            self._rows.truncate(self._length)
         if len(tokens) <= _MAX_STEP:
             return self._run(tokens, len(tokens))
         pieces = [tokens[start : start + _MAX_STEP] for start in range(0, len(tokens), _MAX_STEP)]

@@ -18,8 +18,7 @@ import numpy as np
 import onnxruntime as ort
 
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
-from outrider.models.runtimes.one_sequence import longest_sequence
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, longest_sequence
 from outrider.models.runtimes.onnxruntime_providers import (
     CPU,
     ProviderChoice,

@@ -22,8 +22,7 @@ from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
-from outrider.models.runtimes.one_sequence import longest_sequence
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, longest_sequence
 
 logger = logging.getLogger(__name__)
 

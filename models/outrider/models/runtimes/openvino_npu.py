@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import ModelLimits, Reading, RuntimeOptions
+from outrider.models.runtimes.base import ModelLimits, OneSequence, Reading, RuntimeOptions, longest_sequence
 from outrider.models.runtimes.npu_compile import compile_for_npu, compiled_shapes, port_names
-from outrider.models.runtimes.one_sequence import OneSequence, longest_sequence
 from outrider.models.runtimes.openvino_graph import find_ir, shared_tensor
 
 _PASS_SPEED: Final = 8

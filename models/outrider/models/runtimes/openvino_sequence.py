@@ -20,9 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime, padded_branches, telling_of_memory
+from outrider.models.runtimes.base import (
+    OneSequence,
+    RuntimeOptions,
+    SequenceRuntime,
+    cache_positions,
+    padded_branches,
+    telling_of_memory,
+)
 from outrider.models.runtimes.branch_blocks import BranchBlocks, BranchRun, FreeBlocks
-from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, run_request, shared_tensor
 from outrider.models.runtimes.ragged import begins
 

@@ -31,16 +31,16 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.picks.sampling_torch import pick_rows
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
-from outrider.models.runtimes.torch_attention import (
+from outrider.models.runtimes.torch_cache import (
+    BLOCK_SIZE,
     AttentionPlan,
     Group,
     GroupCache,
     SlotShape,
+    TorchCache,
     attend,
     carried_out,
 )
-from outrider.models.runtimes.torch_cache import BLOCK_SIZE, TorchCache
-from outrider.models.runtimes.torch_reference import load_causal_lm
 
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -299,6 +299,31 @@ class TorchPagedRuntime(TorchCache):
         """Releases model and cache; safe to call twice."""
         self._model = None
         self._layers = {}
+
+
+def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
+    """The model of a Hugging Face directory, on CPU, in evaluation mode: safetensors only, never remote code.
+
+    Raises BundleError when transformers cannot load it.
+    """
+    progress = transformers.utils.logging
+    was_enabled = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()  # a library does not print to its user's terminal
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise BundleError(f"transformers cannot load {path}: {error}") from error
+    finally:
+        if was_enabled:
+            progress.enable_progress_bar()
+    return model.eval()
 
 
 def _device(name: str) -> torch.device:
