@@ -429,7 +429,7 @@ def test_a_blob_made_ahead_is_taken_instead_of_the_ir(bundle: Path, tmp_path: Pa
     (tmp_path / XML).write_text("<net/>")
     OpenVinoNpuRuntime(tmp_path, NPU).close()
     with pytest.raises(BundleError, match="cannot be read as an IR"):
-        OpenVinoNpuRuntime(tmp_path, replace(NPU, kv_precision="f32"))
+        OpenVinoNpuRuntime(tmp_path, replace(NPU, properties={"KV_CACHE_PRECISION": "f32"}))
 
 
 def test_a_blob_of_another_version_is_passed_over(

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -466,7 +467,7 @@ def test_a_text_is_not_blamed_for_what_others_filled(fresh: GrammarCompiler) -> 
     """The lexer that a text goes on with may be full of others' states, too: then there is another one."""
     grammar = fresh.compile(GROWING)
     blamed: list[str] = []
-    first, second = (grammar.charged_to(partial(blamed.append, name)).state() for name in ("first", "second"))
+    first, second = (replace(grammar, excess=partial(blamed.append, name)).state() for name in ("first", "second"))
     texts = walked(first, 1, 20), walked(second, 2, 20)
     worn(grammar)
     walked(first, 3, 5)  # gets the second lexer

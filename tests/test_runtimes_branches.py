@@ -250,7 +250,7 @@ def test_int8_branches_stay_close(tiny_ir: Callable[..., Path]) -> None:
 
 def test_a_u8_cache_can_branch(tiny_ir: Callable[..., Path]) -> None:
     """Blocks of a quantized cache are copied with their scales."""
-    options = replace(OPTIONS, kv_precision="u8")
+    options = replace(OPTIONS, properties={"KV_CACHE_PRECISION": "u8"})
     runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), options) for _ in range(2))
     rng = random.Random(2)
     text, branches = tokens_of(rng, 45), [tokens_of(rng, 2) for _ in range(4)]
@@ -311,7 +311,7 @@ def test_a_failed_step_of_onnx_runtime_forgets_its_branches(
         with pytest.raises(ModelFault, match="a step of 2 branches after 40: broken"):
             runtime.extend_branches([[1, 2], [1, 3]])
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_session", Broken())
+        patch.setattr(runtime, "_model", replace(runtime._model, session=Broken()))
         runtime.extend_branches([[1]])
         with pytest.raises(ModelFault, match="a step of 2 tokens after 41: broken"):
             runtime.extend([1, 2, 3])

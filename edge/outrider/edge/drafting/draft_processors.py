@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from outrider.edge.drafting.cached_text import Logits
 from outrider.models.errors import RequestError
 from outrider.models.grammar.state import GrammarState
-from outrider.models.processors.base import LogitProcessor, apply_all
-from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
+from outrider.models.processors.processor_plan import NO_PLAN, LogitProcessor, ProcessorPlan, apply_all
 
 
 class DraftProcessors:

@@ -43,12 +43,7 @@ def read_json(text: str) -> Any:
 
 def check_schema(text: str) -> None:
     """Raises RequestError for a text that is no JSON schema, or one that is costly to compile."""
-    check_schema_value(read_json(text))
-
-
-def check_schema_value(schema: Any) -> None:
-    """As `check_schema`, for a schema that is read already."""
-    _check_sums([schema])
+    _check_sums([read_json(text)])
 
 
 def _check_sums(schemas: Sequence[Any]) -> None:

@@ -274,8 +274,6 @@ class RuntimeOptions:
       provider's name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: size of the paged cache (BatchRuntime only).
-    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" is f32 on CPU and the runtime's default elsewhere. On CPU
-      OpenVINO takes f32 and u8 only.
     cache_dir: where compiled models are stored; None: not stored.
     is_batch_invariant: OpenVINO on CPU with an f32 cache, BatchRuntime: a token's logits are the same, bit for bit,
       however its sequence is cut into steps and whatever else those steps hold. Costs a few per cent of a step at short
@@ -285,14 +283,15 @@ class RuntimeOptions:
     keeps_hidden: a BatchRuntime keeps each row's last hidden state (`HiddenRuntime`).
     static_shapes: the shapes that an NPU's model is compiled for; other devices ignore it.
     emulate_npu: runs the NPU's code path on the CPU, for machines without an NPU.
-    properties: for OpenVINO, compile properties, which override all of the above; for torch, "dtype": "f32", "bf16" or
-      "f16".
+    properties: for OpenVINO, compile properties, which override all of the above, such as "KV_CACHE_PRECISION": "u8";
+      for torch, "dtype": "f32", "bf16" or "f16".
+
+    Raises ConfigError for a number of threads below 0.
     """
 
     device: str = "CPU"
     num_threads: int = 0
     kv_cache_bytes: int = 256 << 20
-    kv_precision: str = "auto"
     cache_dir: str | None = None
     is_batch_invariant: bool = True
     max_positions: int = 0
@@ -301,6 +300,10 @@ class RuntimeOptions:
     static_shapes: StaticShapes | None = None
     emulate_npu: bool = False
     properties: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_threads < 0:
+            raise ConfigError(f"num_threads is {self.num_threads}; expected 0 (the runtime's choice) or more")
 
 
 class OneSequence:
@@ -331,6 +334,20 @@ class OneSequence:
             raise ConfigError(
                 f"{end} tokens do not fit the {self.limits.max_positions} positions of this runtime; {self.full_advice}"
             )
+
+
+@dataclass(slots=True)
+class OpenSequences:
+    """The open sequences of one model, at most `most`."""
+
+    most: int
+    number: int = 0
+
+    def add(self) -> None:
+        """One more. Raises ConfigError where there are as many as may be."""
+        if self.number >= self.most:
+            raise ConfigError(f"the model holds {self.most} sequences; load it with more num_sequences")
+        self.number += 1
 
 
 def cache_positions(needed: int, held: int, longest: int) -> int:

@@ -77,7 +77,10 @@ class FreeBlocks:
 
 
 class BranchBlocks:
-    """The blocks of one sequence and its branches; call `next_round` before a step's runs are planned."""
+    """The blocks of one sequence, whose tokens are `text`, and of its branches.
+
+    Call `next_round` before a step's runs are planned.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool, pool: FreeBlocks | None = None
@@ -94,7 +97,7 @@ class BranchBlocks:
         self._copies = copies
         self._pool = pool or FreeBlocks(num_blocks)
         self._num_users: dict[int, int] = {}  # nodes with their home in a block, and the sequence
-        self._text: list[int] = []
+        self.text: list[int] = []
         self._num_own = 0  # blocks of the sequence
         self._roots: dict[int, _Node] = {}  # the first tokens of all branches
         self._round = 0
@@ -104,11 +107,6 @@ class BranchBlocks:
     def num_free(self) -> int:
         """Blocks that neither the sequence nor a branch uses."""
         return self.num_blocks - len(self._num_users)
-
-    @property
-    def text(self) -> list[int]:
-        """Tokens of the sequence."""
-        return list(self._text)
 
     @property
     def num_nodes(self) -> int:
@@ -121,19 +119,20 @@ class BranchBlocks:
         Branches that do not go on from the new end are forgotten.
         """
         num_kept = min(self._follow(tokens), len(tokens) - num_rows) if self._roots else 0
-        self._text += tokens
-        needed = -(-len(self._text) // self._block_size)
+        self.text += tokens
+        needed = -(-len(self.text) // self._block_size)
         while self._num_own < needed:
-            self.table[self._num_own] = self._take()
+            block = self.table[self._num_own] = self._take()
+            self._num_users[block] = 1
             self._num_own += 1
         return num_kept
 
     def truncate(self, length: int) -> None:
         """Cuts the sequence back to its first `length` tokens; forgets all branches when that shortens it."""
-        if length == len(self._text):
+        if length == len(self.text):
             return
         self.forget_branches()
-        del self._text[length:]
+        del self.text[length:]
         needed = -(-length // self._block_size)
         while self._num_own > needed:
             self._num_own -= 1
@@ -176,14 +175,14 @@ class BranchBlocks:
             else:
                 tail.append(child.home)
             node = child
-        num_kept = node.position + 1 - len(self._text) if node else 0
+        num_kept = node.position + 1 - len(self.text) if node else 0
         if node and num_kept == len(branch):  # kept in full: its last token runs once more, for its logits
             return BranchRun(branch[-1:], node.position, self._blocks(tail), None)
         return self._grow(node, branch[num_kept:], tail)
 
     def _grow(self, node: _Node | None, new: Sequence[int], tail: list[int]) -> BranchRun | None:
         """Adds `new` behind `node` (None: the sequence), whose blocks from the sequence's last one on are `tail`."""
-        start = node.position + 1 if node else len(self._text)
+        start = node.position + 1 if node else len(self.text)
         siblings = node.children if node else self._roots
         offset = start % self._block_size
         forks = bool(offset) and any(sibling.home == tail[-1] for sibling in siblings.values())
@@ -196,14 +195,10 @@ class BranchBlocks:
             copy, again = ((source, tail[-1]), 0) if self._copies else (None, offset)
         past = start - again
         tokens = [*self._before(node, again), *new] if again else new
-        fresh = forks  # the copy waits for its first node: `_take` counts that one
         for position, token in enumerate(new, start):
             if position % self._block_size == 0:
                 tail.append(self._take())
-                fresh = True
-            if not fresh:
-                self._num_users[tail[-1]] += 1
-            fresh = False
+            self._num_users[tail[-1]] += 1
             child = _Node(token, position, tail[-1], node, self._round, self._round)
             (node.children if node else self._roots)[token] = child
             node = child
@@ -217,14 +212,14 @@ class BranchBlocks:
             node = node.parent
         found.reverse()
         rest = count - len(found)
-        return self._text[len(self._text) - rest :] + found if rest else found
+        return self.text[len(self.text) - rest :] + found if rest else found
 
     def _last_block(self) -> list[int]:
         """The block that the next token would share with the sequence, if any."""
-        return [int(self.table[self._num_own - 1])] if len(self._text) % self._block_size else []
+        return [int(self.table[self._num_own - 1])] if len(self.text) % self._block_size else []
 
     def _blocks(self, tail: list[int]) -> list[int]:
-        full: list[int] = self.table[: len(self._text) // self._block_size].tolist()
+        full: list[int] = self.table[: len(self.text) // self._block_size].tolist()
         return full + tail
 
     def _follow(self, tokens: Sequence[int]) -> int:
@@ -254,7 +249,7 @@ class BranchBlocks:
         if self.num_free >= needed:
             return True
         # A node was used no longer ago than its children, which come first.
-        for node in sorted(reversed(list(self._nodes())), key=lambda node: node.used):
+        for node in sorted(self._nodes(), key=lambda node: (node.used, -node.position)):
             if self.num_free >= needed or node.used == self._round:
                 break
             del (node.parent.children if node.parent else self._roots)[node.token]
@@ -262,11 +257,11 @@ class BranchBlocks:
         return self.num_free >= needed
 
     def _take(self) -> int:
-        """A free block, with one user."""
+        """A free block, whose users are to be counted: none yet."""
         has_room = self._make_room(1)
         assert has_room, f"none of {self.num_blocks} blocks is free"
         block = self._pool.take()
-        self._num_users[block] = 1
+        self._num_users[block] = 0
         return block
 
     def _release(self, block: int) -> None:

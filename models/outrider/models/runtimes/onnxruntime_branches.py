@@ -79,9 +79,9 @@ class BranchNodes:
         """Begins a call: forgets the nodes used longest ago, if there are more than `max_kept`."""
         self._call += 1
         if self._most > self._max_kept:
-            # A node was used no longer ago than its children, which come first.
-            nodes = sorted(reversed(list(self)), key=lambda node: node.used)
-            for node in nodes[: -self._max_kept]:
+            # The newest first; a node, used no longer ago than its children, before these.
+            nodes = sorted(self, key=lambda node: node.used, reverse=True)
+            for node in nodes[self._max_kept :]:
                 del (node.parent.children if node.parent else self._roots)[node.token]
             self._most = min(len(nodes), self._max_kept)
 
@@ -170,33 +170,26 @@ class BranchRows:
 
     def _run(self, branches: Sequence[Sequence[int]], length: int) -> NDArray[np.float32]:
         logits: NDArray[np.float32] | None = None
-        waiting = list(range(len(branches)))
+        waiting = dict(enumerate(branches))
         while waiting:
-            paths: list[list[BranchNode]] = []
-            rows: dict[BranchNode, int] = {}  # the nodes of this step
-            finished: list[int] = []
-            for index in waiting:
-                branch = branches[index]
+            paths: dict[BranchNode, list[BranchNode]] = {}  # by their last nodes, which run in this step
+            ends: dict[int, BranchNode] = {}  # of the branches that this step finishes
+            for index, branch in waiting.items():
                 path = self.nodes.path(branch)
-                is_last = len(path) >= len(branch) - 1
-                if path and path[-1] in rows:
-                    if len(path) == len(branch):
-                        finished.append(index)
-                    continue
-                if len(path) < len(branch):
+                if len(path) < len(branch) and not (path and path[-1] in paths):
                     path.append(self.nodes.add(path[-1] if path else None, branch[len(path)]))
-                rows[path[-1]] = len(paths)
-                paths.append(path)
-                if is_last:
-                    finished.append(index)
-            found = self._step(paths, length)
-            if len(finished) == len(branches) == len(paths):
+                paths.setdefault(path[-1], path)
+                if len(path) == len(branch):
+                    ends[index] = path[-1]
+            found = self._step(list(paths.values()), length)
+            if len(ends) == len(branches) == len(paths):
                 return found
             if logits is None:
                 logits = np.empty((len(branches), self._model.limits.vocab_size), np.float32)
-            for index in finished:
-                logits[index] = found[rows[self.nodes.path(branches[index])[-1]]]
-            waiting = [index for index in waiting if index not in finished]
+            rows = {node: row for row, node in enumerate(paths)}
+            for index, node in ends.items():
+                logits[index] = found[rows[node]]
+                del waiting[index]
         assert logits is not None
         return logits
 

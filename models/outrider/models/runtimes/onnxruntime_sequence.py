@@ -11,7 +11,6 @@ The cache grows with the sequence: on the host it is copied, on a device with it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +18,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from outrider.models.errors import ConfigError, ModelFault
-from outrider.models.runtimes.base import OneSequence, RuntimeOptions, cache_positions, telling_of_memory
+from outrider.models.errors import ModelFault
+from outrider.models.runtimes.base import OneSequence, OpenSequences, RuntimeOptions, cache_positions, telling_of_memory
 from outrider.models.runtimes.onnxruntime_branches import MAX_BRANCHES, BranchRows, lazy_zeros
 from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
@@ -34,28 +33,16 @@ _MAX_STEP: Final = 256
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
 
 
-@dataclass(slots=True)
-class _Count:
-    """The open sequences of a model."""
-
-    most: int
-    open: int = 0
-
-    def add(self) -> None:
-        if self.open >= self.most:
-            raise ConfigError(f"the model holds {self.most} sequences; load it with more num_sequences")
-        self.open += 1
-
-
 class OnnxRuntimeSequence(OneSequence):
     """One sequence of at most `limits.max_positions` tokens.
 
     provider: the execution provider that runs the model's matrix products, for example "CPUExecutionProvider".
+    max_branches: that one call takes at most; 1, which is none, where graph or device take one sequence at a time.
     """
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does."""
-        self._count = _Count(options.num_sequences)
+        self._open = OpenSequences(options.num_sequences)
         self._begin(load_onnx_model(path, options))
 
     def open_sequence(self) -> OnnxRuntimeSequence:
@@ -63,21 +50,18 @@ class OnnxRuntimeSequence(OneSequence):
 
         Raises ConfigError beyond `num_sequences` of the options.
         """
-        assert self._model is not None, "the runtime is closed"
         another = OnnxRuntimeSequence.__new__(OnnxRuntimeSequence)
-        another._count = self._count
+        another._open = self._open
         another._begin(self._model)
         return another
 
     def _begin(self, model: OnnxModel) -> None:
-        self._count.add()
+        self._open.add()
         self._is_closed = False
         super().__init__(model.limits)
-        self._model: OnnxModel | None = model
+        self._model = model
         self.provider = model.provider
-        self._selects_rows = model.selects_rows
         self._has_mask = "attention_mask" in model.inputs
-        self._session: Any = model.session
         self._binding: Any = model.session.io_binding()
         self._num_bound = (0, 0)  # new tokens and rows of the bound tensors
         longest = model.limits.max_positions
@@ -88,7 +72,6 @@ class OnnxRuntimeSequence(OneSequence):
         self._total = np.zeros(1, np.int32)
         self._first_row = np.zeros(1, np.int64)  # counted from the end
         self._logits = np.empty((1, _MAX_STEP, 0), model.logits_dtype)
-        self._has_positions = "position_ids" in model.inputs
         self._is_on_host = model.provider == CPU
         self._cache_device = _CACHE_DEVICES.get(model.provider)
         self._ran: list[int] = []  # the tokens in the cache, where they would run again
@@ -98,6 +81,7 @@ class OnnxRuntimeSequence(OneSequence):
             self._ones = lazy_zeros((1, longest if self._has_mask else 1), np.dtype(np.int64))
             self._caches = self._bind_caches(model, self._num_positions)
         self._rows = BranchRows(model, self._host_caches) if self._is_on_host and model.takes_batches else None
+        self.max_branches = 1 if self._rows is None else MAX_BRANCHES
 
     def _bind_caches(self, model: OnnxModel, num_positions: int) -> dict[str, Any]:
         """Binds caches for so many positions; returns them by their input names. All are made before one is bound."""
@@ -122,7 +106,6 @@ class OnnxRuntimeSequence(OneSequence):
         """Makes room in the cache for so many positions. Raises ConfigError where memory does not suffice."""
         if num_positions <= self._num_positions:
             return
-        assert self._model is not None, "the runtime is closed"
         size = cache_positions(num_positions, self._num_positions, self.limits.max_positions)
         old, held = list(self._host_caches), self._length
         with telling_of_memory(size):
@@ -157,11 +140,6 @@ class OnnxRuntimeSequence(OneSequence):
             self._rows.truncate(start)
             raise
         return row
-
-    @property
-    def max_branches(self) -> int:
-        """Branches that one call takes at most: 1, which is none, where graph or device take one sequence at a time."""
-        return 1 if self._rows is None else MAX_BRANCHES
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits after each branch of the sequence, which stays as it is: [B, vocab_size] float32.
@@ -216,7 +194,7 @@ class OnnxRuntimeSequence(OneSequence):
         if self._has_mask:
             self._bind_mask(end)
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._model.session.run_with_iobinding(self._binding)
         except Exception as error:  # ONNX Runtime's errors share no other base
             raise ModelFault(f"ONNX Runtime failed in a step of {num_new} tokens after {past}: {error}") from error
         if not self._is_on_host:
@@ -228,14 +206,14 @@ class OnnxRuntimeSequence(OneSequence):
 
     def _bind_step(self, num_new: int, num_rows: int) -> None:
         self._bind("input_ids", self._ids[:, :num_new])
-        if self._has_positions:
+        if "position_ids" in self._model.inputs:
             self._bind("position_ids", self._positions[:, :num_new])
         if not self._has_mask:
             self._bind("seqlens_k", self._last)
             self._bind("total_sequence_length", self._total)
-        if self._selects_rows:
+        if self._model.selects_rows:
             self._bind("first_row", self._first_row)
-        rows = num_rows if self._selects_rows else num_new
+        rows = num_rows if self._model.selects_rows else num_new
         self._logits = np.empty((1, rows, self.limits.vocab_size), self._logits.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
         self._num_bound = (num_new, num_rows)
@@ -255,10 +233,9 @@ class OnnxRuntimeSequence(OneSequence):
         """Releases cache and model, which lives as long as one of its sequences; safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            self._count.open -= 1
+            self._open.number -= 1
         self._binding = None
-        self._session = None
-        self._model = None
+        self._model = None  # type: ignore[assignment]
         self._rows = None
         self._masks = []
         self._caches = {}

@@ -65,8 +65,7 @@ class TorchPagedRuntime(TorchCache):
         """
         self._path = path
         self._device = _device(options.device)
-        dtype = _dtype("dtype", options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
-        cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
+        dtype = _dtype(options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         self.faults_last = self._device.type == "cuda"  # an error in a kernel stays for the process's life
@@ -75,7 +74,7 @@ class TorchPagedRuntime(TorchCache):
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
         shapes = self._load(dtype)
         config: Any = self._model.config.get_text_config()
-        self._allocate(shapes, cache_dtype, options.kv_cache_bytes)
+        self._allocate(shapes, dtype, options.kv_cache_bytes)
         self.why_no_trees: str | None = None
         if not self._is_packed:
             # Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does.
@@ -336,9 +335,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(option: str, name: str) -> torch.dtype:
+def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise ConfigError(f"{option} is {name!r}; the torch runtime takes {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype is {name!r}; the torch runtime takes {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

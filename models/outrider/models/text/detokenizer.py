@@ -158,10 +158,7 @@ class _Pieces:
 
 def plan_decoding(backend: Any) -> DecoderFactory:
     """Chooses a decoder for `backend`; the result makes one per stream, all with one cache of tokens' bytes."""
-    decoder = backend.decoder
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    steps = state.get("decoders", [state])
-    kinds = [step.get("type") for step in steps]
+    steps, kinds = _steps_of(backend.decoder)
     if kinds == ["ByteLevel"]:
         pieces = _Pieces(backend, is_byte_level=True, space="")
         return lambda: _ByteDecoder(pieces, errors="replace", strips_first_space=False)
@@ -184,16 +181,20 @@ def plan_decoding(backend: Any) -> DecoderFactory:
 
 def plan_spelling(backend: Any) -> Callable[[int], bytes]:
     """A function from a token's id to the bytes of its text, which may be a part of a character."""
-    decoder = backend.decoder
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    steps = state.get("decoders", [state])
-    kinds = [step.get("type") for step in steps]
+    steps, kinds = _steps_of(backend.decoder)
     if kinds == ["ByteLevel"]:
         return _Pieces(backend, is_byte_level=True, space="").bytes_of
     space = next((str(step["pattern"].get("String", "")) for step in steps if step.get("type") == "Replace"), "")
     if "ByteFallback" in kinds:
         return _Pieces(backend, is_byte_level=False, space=space).bytes_of
     return lambda index: str(backend.decode([index], skip_special_tokens=False)).encode()
+
+
+def _steps_of(decoder: Any) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """The steps of a decoder of the library, and the type of each."""
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    steps = state.get("decoders", [state])
+    return steps, [step.get("type") for step in steps]
 
 
 @lru_cache(maxsize=1)
