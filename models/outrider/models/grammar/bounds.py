@@ -122,9 +122,7 @@ def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
         at = waiting.pop()
         if isinstance(at, dict):
             yield from at.items()
-            waiting.extend(at.values())
-        elif isinstance(at, list):
-            waiting.extend(at)
+        waiting.extend(_children(at))
 
 
 def _depth(value: Any) -> int:

@@ -16,13 +16,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
 from outrider.models.process.heap import trim_heap
-
-Found = TypeVar("Found")
 
 # With the library's own a step may take 15 ms, and one grammar may hold 500 MB.
 LIMITS: Final[dict[str, Any]] = {

@@ -86,26 +86,19 @@ class MachineLoad:
     @property
     def other_share(self) -> float:
         """Share of the processors' time that others took, 0 to 1: other processes here, and other virtual machines."""
-        return min(1.0, self._share(self._others_s + self._stolen_s))
-
-    @property
-    def stolen_share(self) -> float:
-        """The part of `other_share` that the host of this virtual machine kept for others; 0 where it does not say."""
-        return min(1.0, self._share(self._stolen_s))
+        return min(1.0, (self._others_s + self._stolen_s) / self._available_s) if self._available_s else 0.0
 
     def warning(self) -> str | None:
         """Warning for readers of the times; None if others took little, or too little was measured."""
         allowed_s = BUSY_SHARE * self._available_s + self._error_s
         if self._measured_s < SHORTEST_S or self._others_s + self._stolen_s <= allowed_s:
             return None
-        who = "other processes" if self.stolen_share <= self.other_share / 2 else "other virtual machines on its host"
+        # What the host keeps for other virtual machines is `_stolen_s`; 0 where it does not say.
+        who = "other processes" if self._stolen_s <= self._others_s else "other virtual machines on its host"
         return (
             f"This machine was busy: {who} used {100 * self.other_share:.0f} % of its processors while times were "
             "measured. Measure again when it is idle."
         )
-
-    def _share(self, taken_s: float) -> float:
-        return taken_s / self._available_s if self._available_s > 0.0 else 0.0
 
 
 def read_counters(beside: Sequence[int] = ()) -> Counters:

@@ -281,11 +281,9 @@ class BranchRows:
             np.zeros((num_rows, 1), np.int64),
             np.empty((num_rows, 1, model.limits.vocab_size), model.logits_dtype),
         )
-        inputs: dict[str, NDArray[Any]] = {"input_ids": batch.ids}
+        binding.bind_ortvalue_input("input_ids", ort.OrtValue.ortvalue_from_numpy(batch.ids))
         if "position_ids" in model.inputs:
-            inputs["position_ids"] = batch.positions
-        for name, array in inputs.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+            binding.bind_ortvalue_input("position_ids", ort.OrtValue.ortvalue_from_numpy(batch.positions))
         for group in self._groups:
             for place, index in enumerate(group.indices):
                 cache = model.caches[index]

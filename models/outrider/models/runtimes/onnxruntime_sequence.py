@@ -164,8 +164,6 @@ class OnnxRuntimeSequence(OneSequence):
         """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32."""
         if self._rows is not None:
             self._rows.truncate(self._length)
-        if len(tokens) <= _MAX_STEP:
-            return self._run(tokens, len(tokens))
         pieces = [tokens[start : start + _MAX_STEP] for start in range(0, len(tokens), _MAX_STEP)]
         self._check_new(tokens)
         return np.concatenate([self._run(piece, len(piece)).copy() for piece in pieces])
