@@ -77,7 +77,7 @@ class Ours:
 
     def __init__(self, state: GrammarState) -> None:
         self.state = state
-        self.mask, self.advance = state.mask, state.advance
+        self.mask, self.advance = state.apply, state.accept
 
     def rollback(self, count: int) -> None:
         """Takes the last `count` tokens back."""

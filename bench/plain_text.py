@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.edge.results import GenerationRequest
 from outrider.models.picks.sampling import gumbel, pick, survivors
-from outrider.models.processors.base import LogitProcessor, apply_all
+from outrider.models.processors.processor_plan import LogitProcessor, apply_all
 from outrider.models.runtimes.base import SequenceSlice
 
 SCORE_NOISE: Final = 1e-3

@@ -33,11 +33,9 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.processors.base import apply_all
-from outrider.models.processors.options import ProcessorOptions
-from outrider.models.processors.options_fields import processors_of
-from outrider.models.processors.processor_plan import ProcessorPlan
-from outrider.models.wire.processor_fields import ProcessorFields
+from outrider.models.processors.options import ProcessorOptions, processors_of
+from outrider.models.processors.processor_plan import ProcessorPlan, apply_all
+from outrider.models.wire.fields import ProcessorFields
 
 PARAMS = SamplingParams(temperature=0.8)
 DEPTH = 4

@@ -47,9 +47,8 @@ from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.reference_export import export_reference_pair
-from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms, log_probability
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.picks.tolerance import log_probability
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
 from outrider.reference import load_prompts

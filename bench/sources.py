@@ -152,10 +152,10 @@ class Device:
             if not tokens:
                 row = self._row(drafted)
                 if state is not None:
-                    state.mask(row)
+                    state.apply(row)
                 tokens, num_picks = [pick(row, params, len(drafted))], num_picks + 1
             for token in tokens if state is not None else ():
-                assert state is not None and state.advance(token)
+                assert state is not None and state.accept(token)
             drafted += tokens
         return drafted[len(text) :]
 
@@ -201,7 +201,7 @@ class Subject:
             if isinstance(event, CommitEvent):
                 text.extend(event.tokens)
                 for token in event.tokens if state is not None else ():
-                    assert state is not None and state.advance(token)
+                    assert state is not None and state.accept(token)
             elif isinstance(event, EndEvent):
                 ends.append(event)
 

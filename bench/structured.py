@@ -73,19 +73,19 @@ class Device:
                 chances += [1.0] * (len(made) - len(chances))
                 self.num_forced += len(forced)
                 for token in forced:
-                    walker.advance(token)
+                    walker.accept(token)
                 if walker.is_over and walker.length and forced == walker.forced():
                     break
                 continue
             row = np.array(self._row([*self.text, *made])[:num_ids], np.float32)
             calls += 1
             if walker is not None:
-                walker.mask(row)
+                walker.apply(row)
             made.append(pick(row, self._params, len(self.text) + len(made)))
             # How sure the draft is: where it is, the target's pick with the same noise is likely to be the same.
             chances.append(float(probabilities(row, self._params).max()))
             self.num_model += 1
-            if walker is not None and (not walker.advance(made[-1]) or (walker.is_over and not walker.forced())):
+            if walker is not None and (not walker.accept(made[-1]) or (walker.is_over and not walker.forced())):
                 break
         return made, chances
 
@@ -146,7 +146,7 @@ class Text:
             if device is not None and len(self.tokens) > num_known:
                 for token in self.tokens[num_known:]:
                     if state is not None:
-                        state.advance(token)
+                        state.accept(token)
                 num_known = len(self.tokens)
                 device.text[prompt_length:] = self.tokens
                 guesses, chances = device.guesses(state, num_ids)

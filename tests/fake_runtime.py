@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import ModelLimits, SequenceRuntime, SequenceSlice
-from outrider.models.runtimes.one_sequence import OneSequence
+from outrider.models.runtimes.base import ModelLimits, OneSequence, SequenceRuntime, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 
 # Logits are exponential variates times this: the likeliest token leads the next by SHARPNESS on average.

@@ -15,8 +15,8 @@ from tests.test_engine import PROMPTS, PickingFake
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.models.errors import ModelFault
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.base import LogitProcessor
 from outrider.models.processors.chooser import TokenChooser, logprobs_of
+from outrider.models.processors.processor_plan import LogitProcessor
 
 
 def run(runtime: FakeBatchRuntime, draft: tuple[int, ...]) -> Collector:

@@ -26,7 +26,7 @@ from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import HiddenRuntime, RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.runtimes.torch_paged import load_causal_lm
 
 OPTIONS = HeadOptions(count=2, target_dtype="fp32", steps=40, tokens=3000, row_length=32, rate=3e-3, num_threads=1)
 PROMPTS = [f"def f{number}(x, y{number % 7}):" for number in range(40)]

@@ -286,7 +286,7 @@ def test_what_may_change_a_token_changes_the_identity(monkeypatch: pytest.Monkey
         target_identity(bundle(model__xml="another", model__bin="weights"), RuntimeOptions()),
         target_identity(IR.model_copy(update={"precision": "int8"}), RuntimeOptions()),
         target_identity(IR, RuntimeOptions("GPU")),
-        target_identity(IR, RuntimeOptions(kv_precision="u8")),
+        target_identity(IR, RuntimeOptions(properties={"KV_CACHE_PRECISION": "u8"})),
         target_identity(IR, RuntimeOptions(properties={"dtype": "bf16"})),
         target_identity(IR, RuntimeOptions(), engine="another"),
         target_identity(torch, RuntimeOptions()),

@@ -42,7 +42,7 @@ from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import load_paged_model
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.runtimes.torch_paged import load_causal_lm
 
 XML = "openvino_model.xml"
 NPU = RuntimeOptions(
@@ -429,7 +429,7 @@ def test_a_blob_made_ahead_is_taken_instead_of_the_ir(bundle: Path, tmp_path: Pa
     (tmp_path / XML).write_text("<net/>")
     OpenVinoNpuRuntime(tmp_path, NPU).close()
     with pytest.raises(BundleError, match="cannot be read as an IR"):
-        OpenVinoNpuRuntime(tmp_path, replace(NPU, kv_precision="f32"))
+        OpenVinoNpuRuntime(tmp_path, replace(NPU, properties={"KV_CACHE_PRECISION": "f32"}))
 
 
 def test_a_blob_of_another_version_is_passed_over(

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ from outrider.export.recipes import ExportOptions
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
-from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.runtimes.torch_paged import load_causal_lm
 
 OPTIONS = RuntimeOptions(num_threads=1, max_positions=128)
 # Odd sizes: heads of 20 and 12, widths that no block divides.
@@ -110,9 +109,8 @@ def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None
     export_with_dynamo(load_fp32(small), wide, "gemma3", "fp16")
     quantize_weights(wide / "model.onnx", narrow, 8)
     truth = truth_of(load_fp32(small))
-    options = replace(OPTIONS, kv_precision="f16")
-    assert worst_delta(OnnxRuntimeSequence(wide, options), truth) < 0.05
-    assert worst_delta(OnnxRuntimeSequence(narrow, options), truth) < 0.5
+    assert worst_delta(OnnxRuntimeSequence(wide, OPTIONS), truth) < 0.05
+    assert worst_delta(OnnxRuntimeSequence(narrow, OPTIONS), truth) < 0.5
     graph = onnx.load(narrow / "model.onnx", load_external_data=False).graph
     floats = [tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
     assert not [name for name in floats if name.endswith(("weight", "scales"))]
@@ -163,7 +161,7 @@ from pathlib import Path
 import torch
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
 from outrider.export.convert.onnx_quantize import quantize_weights
-from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.runtimes.torch_paged import load_causal_lm
 plain, small = Path(sys.argv[2]) / "plain", Path(sys.argv[2]) / "small"
 plain.mkdir(parents=True)
 small.mkdir()

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar import bounds, cost
+from outrider.models.grammar import bounds
 from outrider.models.grammar import matchers as matchers_module
+from outrider.models.grammar import state as state_module
 from outrider.models.grammar.compiler import (
     MAX_CACHED_PER_OWNER,
     MAX_CLIENTS,
@@ -26,7 +28,6 @@ from outrider.models.grammar.compiler import (
     Strikes,
 )
 from outrider.models.grammar.matchers import Matchers
-from outrider.models.grammar.rows import GrammarRows
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
 from outrider.models.grammar.state import GrammarState, apply_mask, unpack_mask
 from outrider.models.text.tokenizer import Tokenizer
@@ -57,15 +58,14 @@ def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
 def allowed(state: GrammarState, size: int) -> list[int]:
     """The ids that a mask leaves in a row of zeros."""
     row = np.zeros(size, np.float32)
-    state.mask(row)
+    state.apply(row)
     assert set(np.unique(row).tolist()) <= {0.0, -np.inf}
-    assert np.array_equal(row == 0, state.allowed(size))
     return [int(i) for i in np.flatnonzero(row == 0)]
 
 
 def advance_all(state: GrammarState, tokens: Sequence[int]) -> None:
     for token in tokens:
-        assert state.advance(token)
+        assert state.accept(token)
 
 
 def test_a_whole_text_goes_through_and_then_only_stop_ids_follow(
@@ -78,12 +78,12 @@ def test_a_whole_text_goes_through_and_then_only_stop_ids_follow(
         assert not state.may_stop
         assert token in allowed(state, size)
         assert max(allowed(state, size)) < tokenizer.size
-        assert state.advance(token)
+        assert state.accept(token)
     assert state.is_over and state.may_stop
     assert allowed(state, size) == list(tokenizer.eos_token_ids)
     assert state.forced() == list(tokenizer.eos_token_ids)
-    assert not state.advance(tokenizer.encode("}")[0])
-    assert state.advance(tokenizer.eos_token_ids[0])
+    assert not state.accept(tokenizer.encode("}")[0])
+    assert state.accept(tokenizer.eos_token_ids[0])
     assert allowed(state, size) == list(tokenizer.eos_token_ids)
 
 
@@ -110,7 +110,7 @@ def test_each_kind_allows_its_texts_only(
     for text, is_good in ((good, True), (bad, False)):
         state = grammar.state()
         tokens = tokenizer.encode(text)
-        assert (state.validate(tokens) == len(tokens) and all(map(state.advance, tokens)) and state.may_stop) is is_good
+        assert (state.validate(tokens) == len(tokens) and all(map(state.accept, tokens)) and state.may_stop) is is_good
 
 
 def test_the_way_back_leads_to_the_same_masks(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
@@ -121,7 +121,7 @@ def test_the_way_back_leads_to_the_same_masks(tokenizer: Tokenizer, compiler: Gr
     masks_on_the_way = []
     for token in tokens:
         masks_on_the_way.append(allowed(fresh, tokenizer.size))
-        assert fresh.advance(token)
+        assert fresh.accept(token)
     state = grammar.state()
     for length in (3, 0, len(tokens), len(tokens) - 1, 5, len(tokens) - 2, 1):
         state.truncate(min(length, state.length))
@@ -156,14 +156,14 @@ def test_forced_tokens_are_listed_and_are_allowed(tokenizer: Tokenizer, compiler
     assert state.length == 0
     for token in forced:
         assert allowed(state, tokenizer.size).count(token) == 1
-        assert state.advance(token)
+        assert state.accept(token)
 
 
 def test_a_text_may_stop_where_the_grammar_accepts(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     """A complete text that could go on takes both: more, or the end."""
     state = compiler.compile(GrammarSpec("regex", "[0-9]+")).state()
     stop = tokenizer.eos_token_ids[0]
-    assert not state.advance(stop) and state.validate([stop]) == 0
+    assert not state.accept(stop) and state.validate([stop]) == 0
     advance_all(state, tokenizer.encode("1"))
     assert not state.is_over and state.may_stop
     assert stop in allowed(state, tokenizer.size)
@@ -188,7 +188,7 @@ def test_special_tokens_are_never_allowed_inside(tokenizer: Tokenizer, compiler:
     special = min(tokenizer.special_ids)
     assert special not in allowed(state, tokenizer.size)
     assert state.validate([*tokenizer.encode("y"), special, *tokenizer.encode("z")]) == 1
-    assert not state.advance(special)
+    assert not state.accept(special)
     advance_all(state, tokenizer.encode('y"'))
     assert state.may_stop
 
@@ -199,7 +199,7 @@ def test_a_token_outside_leaves_the_state_usable(tokenizer: Tokenizer, compiler:
     advance_all(state, tokenizer.encode('{"name":"'))
     before = allowed(state, tokenizer.size)
     for wrong in (tokenizer.encode("\n")[0], -1, tokenizer.size + 3, 1 << 40):
-        assert not state.advance(wrong)
+        assert not state.accept(wrong)
         assert state.validate([wrong]) == 0
     assert allowed(state, tokenizer.size) == before
 
@@ -211,7 +211,7 @@ def test_a_grammar_that_ends_inside_drafted_tokens(tokenizer: Tokenizer, compile
     tokens = tokenizer.encode("yes")
     drafted = [*tokens, stop, *tokenizer.encode("yes"), stop]
     assert state.validate(drafted) == len(tokens) + 1
-    accepted = sum(1 for _ in iter(lambda: state.advance(drafted[state.length]), False))
+    accepted = sum(1 for _ in iter(lambda: state.accept(drafted[state.length]), False))
     assert accepted == len(tokens) + 1
     state.truncate(0)
     assert state.validate(tokenizer.encode("no")) == len(tokenizer.encode("no"))
@@ -227,10 +227,10 @@ def test_a_grammar_begins_inside_drafted_tokens(tokenizer: Tokenizer, compiler: 
     assert state.validate([*free, marker, *tokenizer.encode("12"), *tokenizer.encode("x")]) == len(free) + 2
     assert max(allowed(state, tokenizer.size + PADDING)) == tokenizer.size - 1
     advance_all(state, [*free, marker, *tokenizer.encode("1")])
-    assert not state.advance(tokenizer.encode("x")[0])
+    assert not state.accept(tokenizer.encode("x")[0])
     state.truncate(len(free))
-    assert state.advance(tokenizer.encode("x")[0])  # the marker is gone with what was rolled back
-    assert state.advance(marker) and not state.advance(tokenizer.encode("x")[0])
+    assert state.accept(tokenizer.encode("x")[0])  # the marker is gone with what was rolled back
+    assert state.accept(marker) and not state.accept(tokenizer.encode("x")[0])
     with pytest.raises(RequestError, match="no token of the model"):
         compiler.compile(GrammarSpec("regex", "a", after="</think never heard of>"))
 
@@ -248,9 +248,9 @@ def test_a_grammar_waits_only_where_its_opener_comes_first(tokenizer: Tokenizer,
     advance_all(state.fork(), [opener, letter, marker, digit])
     advance_all(state, [opener, letter])
     state.truncate(1)
-    assert state.advance(letter)
+    assert state.accept(letter)
     state.truncate(0)
-    assert allowed(state, tokenizer.size + PADDING) == first and not state.advance(letter)
+    assert allowed(state, tokenizer.size + PADDING) == first and not state.accept(letter)
     advance_all(state, [digit])
     assert opener not in allowed(state, tokenizer.size + PADDING)
     wire = GrammarSpec("regex", "a", **names).to_wire()
@@ -337,8 +337,8 @@ def test_a_grammar_that_grows_beyond_its_limits_fails_by_name(tokenizer: Tokeniz
     with pytest.raises(RequestError) as refusal:
         for _ in range(500):
             row = rng.standard_normal(tokenizer.size).astype(np.float32)
-            state.mask(row)
-            state.advance(int(row.argmax()))
+            state.apply(row)
+            state.accept(int(row.argmax()))
     assert refusal.value.code == "grammar_too_complex"
 
 
@@ -353,9 +353,9 @@ def walked(state: GrammarState, seed: int, count: int) -> list[int]:
     for _ in range(count):
         row = rng.standard_normal(vocabulary.num_tokens).astype(np.float32)
         row[list(vocabulary.stop_ids)] = -9.0
-        state.mask(row)
+        state.apply(row)
         text.append(int(row.argmax()))
-        assert state.advance(text[-1])
+        assert state.accept(text[-1])
     return text
 
 
@@ -389,7 +389,7 @@ def test_a_text_never_fails_for_what_earlier_texts_have_met(fresh: GrammarCompil
         assert walked(fresh.compile(GROWING, f"alone {seed}").state(), seed, 200) == text
         # A text that has changed its lexer on the way goes back and on as before.
         state.truncate(150)
-        assert state.length == 150 and all(state.advance(token) for token in text[150:])
+        assert state.length == 150 and all(state.accept(token) for token in text[150:])
         origins.append(state._origin)
         states.append(state)
     assert len({id(origin) for origin in origins}) > 1
@@ -404,20 +404,20 @@ def test_a_full_lexer_refuses_no_token(fresh: GrammarCompiler) -> None:
     for owner in ("advance", "validate", "replay", "go back", "forced"):
         grammar = fresh.compile(GROWING, owner)
         begun = grammar.state()
-        assert all(begun.advance(token) for token in text[:50])
+        assert all(begun.accept(token) for token in text[:50])
         worn(grammar)
         match owner:
             case "advance":
-                assert all(begun.advance(token) for token in text[50:])
+                assert all(begun.accept(token) for token in text[50:])
             case "validate":
                 assert begun.validate(text[50:]) == 50
             case "replay":
-                rows = GrammarRows(grammar.state())
+                rows = grammar.state()
                 rows.replay(text)
                 assert rows.length == 100
             case "go back":
                 begun.truncate(20)
-                assert all(begun.advance(token) for token in text[20:])
+                assert all(begun.accept(token) for token in text[20:])
             case "forced":
                 assert begun.forced() == []
         assert not grammar.matchers.is_worn_out
@@ -430,7 +430,7 @@ def test_a_costly_grammar_that_wears_out_ends_by_name(fresh: GrammarCompiler, mo
     state = grammar.state()
     walked(state, 1, 50)
     worn(grammar)
-    for ask in (lambda: state.mask(np.zeros(4096, np.float32)), lambda: state.advance(5), lambda: state.validate([5])):
+    for ask in (lambda: state.apply(np.zeros(4096, np.float32)), lambda: state.accept(5), lambda: state.validate([5])):
         with pytest.raises(RequestError) as refusal:
             ask()
         assert refusal.value.code == "grammar_too_complex"
@@ -448,26 +448,26 @@ def test_a_lexer_that_grows_fast_is_left_to_its_texts(
     assert isinstance(matchers, Matchers)
     first, monkeypatched = matchers.current, -1.0 if is_costly else matchers_module.MAX_AGAIN_S
     monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", monkeypatched)
-    monkeypatch.setattr(cost, "FREE_S", 9.0)
+    monkeypatch.setattr(state_module, "FREE_S", 9.0)
     before = fresh.compile(GROWING).state()
     text = walked(before, 3, 5)
     assert matchers.current is first
-    monkeypatch.setattr(cost, "FREE_S", -0.03)  # each of four calls counts as more
+    monkeypatch.setattr(state_module, "FREE_S", -0.03)  # each of four calls counts as more
     walked(fresh.compile(GROWING).state(), 4, 2)
-    monkeypatch.setattr(cost, "FREE_S", 9.0)
+    monkeypatch.setattr(state_module, "FREE_S", 9.0)
     assert matchers.is_usable == is_costly
     assert (fresh.compile(GROWING).matchers is matchers) == is_costly
     assert (matchers.current is first) == is_costly  # as vLLM's workers ask
     assert walked(fresh.compile(GROWING).state(), 3, 5) == text
     before.truncate(1)
-    assert all(before.advance(token) for token in text[1:])
+    assert all(before.accept(token) for token in text[1:])
 
 
 def test_a_text_is_not_blamed_for_what_others_filled(fresh: GrammarCompiler) -> None:
     """The lexer that a text goes on with may be full of others' states, too: then there is another one."""
     grammar = fresh.compile(GROWING)
     blamed: list[str] = []
-    first, second = (grammar.charged_to(partial(blamed.append, name)).state() for name in ("first", "second"))
+    first, second = (replace(grammar, excess=partial(blamed.append, name)).state() for name in ("first", "second"))
     texts = walked(first, 1, 20), walked(second, 2, 20)
     worn(grammar)
     walked(first, 3, 5)  # gets the second lexer
@@ -600,28 +600,28 @@ def test_a_text_whose_grammar_takes_too_long_ends(
     for strike in range(MAX_STRIKES):
         state = asyncio.run(compiler.compile_for(spec, b"slow")).state()
         with monkeypatch.context() as patch:
-            patch.setattr(cost, "FREE_S", -0.2)  # each call counts as 0.2 s more than it takes
+            patch.setattr(state_module, "FREE_S", -0.2)  # each call counts as 0.2 s more than it takes
             state = asyncio.run(compiler.compile_for(spec, b"slow")).state()
-            assert state.advance(digit)
+            assert state.accept(digit)
             with pytest.raises(RequestError, match="takes too long") as refused:
-                state.advance(digit)
+                state.accept(digit)
         assert refused.value.code == "grammar_too_complex", strike
     with pytest.raises(RequestError, match="try again later") as later:
         asyncio.run(compiler.compile_for(spec, b"slow"))
     assert (later.value.code, later.value.status) == ("too_many_grammars", 429) and later.value.retry_after_s
-    assert asyncio.run(compiler.compile_for(spec, b"other")).state().advance(digit)
+    assert asyncio.run(compiler.compile_for(spec, b"other")).state().accept(digit)
 
 
 def test_a_text_that_is_resumed_is_read_more_strictly(
     tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All its tokens are read at once, while others wait."""
-    rows = GrammarRows(compiler.compile(GrammarSpec("regex", "[0-9]+")).state())
-    monkeypatch.setattr(cost, "FREE_REPLAY_S", -0.2)
+    rows = compiler.compile(GrammarSpec("regex", "[0-9]+")).state()
+    monkeypatch.setattr(state_module, "FREE_REPLAY_S", -0.2)
     with pytest.raises(RequestError, match="takes too long"):
         rows.replay(tokenizer.encode("7777")[:1] * 3)
     rows.truncate(0)
-    assert cost.FREE_S > 0.0 and rows.state.cost._free_s == cost.FREE_S
+    assert state_module.FREE_S > 0.0 and rows.cost._free_s == state_module.FREE_S
 
 
 def test_references_and_patterns_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

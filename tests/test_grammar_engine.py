@@ -23,9 +23,8 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import pick
-from outrider.models.processors.base import apply_all
 from outrider.models.processors.options import PLAIN, ProcessorOptions
-from outrider.models.processors.processor_plan import ProcessorPlan
+from outrider.models.processors.processor_plan import ProcessorPlan, apply_all
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.tree_draft import ROOT, TreeDraft

@@ -27,7 +27,7 @@ from outrider.models.processors.narrowing import Narrowing, coin
 from outrider.models.processors.options import ProcessorOptions
 from outrider.models.processors.options_processor import OptionsProcessor
 from outrider.models.processors.processor_plan import ProcessorPlan
-from outrider.models.wire.processor_fields import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIASES
+from outrider.models.wire.fields import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIASES
 
 VOCAB = 24
 STOPS = frozenset({3, 5})
@@ -97,27 +97,25 @@ def test_rows_change_as_in_transformers_token_by_token(
 
 @settings(max_examples=60, deadline=None)
 @given(rules, texts, texts, texts, st.integers(0, 20), st.integers(0, 1000))
-def test_a_state_goes_back_and_forks_as_if_it_had_never_been_elsewhere(
+def test_a_state_goes_back_as_if_it_had_never_been_elsewhere(
     rules: ProcessorOptions, prompt: list[int], text: list[int], wrong: list[int], kept: int, seed: int
 ) -> None:
-    """Whatever was advanced, truncated and forked before, only the tokens that it now holds count."""
+    """Whatever was advanced and truncated before, only the tokens that it now holds count."""
     kept = min(kept, len(text))
     state = OptionsProcessor(rules, prompt, VOCAB, STOPS)
     for token in text[:kept] + wrong:
         state.advance(token)
-    beside = state.fork()
     state.truncate(kept)
     for token in text[kept:]:
         state.advance(token)
-    for found, tokens in ((state, text), (beside, text[:kept] + wrong)):
-        fresh = OptionsProcessor(rules, prompt, VOCAB, STOPS)
-        for token in tokens:
-            fresh.advance(token)
-        assert found.length == fresh.length == len(tokens)
-        mine, theirs = row_of(seed), row_of(seed)
-        found.apply(mine)
-        fresh.apply(theirs)
-        np.testing.assert_array_equal(mine, theirs)
+    fresh = OptionsProcessor(rules, prompt, VOCAB, STOPS)
+    for token in text:
+        fresh.advance(token)
+    assert state.length == fresh.length == len(text)
+    mine, theirs = row_of(seed), row_of(seed)
+    state.apply(mine)
+    fresh.apply(theirs)
+    np.testing.assert_array_equal(mine, theirs)
 
 
 def test_a_long_text_is_counted() -> None:
@@ -179,7 +177,7 @@ def test_typical_p_keeps_what_transformers_keeps(
             scores = TopPLogitsWarper(top_p)(None, scores)
         scores = TypicalLogitsWarper(typical_p)(None, scores)
         expected = torch.nonzero(torch.isfinite(scores[0])).flatten().tolist()
-        found = Narrowing(typical_p=typical_p).narrow(row, survivors(row, params), params, seed)
+        found = Narrowing(ProcessorOptions(typical_p=typical_p)).narrow(row, survivors(row, params), params, seed)
         assert found.tolist() == expected
 
 
@@ -188,11 +186,12 @@ def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
     params = SamplingParams(temperature=1.0, seed=4)
     row = np.log(np.array([0.05, 0.3, 0.4, 0.2, 0.05], dtype=np.float32))
     everything = np.arange(5)
-    always = Narrowing(xtc_probability=1.0, xtc_threshold=0.1)
+    always = Narrowing(ProcessorOptions(xtc_probability=1.0, xtc_threshold=0.1))
     assert always.narrow(row, everything, params, 9).tolist() == [0, 3, 4]
-    assert Narrowing(xtc_probability=1.0, xtc_threshold=0.35).narrow(row, everything, params, 9).size == 5
-    assert Narrowing(xtc_probability=0.0, xtc_threshold=0.1).narrow(row, everything, params, 9).size == 5
-    half = Narrowing(xtc_probability=0.5, xtc_threshold=0.1)
+    for probability, threshold in ((1.0, 0.35), (0.0, 0.1)):
+        never = Narrowing(ProcessorOptions(xtc_probability=probability, xtc_threshold=threshold))
+        assert never.narrow(row, everything, params, 9).size == 5
+    half = Narrowing(ProcessorOptions(xtc_probability=0.5, xtc_threshold=0.1))
     sizes = {p: half.narrow(row, everything, params, p).size for p in range(400)}
     assert all((size == 3) == (coin(4, p) < 0.5) for p, size in sizes.items())
     assert 160 < sum(size == 3 for size in sizes.values()) < 240
@@ -220,7 +219,10 @@ GOLDEN_COINS = [0.29721999892903184, 0.9349542191484321, 0.36766740234160067, 0.
 )
 def test_the_first_candidate_is_the_pick(seed: int, temperature: float, top_k: int, typical: float, xtc: float) -> None:
     """A device ranks by the same truncated distribution."""
-    params, narrowing = SamplingParams(temperature, top_k, seed=seed), Narrowing(typical, xtc, 0.05)
+    params, narrowing = (
+        SamplingParams(temperature, top_k, seed=seed),
+        Narrowing(ProcessorOptions(typical_p=typical, xtc_probability=xtc, xtc_threshold=0.05)),
+    )
     row = row_of(seed)
     found = candidates(row, params, 11, 4, narrowing)
     assert found.tokens[0] == pick(row, params, 11, narrowing)

@@ -16,9 +16,8 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.processors.base import apply_all
 from outrider.models.processors.options import ProcessorOptions
-from outrider.models.processors.processor_plan import ProcessorPlan
+from outrider.models.processors.processor_plan import ProcessorPlan, apply_all
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 

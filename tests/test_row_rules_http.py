@@ -31,8 +31,7 @@ from outrider.edge.serve.state import LocalSettings
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, SamplingError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.bad_words import bad_word_ids
-from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.options import ProcessorOptions, bad_word_ids
 from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 from outrider.models.wire.protocol import Commit, ErrorAnswer
 

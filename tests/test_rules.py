@@ -13,11 +13,10 @@ from tests.chi_square import CHANCE, PROMPT, Languages
 from tests.test_choosers import NoneTwice
 
 from outrider.models.errors import ModelFault
-from outrider.models.picks.acceptance import Rule, RuleTerms
+from outrider.models.picks.acceptance import WARM_UP, DeltaCalibrator, Rule, RuleTerms, is_tolerated, log_probability
 from outrider.models.picks.rejection import WHOLE, SparseDistribution, draw, judge, probabilities, sparse
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.picks.tolerance import WARM_UP, DeltaCalibrator, is_tolerated, log_probability
-from outrider.models.processors.acceptance_chooser import AcceptanceChooser
+from outrider.models.processors.chooser import AcceptanceChooser
 
 REJECTION = RuleTerms(Rule.REJECTION)
 

@@ -27,10 +27,9 @@ from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ConfigError, OutriderError
-from outrider.models.picks.acceptance import Rule, RuleTerms
+from outrider.models.picks.acceptance import WARM_UP, Rule, RuleTerms
 from outrider.models.picks.rejection import WHOLE, SparseDistribution
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.picks.tolerance import WARM_UP
 from outrider.models.runtimes.base import ModelLimits
 
 REJECTION = RuleTerms(Rule.REJECTION)

@@ -45,7 +45,7 @@ Truth = Callable[[list[int]], NDArray[np.float32]]
 
 # Mistral slides a window of 32, the length of a block.
 CASES = ["openvino llama", "openvino mistral", "gpu llama", "gpu mistral"]
-CASES += ["onnxruntime llama", "onnxruntime mistral", "pinned llama"]
+CASES += ["onnxruntime llama", "onnxruntime mistral"]
 
 
 def pin_batch(file: Path) -> None:
@@ -106,11 +106,6 @@ def runtime(opened: Opened) -> Branching:
 
 
 @pytest.fixture
-def expects_eight(request: pytest.FixtureRequest) -> bool:
-    return "pinned" not in request.node.name
-
-
-@pytest.fixture
 def truth(opened: Opened) -> Truth:
     """The logits after a sequence, run in one call."""
 
@@ -149,7 +144,7 @@ def test_a_cache_that_grows_keeps_what_it_holds(
     """The same with room for 32 positions at first: it grows in extensions and in branches, and twice at least."""
     runtime = opened[0]
     assert isinstance(runtime, OpenVinoSequenceRuntime | OnnxRuntimeSequence)
-    monkeypatch.setattr("outrider.models.runtimes.one_sequence.FIRST_POSITIONS", 32)
+    monkeypatch.setattr("outrider.models.runtimes.base.FIRST_POSITIONS", 32)
     reserve, sizes = runtime._reserve, list[int]()
 
     def noted(num_positions: int) -> None:
@@ -180,7 +175,7 @@ def walk(runtime: Branching, truth: Truth, seed: int) -> None:
         assert runtime.length == len(text)
         room = LONGEST - len(text)
         action = rng.random()
-        if action < 0.7 and room:
+        if action < 0.7 and room and runtime.max_branches > 1:
             branches = [
                 (rng.choice(known) + tokens_of(rng, rng.choice([1, 1, 1, 2, 30])))[:room]
                 for _ in range(rng.randint(1, runtime.max_branches))
@@ -202,7 +197,7 @@ def walk(runtime: Branching, truth: Truth, seed: int) -> None:
     if isinstance(runtime, OpenVinoSequenceRuntime):
         assert runtime._blocks.num_free == runtime._blocks.num_blocks
     elif isinstance(runtime, OnnxRuntimeSequence) and runtime._rows is not None:
-        assert len(runtime._rows.nodes) == 0
+        assert not runtime._rows.nodes
 
 
 def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -> None:
@@ -214,18 +209,25 @@ def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -
     expected = np.stack([truth(text + branch) for branch in branches])
     for row, branch in zip(expected, branches, strict=True):
         assert_close(runtime.extend_branches([branch])[0], row)
-    if runtime.max_branches > 1:
-        assert_close(runtime.extend_branches(branches), expected)
+    assert_close(runtime.extend_branches(branches), expected)
     with pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions"):
-        runtime.extend_branches([[4], [1, 2, 3]][-runtime.max_branches :])
+        runtime.extend_branches([[4], [1, 2, 3]])
     assert runtime.length == len(text)
     assert_close(runtime.extend([1, 3]), expected[1])
     assert runtime.length == LONGEST
 
 
-def test_it_is_a_branching_sequence_runtime(runtime: Branching, expects_eight: bool) -> None:
+@pytest.mark.parametrize("opened", ["pinned llama", "device llama"], indirect=True)
+def test_a_graph_or_device_of_one_sequence_runs_no_branches(runtime: Branching) -> None:
+    """It says so by `max_branches`: a drafter cuts such a sequence back to the fork."""
+    assert runtime.max_branches == 1
+    with pytest.raises(AssertionError, match="runs no branches"):
+        runtime.extend_branches([[1]])
+
+
+def test_it_is_a_branching_sequence_runtime(runtime: Branching) -> None:
     """A call takes one branch at least and `max_branches` at most, of known tokens."""
-    assert runtime.max_branches == (8 if expects_eight else 1)
+    assert runtime.max_branches == 8
     runtime.extend([1])
     wrongs: tuple[list[list[int]], ...] = ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1))
     for wrong in wrongs:
@@ -248,7 +250,7 @@ def test_int8_branches_stay_close(tiny_ir: Callable[..., Path]) -> None:
 
 def test_a_u8_cache_can_branch(tiny_ir: Callable[..., Path]) -> None:
     """Blocks of a quantized cache are copied with their scales."""
-    options = replace(OPTIONS, kv_precision="u8")
+    options = replace(OPTIONS, properties={"KV_CACHE_PRECISION": "u8"})
     runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), options) for _ in range(2))
     rng = random.Random(2)
     text, branches = tokens_of(rng, 45), [tokens_of(rng, 2) for _ in range(4)]
@@ -309,11 +311,11 @@ def test_a_failed_step_of_onnx_runtime_forgets_its_branches(
         with pytest.raises(ModelFault, match="a step of 2 branches after 40: broken"):
             runtime.extend_branches([[1, 2], [1, 3]])
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_session", Broken())
+        patch.setattr(runtime, "_model", replace(runtime._model, session=Broken()))
         runtime.extend_branches([[1]])
         with pytest.raises(ModelFault, match="a step of 2 tokens after 41: broken"):
             runtime.extend([1, 2, 3])
-    assert runtime.length == 40 and len(runtime._rows.nodes) == 0
+    assert runtime.length == 40 and not runtime._rows.nodes
     assert_close(runtime.extend_branches([[1, 2, 4]])[0], plain.extend([*range(40), 1, 2, 4]))
     plain.truncate(40)
     assert_close(runtime.extend([5]), plain.extend([5]))

@@ -42,25 +42,25 @@ def test_equals_a_search_whatever_was_appended_and_cut(
             tokens = tokens + step
             lookup.extend(step)
         assert lookup.length == len(tokens)
-        assert lookup.propose(max_tokens) == searched(tokens, max_n, min_n, max_tokens)
+        assert lookup.match(max_tokens)[1] == searched(tokens, max_n, min_n, max_tokens)
 
 
 def test_the_longest_suffix_wins_and_then_the_latest() -> None:
     """[1, 2, 3] occurred once, [2, 3] twice: the longer match is copied; with equal lengths, the later one."""
     lookup = NgramLookup(max_n=3, min_n=2)
     lookup.extend([1, 2, 3, 10, 11, 9, 2, 3, 20, 1, 2, 3])
-    assert lookup.propose(2) == [10, 11]
+    assert lookup.match(2)[1] == [10, 11]
     lookup.extend([20, 1])
-    assert lookup.propose(3) == [2, 3, 20]
+    assert lookup.match(3)[1] == [2, 3, 20]
     lookup.extend([7, 8])
-    assert lookup.propose(3) == []
+    assert lookup.match(3)[1] == []
 
 
 def test_a_loop_is_proposed_as_a_loop() -> None:
     """The copy reads its own output when it reaches the end."""
     lookup = NgramLookup(max_n=2, min_n=2)
     lookup.extend([4, 5, 4, 5])
-    assert lookup.propose(5) == [4, 5, 4, 5, 4]
+    assert lookup.match(5)[1] == [4, 5, 4, 5, 4]
 
 
 @pytest.mark.parametrize(("max_n", "min_n"), [(2, 3), (2, 0), (0, 0)])

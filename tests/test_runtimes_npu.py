@@ -24,7 +24,7 @@ from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import Reading, RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.npu_compile import compiled_shapes
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
-from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.runtimes.torch_paged import load_causal_lm
 
 # Weights and cache in f16: at most 0.004 on logits of +-4; a stale or shifted slot is off by 0.5 or more.
 TOLERANCE = 0.01
@@ -264,7 +264,9 @@ def test_steps_of_one_token(tiny_ir: Callable[..., Path], tiny_model: Callable[[
     """A draft may be compiled for single tokens; several then run one by one, with an f32 cache."""
     truth = truth_of(tiny_model("qwen2"))
     shapes = replace_shapes(step_len=1)
-    runtime = OpenVinoNpuRuntime(tiny_ir("qwen2"), replace(OPTIONS, static_shapes=shapes, kv_precision="f32"))
+    runtime = OpenVinoNpuRuntime(
+        tiny_ir("qwen2"), replace(OPTIONS, static_shapes=shapes, properties={"KV_CACHE_PRECISION": "f32"})
+    )
     assert runtime.limits.max_positions == 127
     assert_close(runtime.extend_rows(FIRST[:20]), truth(FIRST[:20]))
     runtime.truncate(18)
@@ -325,7 +327,6 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
     ir = tiny_ir("llama")
     for wrong, message in (
         ({"static_shapes": None}, "give static_shapes"),
-        ({"kv_precision": "u8"}, "kv_precision is 'u8'; expected one of auto, f16, f32"),
         ({"num_threads": -1}, "num_threads is -1"),
         ({"device": "GPU"}, "device is 'GPU'; expected NPU"),
     ):

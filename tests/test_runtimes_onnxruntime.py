@@ -146,10 +146,7 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
 def test_half_precision_caches_run_on_the_cpu_too(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
     """An export for CUDA can be checked without it: FP16 graph, FP16 cache, logits in FP32."""
     path = graph("qwen2", "fp16")
-    runtime = OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="f16"))
-    assert worst_delta(runtime, truth("qwen2")) < 0.1
-    with pytest.raises(ConfigError, match=r"kv_precision is f32, but model.onnx has a cache of float16"):
-        OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="f32"))
+    assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), truth("qwen2")) < 0.1
 
 
 def test_long_prompts_go_in_pieces(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
@@ -233,7 +230,7 @@ def test_close_can_be_called_twice(graph: Callable[..., Path]) -> None:
     runtime.extend([1])
     runtime.close()
     runtime.close()
-    assert runtime._session is None and not runtime._caches
+    assert runtime._model is None and not runtime._caches
 
 
 def test_the_end_of_the_positions_is_an_error_that_changes_nothing(graph: Callable[..., Path]) -> None:
@@ -352,7 +349,7 @@ def found_device(name: str, kind: str) -> Any:
     return SimpleNamespace(ep_name=name, device=SimpleNamespace(type=SimpleNamespace(name=kind)))
 
 
-def test_a_plug_in_gets_its_options_and_the_device_that_was_asked_for(
+def test_a_plug_in_gets_the_device_that_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its devices are numbered within their kind; one that is not there is an error, and the CPU is a warning."""
@@ -361,13 +358,10 @@ def test_a_plug_in_gets_its_options_and_the_device_that_was_asked_for(
     monkeypatch.setattr(ort, "get_ep_devices", lambda: devices)
     for asked, device in (("GPU", devices[1]), ("gpu.1", devices[2]), (intel, devices[3])):
         settings = Settings()
-        choice = replace(choose_provider(asked, [intel]), options={"cache_dir": "here"})
-        assert apply_choice(choice, settings) == {}
-        assert settings.given == [([device], {"cache_dir": "here"})]
+        assert apply_choice(choose_provider(asked, [intel]), settings) == {}
+        assert settings.given == [([device], {})]
     with pytest.raises(RuntimeUnavailable, match=r"only 2 of GPU behind OpenVINOExecutionProvider"):
         apply_choice(choose_provider("GPU.2", [intel]), Settings())
-    with pytest.raises(ConfigError, match=r"prefer-npu lets ONNX Runtime choose .* the options cache_dir have none"):
-        apply_choice(replace(choose_provider("prefer-npu", []), options={"cache_dir": "here"}), Settings())
     del devices[1:]
     apply_choice(choose_provider(intel, [intel]), Settings())
     assert "OpenVINOExecutionProvider: it has no device here but the CPU" in caplog.text
@@ -437,8 +431,6 @@ def test_bad_options_are_named(graph: Callable[..., Path], tmp_path: Path) -> No
     path = graph("llama", "fp32")
     with pytest.raises(ConfigError, match="num_threads is -1"):
         OnnxRuntimeSequence(path, replace(OPTIONS, num_threads=-1))
-    with pytest.raises(ConfigError, match="kv_precision is 'u8'; ONNX Runtime takes auto, f32 or f16"):
-        OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="u8"))
     with pytest.raises(ConfigError, match="no NPU path to emulate"):
         OnnxRuntimeSequence(path, replace(OPTIONS, emulate_npu=True))
     lengthless = tmp_path / "lengthless"
@@ -458,13 +450,11 @@ def test_a_step_that_fails_is_a_fault_of_the_model(graph: Callable[..., Path]) -
     assert runtime.length == 3
 
 
-def test_it_opens_by_name_with_session_entries(graph: Callable[..., Path]) -> None:
-    """`open_sequence_runtime` takes the .onnx file itself; properties with a dot reach the session."""
-    options = replace(OPTIONS, properties={"session.intra_op.allow_spinning": "0"})
-    runtime = open_sequence_runtime("onnxruntime", graph("llama", "fp32") / "model.onnx", options)
+def test_it_opens_by_name_and_its_threads_spin_shortly(graph: Callable[..., Path]) -> None:
+    """`open_sequence_runtime` takes the .onnx file itself."""
+    runtime = open_sequence_runtime("onnxruntime", graph("llama", "fp32") / "model.onnx", OPTIONS)
     assert isinstance(runtime, OnnxRuntimeSequence)
-    settings = runtime._session.get_session_options()
-    assert settings.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    settings = runtime._model.session.get_session_options()
     assert settings.get_session_config_entry("session.intra_op.spin_duration_us") == "300"
     assert settings.intra_op_num_threads == 1
 

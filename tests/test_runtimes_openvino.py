@@ -27,6 +27,7 @@ from outrider.models.runtimes.openvino_paged import OpenVinoPagedRuntime
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 
 OPTIONS = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20, max_positions=256)
+U8 = {"KV_CACHE_PRECISION": "u8"}
 TOKENS = np.random.default_rng(3).integers(0, TINY_VOCAB, 40).tolist()
 
 
@@ -116,7 +117,7 @@ def test_trees_need_a_plain_load(tiny_ir: Callable[..., Path]) -> None:
     """Masks end batch invariance; a quantized cache cannot be moved. Both reasons name a remedy."""
     invariant = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
     assert "is_batch_invariant=False" in str(invariant.why_no_trees)
-    small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False, kv_precision="u8"))
+    small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False, properties=U8))
     assert "use an f32 cache" in str(small.why_no_trees)
 
 
@@ -148,10 +149,10 @@ def test_an_unknown_tail_falls_back_to_all_rows(
     assert np.abs(sequence.extend(TOKENS) - expected[-1]).max() < 1e-5
 
 
-def test_cache_precision_is_an_option(tiny_ir: Callable[..., Path]) -> None:
+def test_cache_precision_is_a_property(tiny_ir: Callable[..., Path]) -> None:
     """On CPU the cache is f32 by default; u8 holds more blocks and changes the logits a little."""
     plain = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
-    small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, kv_precision="u8"))
+    small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, properties=U8))
     assert plain.num_blocks == (1 << 20) // (2 * 2 * 2 * 32 * 16 * 4)  # layers, k and v, heads, tokens, size, bytes
     assert small.num_blocks > plain.num_blocks
     step = [SequenceSlice(TOKENS, 0, [0, 1], 1)]
@@ -173,8 +174,6 @@ def test_a_sequence_may_be_as_long_as_its_limit_and_no_longer(tiny_ir: Callable[
 def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
     """Each mistake has its own error, which names the value."""
     ir = tiny_ir("llama")
-    with pytest.raises(ConfigError, match="kv_precision is 'u4'"):
-        OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_precision="u4"))
     with pytest.raises(ConfigError, match="num_threads is -1"):
         OpenVinoPagedRuntime(ir, replace(OPTIONS, num_threads=-1))
     with pytest.raises(ConfigError, match="kv_cache_bytes is 100; one block of this model takes 16384"):

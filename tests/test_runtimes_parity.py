@@ -30,7 +30,7 @@ from outrider.models.runtimes.base import (
     TreeRuntime,
 )
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.runtimes.torch_paged import load_causal_lm
 
 # Logits of the tiny models span about +-4.
 TOLERANCE = 1e-4
@@ -166,7 +166,8 @@ def test_blocks_are_bit_equal_in_another_runtime(
     """The logits after tokens whose keys and values another runtime computed, in other blocks: not one bit differs."""
     name = kind.partition(" ")[0]
     path = tiny_ir("llama") if name == "openvino" else tiny_model("llama")
-    options = replace(OPTIONS, kv_precision={"openvino u8": "u8", "torch bf16": "bf16"}.get(kind, "auto"))
+    properties = {"openvino u8": {"KV_CACHE_PRECISION": "u8"}, "torch bf16": {"dtype": "bf16"}}
+    options = replace(OPTIONS, properties=properties.get(kind, {}))
     first, second = (open_batch_runtime(name, path, options) for _ in range(2))
     with closing(first), closing(second):
         assert isinstance(first, BlockRuntime) and isinstance(second, BlockRuntime)

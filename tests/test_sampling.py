@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from outrider.models.errors import ModelFault, SamplingError
-from outrider.models.picks.acceptance import Rule, accept
+from outrider.models.picks.acceptance import AcceptedBranch, Rule, accept_tree
 from outrider.models.picks.sampling import (
     MAX_GUMBEL,
     MAX_SEED,
@@ -354,12 +355,12 @@ def test_logits_that_are_not_finite_are_a_model_fault(bad: float) -> None:
 def test_accept_takes_drafts_while_they_equal_the_picks() -> None:
     """Drafts equal to the picks are accepted with the token after them; a pick replaces the first other draft."""
     logits = np.eye(5, dtype=np.float32)[[2, 4, 1]]
-    greedy = SamplingParams()
-    assert accept(logits, [2, 4], greedy, 10) == [2, 4, 1]
-    assert accept(logits, [2, 3], greedy, 10) == [2, 4]
-    assert accept(logits, [0, 4], greedy, 10) == [2]
-    assert accept(logits, [2, 4], greedy, 10, stop_ids={4}) == [2, 4]
-    assert accept(logits, [2, 4], greedy, 10, max_tokens=1) == [2]
+    accept = partial(accept_tree, logits, parents=range(-1, 1), params=SamplingParams(), position=10)
+    assert accept([2, 4]) == AcceptedBranch([2, 4, 1], [0, 1])
+    assert accept([2, 3]) == AcceptedBranch([2, 4], [0])
+    assert accept([0, 4]) == AcceptedBranch([2], [])
+    assert accept([2, 4], stop_ids={4}) == AcceptedBranch([2, 4], [0])
+    assert accept([2, 4], max_tokens=1) == AcceptedBranch([2], [])
 
 
 def test_greedy_rule_is_temperature_zero() -> None:

@@ -12,7 +12,7 @@ from tests.tiny_models import make_tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from outrider.models.errors import TokenizerError, TokenizerMismatch
-from outrider.models.text.tokenizer import Tokenizer, first_difference, require_same_tokenizer
+from outrider.models.text.tokenizer import Tokenizer, require_same_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% generation %}[{{ m.role }}] {{ m.content }}\n{% endgeneration %}"
@@ -175,7 +175,7 @@ def test_the_fingerprint_ignores_how_the_file_is_written(directory: Path, tmp_pa
     (path / "tokenizer.json").write_text(text.replace('"fuse_unk": null,', ""), encoding="utf-8")
     rewritten = Tokenizer.from_dir(path)
     assert rewritten.fingerprint == original.fingerprint
-    assert first_difference(original, rewritten) is None
+    assert original.identity.first_difference(rewritten.identity) is None
     require_same_tokenizer(original, rewritten)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from outrider.cloud.engine.share import depths, tree_mask
 from outrider.models.errors import ModelFault
-from outrider.models.picks.acceptance import AcceptedBranch, accept, accept_tree, accept_tree_picks
-from outrider.models.picks.sampling import SamplingParams
+from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
+from outrider.models.picks.sampling import SamplingParams, pick
 
 VOCAB = 4
 HOT = SamplingParams(temperature=0.8, seed=5)
@@ -65,19 +65,20 @@ def test_a_tree_is_accepted_as_the_longest_of_its_paths(
     stops: frozenset[int],
     most: int | None,
 ) -> None:
-    """Brute force: each path alone through `accept`; the longest result is the tree's, from logits and from picks."""
+    """Brute force: each path alone, as a line; the longest result is the tree's, from logits and from picks."""
     tokens, parents = tree
     logits = np.random.default_rng(seed).normal(size=(1 + len(tokens), VOCAB)).astype(np.float32)
-    best = AcceptedBranch(accept(logits[:1], [], params, 9, stop_ids=stops, max_tokens=most), [])
+    best = accept_tree(logits[:1], [], [], params, 9, stop_ids=stops, max_tokens=most)
     for node in range(len(tokens)):
         path = path_of(node, parents)
-        rows = logits[[0, *(each + 1 for each in path)]]
-        found = accept(rows, [tokens[each] for each in path], params, 9, stop_ids=stops, max_tokens=most)
+        rows, line = logits[[0, *(each + 1 for each in path)]], range(-1, len(path) - 1)
+        drafted = [tokens[each] for each in path]
+        found = accept_tree(rows, drafted, line, params, 9, stop_ids=stops, max_tokens=most).tokens
         if len(found) > len(best.tokens):
             best = AcceptedBranch(found, path[: len(found) - 1])
     assert accept_tree(logits, tokens, parents, params, 9, stop_ids=stops, max_tokens=most) == best
     positions = [9, *(9 + depth for depth in depths(parents))]
-    picks = [accept(row[None], [], params, at)[0] for row, at in zip(logits, positions, strict=True)]
+    picks = [pick(row, params, at) for row, at in zip(logits, positions, strict=True)]
     assert accept_tree_picks(picks, tokens, parents, stop_ids=stops, max_tokens=most) == best
 
 

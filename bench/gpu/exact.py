@@ -24,7 +24,7 @@ from outrider.models.picks.sampling_torch import noise_bits as torch_noise_bits
 from outrider.models.picks.sampling_torch import pick_rows
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.runtimes.torch_paged import load_causal_lm
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 

@@ -16,8 +16,7 @@ from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import TokenLogprobs
-from outrider.models.processors.options import PLAIN, ProcessorOptions
-from outrider.models.processors.options_fields import fields_of
+from outrider.models.processors.options import PLAIN, ProcessorOptions, fields_of
 from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.wire.protocol import TextCut
 

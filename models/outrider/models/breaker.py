@@ -11,7 +11,8 @@ class Breaker:
     """Closed at first. A failure opens it for a pause, which doubles with each further failure. Thread-safe.
 
     After the pause it is half-open: one trial is allowed, whose success closes it. `passed` is a trial that only looks,
-    so the next failure still counts as a further one; `succeeded` is real work, and forgets all failures.
+    so the next failure still counts as a further one; `succeeded` is real work, and forgets all failures. is_open: it
+    has failed, and no trial has succeeded since.
     """
 
     def __init__(
@@ -22,23 +23,18 @@ class Breaker:
         self._clock = clock
         self._lock = threading.Lock()
         self._num_failures = 0
-        self._is_open = self._is_tried = False
+        self.is_open = self._is_tried = False
         self._due_at = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has failed, and no trial has succeeded since."""
-        return self._is_open
 
     @property
     def pause_s(self) -> float:
         """Until a trial is allowed; 0 while it is closed."""
-        return max(0.0, self._due_at - self._clock()) if self._is_open else 0.0
+        return max(0.0, self._due_at - self._clock()) if self.is_open else 0.0
 
     def allows(self) -> bool:
         """Whether it may be used now. While it is open, true once per pause: that use is the trial."""
         with self._lock:
-            if not self._is_open:
+            if not self.is_open:
                 return True
             now = self._clock()
             if now < self._due_at:
@@ -49,21 +45,21 @@ class Breaker:
     def failed(self) -> None:
         """Opens it; after a trial, for a longer pause. Further failures of what was used before it opened are one."""
         with self._lock:
-            if self._is_open and not self._is_tried:
+            if self.is_open and not self._is_tried:
                 return
             self._num_failures += 1
-            self._is_open, self._is_tried = True, False
+            self.is_open, self._is_tried = True, False
             self._due_at = self._clock() + self._pause()
 
     def passed(self) -> None:
         """Closes it after a trial that did no work."""
         with self._lock:
-            self._is_open = self._is_tried = False
+            self.is_open = self._is_tried = False
 
     def succeeded(self) -> None:
         """Closes it and forgets all failures."""
         with self._lock:
-            self._is_open = self._is_tried = False
+            self.is_open = self._is_tried = False
             self._num_failures = 0
 
     def _pause(self) -> float:

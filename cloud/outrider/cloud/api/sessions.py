@@ -24,7 +24,7 @@ from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampli
 from outrider.models.http.encoding import check_tokens
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
-from outrider.models.processors.options_fields import processors_of
+from outrider.models.processors.options import processors_of
 from outrider.models.wire.protocol import SessionOpen, SessionRequest
 
 _SESSION_ID_BYTES = 9

@@ -32,7 +32,7 @@ from outrider.models.http.request_context import current_request
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.picks.acceptance import DEFAULT_DELTA, Rule, RuleTerms
 from outrider.models.picks.rejection import Evidence, SparseDistribution
-from outrider.models.processors.options_fields import processors_of
+from outrider.models.processors.options import processors_of
 from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
 from outrider.models.wire.verify import VerifyAnswer, VerifyItem, VerifyRequest, VerifyResult
 

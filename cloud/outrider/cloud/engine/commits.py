@@ -13,7 +13,7 @@ from outrider.cloud.engine.share import Share
 from outrider.cloud.seam import CommitEvent, SequenceEndReason
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.processors.acceptance_chooser import AcceptanceChooser
+from outrider.models.processors.chooser import AcceptanceChooser
 
 
 class Commits(EngineState):

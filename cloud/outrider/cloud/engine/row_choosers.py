@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.processors.acceptance_chooser import AcceptanceChooser
-from outrider.models.processors.chooser import TokenChooser
+from outrider.models.processors.chooser import AcceptanceChooser, TokenChooser
 from outrider.models.processors.processor_plan import ProcessorPlan
 
 

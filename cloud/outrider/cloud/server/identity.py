@@ -37,7 +37,7 @@ def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = E
         # A device's number is no kind: GPU.1 and cuda:1 compute as GPU.0 and cuda:0 do.
         "device": re.sub(r"[.:]\d+$", "", options.device.lower()),
         "arithmetic": sorted(options.properties.items()),
-        "kv_cache": options.kv_precision,
+        "kv_cache": "auto",
         "is_batch_invariant": options.is_batch_invariant,
         "engine": engine,
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.upstream.client import UpstreamClient
-from outrider.models.processors.options_fields import fields_of
+from outrider.models.processors.options import fields_of
 from outrider.models.wire.protocol import ModelFacts, SessionRequest
 from outrider.models.wire.verify import VerifyItem
 

@@ -15,9 +15,8 @@ from typing import Any, Final
 from outrider.cloud.vllm.terms import Mark, grammar_terms
 from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
 from outrider.models.faults import log_fault
-from outrider.models.grammar.building import Built
 from outrider.models.grammar.compiler import CompiledGrammar
-from outrider.models.grammar.matchers import Elsewhere
+from outrider.models.grammar.matchers import Built, Elsewhere
 from outrider.models.grammar.spec import GrammarSpec
 
 FIRST_LOOK_S: Final = 0.005

@@ -21,11 +21,10 @@ from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.vllm.terms import Mark, Refusal, Terms
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.grammar.building import Built, build, deep_pool
-from outrider.models.grammar.compiler import CompiledGrammar, compiled_of
-from outrider.models.grammar.cost import TookTooLong
+from outrider.models.grammar.compiler import CompiledGrammar
+from outrider.models.grammar.matchers import Built, build, deep_pool
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.grammar.state import WornOut
+from outrider.models.grammar.state import TookTooLong, WornOut
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.process.heap import HeapTrimmer
 from outrider.models.processors.chooser import TokenChooser, TokenLogprobs
@@ -130,7 +129,7 @@ class WorkerGrammars:
         built = build(spec, vocabulary.backend, is_timed=self._is_judge)
         if built.matchers is None:
             return None, built
-        return compiled_of(spec, built.matchers, vocabulary, is_timed=self._is_judge), built
+        return CompiledGrammar(spec, built.matchers, vocabulary, is_timed=self._is_judge), built
 
 
 @dataclass(eq=False)

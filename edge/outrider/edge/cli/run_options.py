@@ -31,8 +31,7 @@ from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.reasoning import after_reasoning, marks_reasoning
 from outrider.models.grammar.spec import GrammarSpec, dump_schema
 from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, PLAIN_TERMS, Rule, RuleTerms
-from outrider.models.processors.bad_words import bad_word_ids
-from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.options import PLAIN, ProcessorOptions, bad_word_ids
 from outrider.models.text.tokenizer import Tokenizer
 
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 from outrider.edge.drafting.cached_text import Logits
 from outrider.models.errors import RequestError
-from outrider.models.grammar.rows import GrammarRows
-from outrider.models.processors.base import LogitProcessor, apply_all
-from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
+from outrider.models.grammar.state import GrammarState
+from outrider.models.processors.processor_plan import NO_PLAN, LogitProcessor, ProcessorPlan, apply_all
 
 
 class DraftProcessors:
@@ -63,7 +62,7 @@ class DraftProcessors:
         """Whether the grammar allows a token after a branch; True without one."""
         grammar = self._grammar()
         try:
-            return grammar is None or grammar.state.validate([*branch, token]) > len(branch)
+            return grammar is None or grammar.validate([*branch, token]) > len(branch)
         except RequestError:
             self._states = []
             return True
@@ -72,16 +71,16 @@ class DraftProcessors:
         """The tokens that the grammar leaves no choice for after a branch."""
         grammar = self._grammar()
         try:
-            if grammar is None or grammar.state.validate(branch) < len(branch):
+            if grammar is None or grammar.validate(branch) < len(branch):
                 return []
-            state = grammar.state.fork() if branch else grammar.state
-            return state.forced() if all(map(state.advance, branch)) else []
+            state = grammar.fork() if branch else grammar
+            return state.forced() if all(map(state.accept, branch)) else []
         except RequestError:
             self._states = []
             return []
 
-    def _grammar(self) -> GrammarRows | None:
+    def _grammar(self) -> GrammarState | None:
         """The grammar's state after the text; None without one."""
         if not self.follow():
             return None
-        return next((state for state in self._states if isinstance(state, GrammarRows)), None)
+        return next((state for state in self._states if isinstance(state, GrammarState)), None)

@@ -107,7 +107,7 @@ class ModelDrafter:
         """
         self.model = model
         self._runtime = runtime
-        self._branching = runtime if isinstance(runtime, BranchingRuntime) else None
+        self._branching = runtime if isinstance(runtime, BranchingRuntime) and runtime.max_branches > 1 else None
         # A text does not wait for a call in progress when it ends, so the model may be closed in the middle of one.
         self._lock = threading.Lock()
         self._num_ids = num_ids

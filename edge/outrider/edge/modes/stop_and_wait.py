@@ -30,10 +30,9 @@ from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import refusal_error
 from outrider.models.errors import RequestError
-from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.picks.acceptance import LEAST_LOG, PLAIN_TERMS, DeltaCalibrator, Rule, RuleTerms, log_probability
 from outrider.models.picks.rejection import NUM_IDS, WHOLE, SparseDistribution, draw, probabilities, sparse
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.picks.tolerance import LEAST_LOG, DeltaCalibrator, log_probability
 from outrider.models.wire.verify import VerifyItem, VerifyRequest, VerifyResult
 
 

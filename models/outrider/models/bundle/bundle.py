@@ -33,7 +33,6 @@ UNSAFE_SUFFIXES: Final = frozenset(
 _FINDER_FILE: Final = ".DS_Store"
 _FINDER_PREFIX: Final = "._"
 
-_HASH_CHUNK: Final = 4 << 20
 # Files whose hash this process has verified, by (path, sha256, size, mtime_ns, inode).
 _verified: set[tuple[str, str, int, int, int]] = set()
 
@@ -83,11 +82,8 @@ class Bundle:
 
 def hash_file(path: Path) -> str:
     """SHA-256 of a file's bytes, hexadecimal, read in pieces."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_HASH_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_finder_file(path: Path) -> bool:

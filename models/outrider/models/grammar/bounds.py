@@ -1,6 +1,6 @@
 """Bounds a client's grammar before the library compiles it.
 
-llguidance 1.9.1 bounds most of its work itself (`LIMITS` in `building`). What it does not bound, measured on one core
+llguidance 1.9.1 bounds most of its work itself (`LIMITS` in `matchers`). What it does not bound, measured on one core
 with 2 MB to 8 MB of stack (docs/log.md):
 
 * It recurses along subschemas and rules: 300 nested ones end a process with a stack of 2 MB, 1,500 one with 8 MB.
@@ -43,12 +43,7 @@ def read_json(text: str) -> Any:
 
 def check_schema(text: str) -> None:
     """Raises RequestError for a text that is no JSON schema, or one that is costly to compile."""
-    check_schema_value(read_json(text))
-
-
-def check_schema_value(schema: Any) -> None:
-    """As `check_schema`, for a schema that is read already."""
-    _check_sums([schema])
+    _check_sums([read_json(text)])
 
 
 def _check_sums(schemas: Sequence[Any]) -> None:
@@ -127,9 +122,7 @@ def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
         at = waiting.pop()
         if isinstance(at, dict):
             yield from at.items()
-            waiting.extend(at.values())
-        elif isinstance(at, list):
-            waiting.extend(at)
+        waiting.extend(_children(at))
 
 
 def _depth(value: Any) -> int:

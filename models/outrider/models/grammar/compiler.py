@@ -15,11 +15,9 @@ from typing import Final
 from weakref import WeakSet, WeakValueDictionary
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar.building import Built, build, deep_pool, refusal
-from outrider.models.grammar.cost import GrammarCost
-from outrider.models.grammar.matchers import MAX_AGAIN_S, Elsewhere, Matchers
+from outrider.models.grammar.matchers import MAX_AGAIN_S, Built, Elsewhere, Matchers, build, deep_pool, refusal
 from outrider.models.grammar.spec import GrammarSpec, invalid_grammar
-from outrider.models.grammar.state import GrammarState
+from outrider.models.grammar.state import GrammarCost, GrammarState
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.process.heap import HeapTrimmer
 from outrider.models.text.tokenizer import Tokenizer
@@ -81,15 +79,12 @@ SLOW_COMPILE_S: Final = 0.5
 class CompiledGrammar:
     """A grammar for one vocabulary; texts begin with `state()`. Safe to share between threads.
 
-    after, opener: the tokens of the spec's spellings. excess: called where a text's grammar takes too long. is_timed:
-    False ends no text for that.
+    excess: called where a text's grammar takes too long. is_timed: False ends no text for that.
     """
 
     spec: GrammarSpec
     matchers: Matchers | Elsewhere
     vocabulary: Vocabulary
-    after: int | None
-    opener: int | None
     excess: Callable[[], None] = lambda: None
     is_timed: bool = True
 
@@ -98,15 +93,11 @@ class CompiledGrammar:
         """The ids that end a text, ascending."""
         return self.vocabulary.stop_ids
 
-    def charged_to(self, excess: Callable[[], None]) -> CompiledGrammar:
-        """The same grammar, for texts of the client that `excess` is about."""
-        return replace(self, excess=excess)
-
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer; only where the matchers are here."""
         assert isinstance(self.matchers, Matchers)
         cost = GrammarCost(self.excess, self.matchers.note, is_timed=self.is_timed)
-        return GrammarState(self.vocabulary, self.matchers, self.after, self.opener, cost)
+        return GrammarState(self.vocabulary, self.matchers, *_delimiters(self.spec, self.vocabulary), cost)
 
 
 BuildElsewhere = Callable[[GrammarSpec, tuple[int, ...]], Built]
@@ -155,7 +146,7 @@ class GrammarCompiler:
                 return None
             if key in self._known:
                 self._known.move_to_end(key)
-            return compiled_of(spec, matchers, self._vocabulary)
+            return CompiledGrammar(spec, matchers, self._vocabulary)
 
     def compile(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar:
         """The grammar, compiled in a thread of its own where it is not known; blocks until it is there.
@@ -238,7 +229,7 @@ class GrammarCompiler:
                         retry_after_s=HELD_RETRY_S,
                     )
                 live.add(found.matchers)
-        return found.charged_to(partial(self._strikes.add, client))
+        return replace(found, excess=partial(self._strikes.add, client))
 
     def _start(self, spec: GrammarSpec, client: Client) -> Future[CompiledGrammar]:
         with self._lock:
@@ -275,7 +266,7 @@ class GrammarCompiler:
                 del self._known[key]
             while len(self._known) > MAX_CACHED:
                 self._known.popitem(last=False)
-        return compiled_of(spec, built.matchers, self._vocabulary)
+        return CompiledGrammar(spec, built.matchers, self._vocabulary)
 
     def _drop_costly(self, client: Client) -> None:
         """Makes room for a grammar that is most likely costly, and takes twice what it leaves to compile."""
@@ -284,16 +275,8 @@ class GrammarCompiler:
                 del self._known[key]
 
 
-def compiled_of(
-    spec: GrammarSpec, matchers: Matchers | Elsewhere, vocabulary: Vocabulary, *, is_timed: bool = True
-) -> CompiledGrammar:
-    """A grammar that is built. Raises RequestError for a delimiter that is no token."""
-    after, opener = _delimiters(spec, vocabulary)
-    return CompiledGrammar(spec, matchers, vocabulary, after, opener, is_timed=is_timed)
-
-
 def _delimiters(spec: GrammarSpec, vocabulary: Vocabulary) -> tuple[int | None, int | None]:
-    """The tokens after which, and with which, the grammar begins."""
+    """The tokens after which, and with which, the grammar begins. Raises RequestError for what is no token."""
     return _token("after", spec.after, vocabulary), _token("opener", spec.opener, vocabulary)
 
 

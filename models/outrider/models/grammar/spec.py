@@ -98,13 +98,8 @@ def with_whitespace(
     there. lenient: keywords that the library does not know are ignored, not refused. Of a schema that says it already,
     its own values stay.
     """
-    added: dict[str, Any] = {}
-    if flexible is not None:
-        added["whitespace_flexible"] = flexible
-    if pattern is not None:
-        added["whitespace_pattern"] = pattern
-    if lenient:
-        added["lenient"] = True
+    said = {"whitespace_flexible": flexible, "whitespace_pattern": pattern, "lenient": lenient or None}
+    added = {key: value for key, value in said.items() if value is not None}
     if not added or not isinstance(schema, dict):
         return schema
     own = schema.get("x-guidance")

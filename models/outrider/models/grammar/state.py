@@ -1,21 +1,32 @@
-"""Follows a text through its grammar: which tokens may come next and which must; goes back, too."""
+"""Follows a text through its grammar: which tokens may come next and which must; goes back, too.
+
+Bounds the time that this takes. llguidance's own limits bound a step by its work, not by its time: an ambiguous grammar
+may take 300 ms for one token (measured: docs/log.md), with Python's lock held, so that every other text waits.
+Processor time of the thread is what counts, so a busy machine ends no text.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar.cost import GrammarCost
 from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.vocabulary import Vocabulary
 
-_FEW = 512  # allowed tokens up to which they are listed
+FREE_S: Final = 0.002
+"""Of each call of the library. A mask at 152k ids takes a quarter of it in the mean."""
+FREE_REPLAY_S: Final = 0.0002
+"""The same, where a text that is resumed is read again: all its tokens at once."""
+MAX_EXCESS_S: Final = 0.3
+"""That one text may take beyond it, in all; what is not used does not add up."""
+_FEW: Final = 512  # allowed tokens up to which they are listed
 
 
 def unpack_mask(bits: bytes, size: int) -> NDArray[np.bool_]:
@@ -49,6 +60,60 @@ def apply_mask(bits: bytes, row: NDArray[np.float32]) -> int:
 Found = TypeVar("Found")
 
 
+class TookTooLong(RequestError):
+    """A text's grammar has taken too much time, or has filled a lexer alone: it counts against the client."""
+
+
+class GrammarCost:
+    """Counts what one text's grammar takes. on_excess: called once it is too much. note: gets each time beyond what is
+    free. is_timed: False ends no text.
+    """
+
+    __slots__ = ("_excess_s", "_free_s", "_is_timed", "_note", "_on_excess")
+
+    def __init__(self, on_excess: Callable[[], None], note: Callable[[float], None], *, is_timed: bool = True) -> None:
+        self._on_excess = on_excess
+        self._is_timed = is_timed
+        self._note = note
+        self._free_s = FREE_S
+        self._excess_s = 0.0
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Counts more strictly inside."""
+        before, self._free_s = self._free_s, FREE_REPLAY_S
+        try:
+            yield
+        finally:
+            self._free_s = before
+
+    def add(self, began_s: float) -> None:
+        """Counts a call that began at this time of the thread's processor clock.
+
+        Raises RequestError `grammar_too_complex` where the text's grammar has taken too much.
+        """
+        seconds = time.thread_time() - began_s - self._free_s
+        if seconds > 0.0:
+            self._note(seconds)
+        self.spend(seconds)
+
+    def spend(self, seconds: float) -> None:
+        """Counts time beyond what is free, or takes back what is left of it; raises as `add`."""
+        self._excess_s = max(0.0, self._excess_s + seconds)
+        if self._excess_s > MAX_EXCESS_S and self._is_timed:
+            self._on_excess()
+            raise TookTooLong(
+                "grammar_too_complex",
+                f"the grammar takes too long: {self._excess_s:.2f} s of processor time beyond what its tokens may "
+                "take; make it simpler",
+            )
+
+    def too_large(self, message: str) -> TookTooLong:
+        """The error of a text that has filled a lexer alone, which counts like time."""
+        self._on_excess()
+        return TookTooLong("grammar_too_complex", message)
+
+
 class WornOut(RequestError):
     """The lexer of a costly grammar is full of what its texts have met; the next request has it compiled again."""
 
@@ -60,7 +125,8 @@ MAX_FORCED: Final = 64
 class GrammarState:
     """A place in a grammar, after `length` tokens of the answer. From `CompiledGrammar.state()`.
 
-    It changes by `advance` and `truncate` only. Where the grammar accepts the text, stop ids may follow; where nothing
+    A `LogitProcessor`; comes before others, which forbid ids among those that are left. It changes by `accept`,
+    `advance`, `replay` and `truncate` only. Where the grammar accepts the text, stop ids may follow; where nothing
     can be added, only they may. Once a stop id is there, only stop ids follow. Before the token that the grammar begins
     after (`GrammarSpec.after`) every token is allowed; with a `GrammarSpec.opener`, only where that is the first token.
     Not safe to share between threads; forks may go to others.
@@ -111,7 +177,7 @@ class GrammarState:
         """Whether the text so far is one that the grammar allows as a whole."""
         return self._is_waiting or self._num_stops > 0 or bool(self._matcher.is_accepting())
 
-    def mask(self, row: NDArray[np.float32]) -> None:
+    def apply(self, row: NDArray[np.float32]) -> None:
         """Sets the logits of forbidden tokens to -inf, in place; ids beyond the tokenizer's are always forbidden.
 
         row: float32 [V]. Raises RequestError `grammar_too_complex` where the library's limits are reached, or where no
@@ -121,18 +187,9 @@ class GrammarState:
             row[self._vocabulary.num_tokens :] = -np.inf
             return
         if not apply_mask(self._bits(), row):
-            raise self._dead_end()
+            raise _dead_end(self.length)
 
-    def allowed(self, size: int) -> NDArray[np.bool_]:
-        """Which of the first `size` ids may come next: bool [size]; raises as `mask`."""
-        if self._is_waiting:
-            return np.arange(size) < self._vocabulary.num_tokens
-        found = unpack_mask(self._bits(), size)
-        if not found.any():
-            raise self._dead_end()
-        return found
-
-    def advance(self, token: int) -> bool:
+    def accept(self, token: int) -> bool:
         """Consumes a token; False, and nothing changes, where the grammar forbids it.
 
         Raises RequestError `grammar_too_complex` where the library's limits are reached: the state is of no use then.
@@ -156,10 +213,25 @@ class GrammarState:
         self._matched.append(token)
         return True
 
-    def truncate(self, num_tokens: int) -> None:
-        """Goes back to the place after the first `num_tokens` tokens; more than there are changes nothing."""
-        assert num_tokens >= 0
-        dropped = max(self.length - num_tokens, 0)
+    def advance(self, token: int) -> None:
+        """As `accept`, but raises RequestError `grammar_excluded` for a token outside."""
+        if not self.accept(token):
+            raise RequestError(
+                "grammar_excluded",
+                f"token {token} after {self.length} tokens of text is outside the grammar; compare the "
+                "text and the request's logit processors with it",
+            )
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Goes on by the tokens of a text that is resumed; raises RequestError as `advance`."""
+        with self.cost.replaying():
+            for token in tokens:
+                self.advance(token)
+
+    def truncate(self, length: int) -> None:
+        """Goes back to the place after the first `length` tokens; more than there are changes nothing."""
+        assert length >= 0
+        dropped = max(self.length - length, 0)
         stops = min(dropped, self._num_stops)
         matched = min(dropped - stops, len(self._matched))
         free = dropped - stops - matched
@@ -196,7 +268,7 @@ class GrammarState:
             asked = list(tokens[:inside])
             return self._ask(lambda matcher: int(matcher.validate_tokens(asked)), lambda count: count < len(asked))
         walker = self.fork()
-        return next((i for i, token in enumerate(tokens) if not walker.advance(token)), len(tokens))
+        return next((i for i, token in enumerate(tokens) if not walker.accept(token)), len(tokens))
 
     @property
     def _may_open(self) -> bool:
@@ -217,7 +289,7 @@ class GrammarState:
         return bits
 
     def _ask(self, call: Callable[[Any], Found], is_refused: Callable[[Found], bool] = lambda found: False) -> Found:
-        """What the matcher answers; one that has reached its lexer's limits is replaced, once. Raises as `advance`."""
+        """What the matcher answers; one that has reached its lexer's limits is replaced, once. Raises as `accept`."""
         found, is_sound = self._ask_once(call, is_refused)
         while not is_sound:
             is_new = self._renew()
@@ -239,7 +311,7 @@ class GrammarState:
     def _renew(self) -> bool:
         """Has another matcher read the text again, within its cost; whether its lexer was no other text's.
 
-        Raises as `advance`, and then keeps the old one.
+        Raises as `accept`, and then keeps the old one.
         """
         if not str(self._matcher.get_error()).startswith("lexer error"):
             raise RequestError("grammar_too_complex", self._too_complex())
@@ -271,8 +343,9 @@ class GrammarState:
         reason = " ".join(self._matcher.get_error().split())[:120]
         return f"the grammar is too costly after {self.length} tokens: {reason}; make it simpler"
 
-    def _dead_end(self) -> RequestError:
-        return RequestError(
-            "grammar_too_complex",
-            f"no token of the model's vocabulary continues the grammar after {self.length} tokens; make it simpler",
-        )
+
+def _dead_end(length: int) -> RequestError:
+    return RequestError(
+        "grammar_too_complex",
+        f"no token of the model's vocabulary continues the grammar after {length} tokens; make it simpler",
+    )

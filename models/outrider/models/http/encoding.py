@@ -17,8 +17,7 @@ from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Turns
 from outrider.models.http.openai import ChatRequest, CompletionRequest, Conversation, GenerationRequest
 from outrider.models.http.openai_fields import ProcessorParameters
-from outrider.models.processors.bad_words import bad_word_ids
-from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.options import ProcessorOptions, bad_word_ids
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import MAX_PREDICTION_TOKENS
 

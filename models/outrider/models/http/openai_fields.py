@@ -24,10 +24,8 @@ from pydantic_core import PydanticCustomError
 from outrider.models.errors import RequestError
 from outrider.models.http import structured
 from outrider.models.http.bodies import load
-from outrider.models.processors.options import ProcessorOptions
-from outrider.models.processors.options_fields import processors_of
-from outrider.models.wire.fields import StopString, StopStrings, TokenId
-from outrider.models.wire.processor_fields import (
+from outrider.models.processors.options import ProcessorOptions, processors_of
+from outrider.models.wire.fields import (
     MAX_BAD_WORDS,
     AllowedIds,
     Fraction,
@@ -35,7 +33,10 @@ from outrider.models.wire.processor_fields import (
     MinTokens,
     ProcessorFields,
     RepetitionPenalty,
+    StopString,
+    StopStrings,
     TextPenalty,
+    TokenId,
     TypicalP,
 )
 

@@ -1,4 +1,4 @@
-"""Accepts drafted tokens by a rule, of a line or of a tree. This module has the two that need only token ids.
+"""Accepts drafted tokens by a rule, of a line or of a tree. `rejection` has a module of its own.
 
 | rule      | what is accepted                                   | output                                |
 |-----------|----------------------------------------------------|---------------------------------------|
@@ -7,13 +7,19 @@
 | rejection | x with probability min(1, p(x) / q(x))             | distributed exactly as the target's   |
 | tolerance | x while log p(x) >= log q(x) - delta               | lossy: neither                        |
 
-`rejection` and `tolerance` have modules of their own. Never mix shared noise with p/q rejection: the draft's token is
-not an independent sample then, so the output is biased.
+Never mix shared noise with p/q rejection: the draft's token is not an independent sample then, so the output is biased.
+
+Tolerance is lossy: the text is not the target's. Its p and q are those of target and draft after temperature and
+truncation; at temperature 0, those of temperature 1. The target's pick replaces a token that is not accepted. delta is
+fixed, or calibrated to an acceptance: after each tested token it moves by step * (acceptance - accepted). So after n
+tokens the mean is within |delta_n - delta_0| / (step * n) of the goal, whatever the text (adaptive conformal inference:
+Gibbs and Candes 2021, arXiv 2106.00170).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
 from typing import Final
@@ -22,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ModelFault
+from outrider.models.picks.rejection import probabilities
 from outrider.models.picks.sampling import SamplingParams, pick
 
 
@@ -45,6 +52,13 @@ class Rule(StrEnum):
 
 DEFAULT_DELTA: Final = 0.5
 MAX_DELTA: Final = 30.0
+LEAST_LOG: Final = -32.0
+"""Of a draft's log-probability: smaller ones are sent as this."""
+WARM_UP: Final = 64
+"""Tested tokens after which delta moves by the smallest step."""
+
+_FIRST_STEP: Final = 0.5
+_LEAST_STEP: Final = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,25 +83,6 @@ class RuleTerms:
 PLAIN_TERMS: Final = RuleTerms()
 
 
-def accept(
-    logits: NDArray[np.float32],
-    drafted: Sequence[int],
-    params: SamplingParams,
-    position: int,
-    *,
-    stop_ids: Collection[int] = (),
-    max_tokens: int | None = None,
-) -> list[int]:
-    """The target's tokens from `position` on: the drafted ones that equal its picks, and the one that follows them.
-
-    logits: [len(drafted) + 1, vocab_size] float32, row i computed after the i-th drafted token. Ends early with a token
-    in stop_ids or after max_tokens. At least one token; all but the last were drafted. Raises ModelFault on logits that
-    are not finite.
-    """
-    line = range(-1, len(drafted) - 1)
-    return accept_tree(logits, drafted, line, params, position, stop_ids=stop_ids, max_tokens=max_tokens).tokens
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class AcceptedBranch:
     """tokens: the target's. nodes: indices of the drafted tokens that equal all of them but the last."""
@@ -106,8 +101,10 @@ def accept_tree(
     stop_ids: Collection[int] = (),
     max_tokens: int | None = None,
 ) -> AcceptedBranch:
-    """As `accept`, for drafted tokens that branch: goes from each to the child that equals the target's pick there.
+    """The target's tokens from `position` on: the drafted ones that equal its picks, and the one that follows them.
 
+    Goes from each drafted token to the child that equals the target's pick there. Ends early with a token in stop_ids
+    or after max_tokens. At least one token; all but the last were drafted.
     drafted, parents: tokens and the index of each one's parent, a lower one; -1: it follows the last committed token.
     logits: [len(drafted) + 1, vocab_size] float32; row 0 is after the last committed token, row i + 1 after drafted
     token i. Picks from the rows that it reaches only; what the others hold does not matter. Raises ModelFault on a
@@ -158,3 +155,33 @@ def _finite(token: int | None) -> int:
     if token is None:
         raise ModelFault("the model's logits are not finite; check the export with a parity run")
     return token
+
+
+def log_probability(row: NDArray[np.float32], params: SamplingParams, token: int) -> float:
+    """Natural logarithm of the token's probability, -inf for one that truncation drops; one row, [V] float32."""
+    if params.is_greedy:
+        params = dataclasses.replace(params, temperature=1.0)
+    chance = float(probabilities(row, params)[token])
+    return math.log(chance) if chance > 0.0 else -math.inf
+
+
+def is_tolerated(log_p: float, log_q: float, delta: float) -> bool:
+    """The rule."""
+    return log_p >= log_q - delta
+
+
+@dataclasses.dataclass(slots=True)
+class DeltaCalibrator:
+    """Moves delta so that a share of tested tokens is accepted. goal: that share; None leaves delta as it is."""
+
+    delta: float
+    goal: float | None = None
+    num_tested: int = 0
+
+    def observe(self, is_accepted: bool) -> None:
+        """Takes the outcome of one tested token."""
+        if self.goal is None:
+            return
+        step = max(_LEAST_STEP, _FIRST_STEP * (1.0 - self.num_tested / WARM_UP))
+        self.num_tested += 1
+        self.delta = min(MAX_DELTA, max(-MAX_DELTA, self.delta + step * (self.goal - is_accepted)))

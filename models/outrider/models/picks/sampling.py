@@ -201,11 +201,7 @@ def pick(
 
     A pure function: no state is read or changed. Raises ModelFault if the row's maximum is not finite.
     """
-    best = int(logits.argmax())
-    if not math.isfinite(logits[best]):
-        raise ModelFault(
-            f"the model's logits at position {position} are not finite; check the export with a parity run"
-        )
+    best = _likeliest(logits, position)
     if params.is_greedy:
         return best
     if narrowing is not None:
@@ -214,10 +210,27 @@ def pick(
         ids = survivors(logits, params)
     else:
         ids = _pruned(logits, None, params, position)
+    return int(ids[_scores(logits, ids, params, position).argmax()])
+
+
+def _likeliest(logits: NDArray[np.float32], position: int) -> int:
+    """The first id with the row's maximum; raises ModelFault if that is not finite."""
+    best = int(logits.argmax())
+    if not math.isfinite(logits[best]):
+        raise ModelFault(
+            f"the model's logits at position {position} are not finite; check the export with a parity run"
+        )
+    return best
+
+
+def _scores(
+    logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int
+) -> NDArray[np.float64]:
+    """What the pick is the argmax of, for these ids."""
     scores = logits[ids].astype(np.float64)
     scores /= params.temperature
     scores += gumbel(params.seed, position, ids)
-    return int(ids[scores.argmax()])
+    return scores
 
 
 def _pruned(
@@ -258,11 +271,7 @@ def candidates(
 
     The first is `pick`'s token. A pure function. Raises ModelFault if the row's maximum is not finite.
     """
-    best = int(logits.argmax())
-    if not math.isfinite(logits[best]):
-        raise ModelFault(
-            f"the model's logits at position {position} are not finite; check the export with a parity run"
-        )
+    best = _likeliest(logits, position)
     count = max(2, count)  # the lead needs a second
     if params.is_greedy and count <= _FEW:
         # Right after a model's step each call of numpy costs ten times what it costs in a loop: as few as can be.
@@ -283,9 +292,7 @@ def candidates(
             masked[ids] = logits[ids]
             ids, scores = _contenders(masked, params, position, count)
         else:
-            scores = logits[ids].astype(np.float64)
-            scores /= params.temperature
-            scores += gumbel(params.seed, position, ids)
+            scores = _scores(logits, ids, params, position)
     else:
         ids, scores = _contenders(logits, params, position, count)
     if ids.size > count:
@@ -326,18 +333,14 @@ def _contenders(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Ids among which the `count` best are, and their scores; exact pruning, no truncation."""
     high = np.flatnonzero(logits >= _floor_of_best(logits, count))
-    reached = logits[high].astype(np.float64)
-    reached /= params.temperature
-    reached += gumbel(params.seed, position, high)
+    reached = _scores(logits, high, params, position)
     # The count-th best score is at least this.
     least = float(np.sort(reached)[-min(count, reached.size)])
     # An ordinary variate lifts only these as high; any other token needs a rare one.
     ordinary = (least - _RARE_GUMBEL - 1e-3) * params.temperature
     rare = _rare(params.seed, position, logits.size)
     ids = np.concatenate((np.flatnonzero(logits >= ordinary), rare[logits[rare] < ordinary]))
-    scores = logits[ids].astype(np.float64)
-    scores /= params.temperature
-    return ids, scores + gumbel(params.seed, position, ids)
+    return ids, _scores(logits, ids, params, position)
 
 
 @lru_cache(maxsize=64)

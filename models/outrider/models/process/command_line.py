@@ -310,13 +310,11 @@ def kind_of(option: click.Option) -> Literal["bool", "int", "float", "str"]:
 def has_kind(value: object, option: click.Option) -> bool:
     """Whether a file's value is of the option's kind: no number is cut, and no word is a number."""
     kind = kind_of(option)
-    if kind == "bool":
-        return isinstance(value, bool)
-    if kind == "str":
-        return isinstance(value, str)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, int) if kind == "int" else math.isfinite(value)
+    if kind == "float":
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, bool if kind == "bool" else str)
 
 
 def _closest(word: str, known: Iterable[str] | MutableMapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ _BOUNDS: Final = {
 
 def bound_heaps() -> None:
     """Has glibc keep little of what a serving process frees; elsewhere nothing. Call it before threads start."""
-    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+    if (mallopt := getattr(_linux_libc(), "mallopt", None)) is not None:
         for parameter, value in _BOUNDS.items():
             mallopt(parameter, value)
 
@@ -30,8 +30,13 @@ def trim_heap() -> None:
 
     A library that frees many small blocks beside a few that stay leaves heaps that never shrink on their own.
     """
-    if (trim := _malloc_trim()) is not None:
+    if (trim := getattr(_linux_libc(), "malloc_trim", None)) is not None:  # musl has none
         trim(0)
+
+
+@cache
+def _linux_libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class HeapTrimmer:
@@ -45,10 +50,3 @@ class HeapTrimmer:
         if (now := time.monotonic()) - self._trimmed_s >= TRIM_EVERY_S:
             self._trimmed_s = now
             trim_heap()
-
-
-@cache
-def _malloc_trim() -> ctypes._NamedFuncPointer | None:
-    if sys.platform != "linux":
-        return None
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none

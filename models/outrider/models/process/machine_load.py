@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 import psutil
@@ -48,7 +47,7 @@ class Counters:
 
 
 class MachineLoad:
-    """The load of others on the processors during one or more measurements: a context manager, or `start` and `stop`.
+    """The load of others on the processors during one or more measurements: a context manager.
 
     Entered more than once, it adds up. Counts only the processors that this process or a descendant may run on: what
     runs on the others is no disturbance. beside: other processes whose time is no load of others, by their ids.
@@ -57,34 +56,21 @@ class MachineLoad:
     def __init__(self, beside: Sequence[int] = ()) -> None:
         self.beside = tuple(beside)
         self._before: Counters | None = None
-        self._measured_s = 0.0
-        self._available_s = 0.0
-        self._others_s = 0.0
-        self._stolen_s = 0.0
-        self._error_s = 0.0
+        self._measured_s = self._available_s = self._error_s = 0.0
+        self._others_s = self._stolen_s = 0.0
 
     def __enter__(self) -> MachineLoad:
-        self.start()
+        self._before = read_counters(self.beside)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begins to count."""
-        self._before = read_counters(self.beside)
-
     def lengthen(self) -> None:
-        """Waits until SHORTEST_S have passed since `start`: what others use now is what they used a moment ago."""
-        assert self._before is not None, "lengthen() without start()"
+        """Waits, inside, until SHORTEST_S have passed: what others use now is what they used a moment ago."""
+        assert self._before is not None, "lengthen() outside"
         time.sleep(max(0.0, self._before.clock_s + SHORTEST_S - time.monotonic()))
 
-    def stop(self) -> None:
-        """Ends what `start` began."""
+    def __exit__(self, *_: object) -> None:
         before, after = self._before, read_counters(self.beside)
-        assert before is not None, "stop() without start()"
+        assert before is not None
         self._before = None
         # Processors of a child that was pinned elsewhere count too, if it was alive at the start or is at the end.
         used = [index for index in sorted(before.processors | after.processors) if index < len(after.busy_s)]
@@ -100,26 +86,19 @@ class MachineLoad:
     @property
     def other_share(self) -> float:
         """Share of the processors' time that others took, 0 to 1: other processes here, and other virtual machines."""
-        return min(1.0, self._share(self._others_s + self._stolen_s))
-
-    @property
-    def stolen_share(self) -> float:
-        """The part of `other_share` that the host of this virtual machine kept for others; 0 where it does not say."""
-        return min(1.0, self._share(self._stolen_s))
+        return min(1.0, (self._others_s + self._stolen_s) / self._available_s) if self._available_s else 0.0
 
     def warning(self) -> str | None:
         """Warning for readers of the times; None if others took little, or too little was measured."""
         allowed_s = BUSY_SHARE * self._available_s + self._error_s
         if self._measured_s < SHORTEST_S or self._others_s + self._stolen_s <= allowed_s:
             return None
-        who = "other processes" if self.stolen_share <= self.other_share / 2 else "other virtual machines on its host"
+        # What the host keeps for other virtual machines is `_stolen_s`; 0 where it does not say.
+        who = "other processes" if self._stolen_s <= self._others_s else "other virtual machines on its host"
         return (
             f"This machine was busy: {who} used {100 * self.other_share:.0f} % of its processors while times were "
             "measured. Measure again when it is idle."
         )
-
-    def _share(self, taken_s: float) -> float:
-        return taken_s / self._available_s if self._available_s > 0.0 else 0.0
 
 
 def read_counters(beside: Sequence[int] = ()) -> Counters:

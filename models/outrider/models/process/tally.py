@@ -33,38 +33,33 @@ def text_format(accept: str) -> tuple[Callable[[Any], bytes], str]:
 
 
 class Tally:
-    """The observations of a histogram: how many fell into each bucket, and their sum. For one thread."""
+    """The observations of a histogram: how many fell into each bucket, and their sum, `total`. For one thread."""
 
-    __slots__ = ("_bounds", "_counts", "_created_s", "_sum")
+    __slots__ = ("_bounds", "_counts", "_created_s", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.total = 0.0
         self._created_s = time.time()
 
     def observe(self, value: float) -> None:
         """Counts one value; a bucket includes its bound."""
         self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.total += value
 
     @property
     def count(self) -> int:
         """Values observed."""
         return sum(self._counts)
 
-    @property
-    def total(self) -> float:
-        """Their sum."""
-        return self._sum
-
     def numbers(self) -> list[float]:
         """The counts of the buckets, then the sum."""
-        return [*self._counts, self._sum]
+        return [*self._counts, self.total]
 
     def load(self, numbers: Sequence[float]) -> None:
         """Takes over what another tally with the same bounds counted, from its `numbers`."""
-        *counts, self._sum = numbers
+        *counts, self.total = numbers
         self._counts = [int(count) for count in counts]
 
     def add_to(self, family: HistogramMetricFamily, labels: Mapping[str, str] | None = None) -> None:
@@ -73,7 +68,7 @@ class Tally:
 
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         labels = dict(labels or {})
-        family.add_metric(list(labels.values()), list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        family.add_metric(list(labels.values()), list(zip(names, accumulate(self._counts), strict=True)), self.total)
         family.add_sample(f"{family.name}_created", labels, self._created_s)
 
 

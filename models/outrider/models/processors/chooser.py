@@ -1,5 +1,7 @@
 """Chooses the target's tokens of one sequence, row by row, where a plain pick is not enough.
 
+`AcceptanceChooser` is for the rules that judge a draft by probabilities: rejection and tolerance.
+
 The rows of a pass are read in the text's order, each after the token before it is known. So a state follows the tokens
 that were chosen, and needs no fork on this side, whatever shape the drafts have.
 """
@@ -7,7 +9,8 @@ that were chosen, and needs no fork on this side, whatever shape the drafts have
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ModelFault
-from outrider.models.picks.acceptance import AcceptedBranch, walk
+from outrider.models.picks.acceptance import AcceptedBranch, RuleTerms, is_tolerated, log_probability, walk
+from outrider.models.picks.rejection import Evidence, SparseDistribution, judge, probabilities
 from outrider.models.picks.sampling import SamplingParams, SurvivorFilter, pick
-from outrider.models.processors.base import LogitProcessor, apply_all
+from outrider.models.processors.processor_plan import LogitProcessor, apply_all
 
 Row = NDArray[np.float32]
 
@@ -92,28 +96,90 @@ class TokenChooser:
     ) -> AcceptedBranch:
         """As `acceptance.accept_tree`. Where it raises ModelFault, the states are where they were.
 
-        evidence: of the drafted tokens, for rules that need more than equality (`acceptance_chooser`).
+        evidence: of the drafted tokens, for rules that need more than equality (`AcceptanceChooser`).
         """
-        lengths = [state.length for state in self.states]
-        self.logprobs = []
 
         def choose_at(row: int, depth: int) -> int:
             return self._choose_one(rows[row], position + depth)
 
-        try:
+        with self._going_back():
             return walk(choose_at, drafted, parents, stop_ids, max_tokens)
+
+    @contextmanager
+    def _going_back(self) -> Iterator[None]:
+        """Begins a `choose`. Where it raises, the states are where they were."""
+        lengths = [state.length for state in self.states]
+        self.logprobs = []
+        try:
+            yield
         except BaseException:
             for state, length in zip(self.states, lengths, strict=True):
                 state.truncate(length)
             raise
 
     def _choose_one(self, row: Row, position: int) -> int:
+        token = pick(self._changed(row, position), self.params, position, self.narrowing)
+        self._take(row, token)
+        return token
+
+    def _changed(self, row: Row, position: int) -> Row:
         # A transform may mask with -inf, but it mends no row: what is not finite in the model's own is a fault.
         if self.states and not math.isfinite(row.max()):
             raise ModelFault(f"the model's logits at position {position} are not finite")
-        token = pick(apply_all(self.states, row), self.params, position, self.narrowing)
+        return apply_all(self.states, row)
+
+    def _take(self, row: Row, token: int) -> None:
         for state in self.states:
             state.advance(token)
         if self.num_logprobs is not None:
             self.logprobs.append(logprobs_of(row, token, self.num_logprobs))
-        return token
+
+
+@dataclass(slots=True)
+class AcceptanceChooser(TokenChooser):
+    """As `TokenChooser`, for drafts that are a line, with evidence. A rule of equality has no use for it.
+
+    num_tested, num_tolerated: of the last `choose`: drafted tokens judged, and of those accepted the ones that the
+    target would not have picked.
+    """
+
+    terms: RuleTerms = field(default_factory=RuleTerms)
+    num_tested: int = 0
+    num_tolerated: int = 0
+
+    def choose(
+        self,
+        rows: Sequence[Row] | Row,
+        drafted: Sequence[int],
+        parents: Sequence[int],
+        position: int,
+        *,
+        stop_ids: Collection[int] = (),
+        max_tokens: int | None = None,
+        evidence: Sequence[Evidence] = (),
+    ) -> AcceptedBranch:
+        """As `TokenChooser.choose`; `parents` is a line's."""
+        assert len(evidence) == len(drafted), "each drafted token has its evidence"
+        self.num_tested = self.num_tolerated = 0
+        tokens: list[int] = []
+        with self._going_back():
+            for index in range(len(drafted) + 1):
+                if index == len(drafted):
+                    token, goes_on = self._choose_one(rows[index], position + index), False
+                else:
+                    token, goes_on = self._judge(rows[index], drafted[index], evidence[index], position + index)
+                    self.num_tested += 1
+                    self._take(rows[index], token)
+                tokens.append(token)
+                if not goes_on or token in stop_ids or len(tokens) == max_tokens:
+                    break
+        return AcceptedBranch(tokens, list(range(len(tokens) - 1)))
+
+    def _judge(self, row: Row, token: int, evidence: Evidence, position: int) -> tuple[int, bool]:
+        changed = self._changed(row, position)
+        if isinstance(evidence, SparseDistribution):
+            return judge(probabilities(changed, self.params), token, evidence, self.params.seed, position)
+        is_accepted = is_tolerated(log_probability(changed, self.params, token), evidence, self.terms.delta)
+        picked = pick(changed, self.params, position)
+        self.num_tolerated += is_accepted and picked != token
+        return (token, True) if is_accepted else (picked, False)

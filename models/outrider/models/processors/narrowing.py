@@ -43,20 +43,9 @@ def coin(seed: int, position: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Narrowing:
-    """Which of the surviving tokens may be picked; fields as in `ProcessorOptions`. A pure function."""
+    """Which of the surviving tokens may be picked, by the options' last three fields. A pure function."""
 
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-
-    @classmethod
-    def of(cls, processors: ProcessorOptions) -> Narrowing | None:
-        """None where the options truncate nothing."""
-        return (
-            cls(processors.typical_p, processors.xtc_probability, processors.xtc_threshold)
-            if processors.narrows
-            else None
-        )
+    options: ProcessorOptions
 
     def narrow(self, logits: NDArray[np.float32], ids: _Ids, params: SamplingParams, position: int) -> _Ids:
         """A part of `ids`, ascending and not empty. logits: the row, [V]; ids: ascending, one at least is finite."""
@@ -66,10 +55,10 @@ class Narrowing:
         surprise /= np.float32(params.temperature)
         np.negative(surprise, out=surprise)
         weights = np.exp(-surprise)  # the most likely token weighs 1, and has surprise 0
-        if self.typical_p < 1.0:
+        if self.options.typical_p < 1.0:
             kept = self._typical(surprise, weights)
             ids, weights = ids[kept], weights[kept]
-        if self.xtc_probability > 0.0 and coin(params.seed, position) < self.xtc_probability:
+        if self.options.xtc_probability > 0.0 and coin(params.seed, position) < self.options.xtc_probability:
             ids = ids[self._not_top(weights)]
         return ids
 
@@ -78,10 +67,10 @@ class Narrowing:
         # |-log p - entropy|: log(total) is in both, so it cancels.
         mean = float((weights * surprise).sum(dtype=np.float64)) / total
         distance = np.abs(surprise - np.float32(mean))
-        return np.flatnonzero(distance <= _reach(distance, weights, self.typical_p * total))
+        return np.flatnonzero(distance <= _reach(distance, weights, self.options.typical_p * total))
 
     def _not_top(self, weights: NDArray[np.float32]) -> NDArray[np.intp]:
-        least = self.xtc_threshold * float(weights.sum(dtype=np.float64))
+        least = self.options.xtc_threshold * float(weights.sum(dtype=np.float64))
         is_top = weights >= least
         top = np.flatnonzero(is_top)
         if top.size > 1:

@@ -1,13 +1,13 @@
-"""Defines what a request may ask between the logits and the pick, besides sampling."""
+"""Defines what a request may ask between the logits and the pick, besides sampling, and its form on the wire."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from outrider.models.errors import SamplingError
-from outrider.models.wire.processor_fields import (
+from outrider.models.wire.fields import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -17,7 +17,17 @@ from outrider.models.wire.processor_fields import (
     MAX_PENALTY,
     MAX_REPETITION,
     MIN_REPETITION,
+    ProcessorFields,
 )
+
+_RANGES: Final = {
+    "repetition_penalty": (MIN_REPETITION, MAX_REPETITION),
+    "presence_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "frequency_penalty": (-MAX_PENALTY, MAX_PENALTY),
+    "min_tokens": (0, MAX_MIN_TOKENS),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +58,10 @@ class ProcessorOptions:
     xtc_threshold: float = 0.1
 
     def __post_init__(self) -> None:
-        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
-        _in_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _in_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _in_range("min_tokens", self.min_tokens, 0, MAX_MIN_TOKENS)
+        for name, (least, most) in _RANGES.items():
+            _in_range(name, getattr(self, name), least, most)
         if not 0.0 < self.typical_p <= 1.0:
             raise SamplingError(f"typical_p is {self.typical_p!r}; expected more than 0, up to 1 (off)")
-        _in_range("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        _in_range("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
         _at_most("logit_bias", len(self.logit_bias), MAX_BIASES, "ids")
         for _, addend in self.logit_bias:
             _in_range("logit_bias", addend, -MAX_BIAS, MAX_BIAS)
@@ -128,3 +134,60 @@ def _ids(name: str, tokens: Sequence[int]) -> None:
 
 PLAIN = ProcessorOptions()
 """No rule."""
+
+
+def processors_of(fields: ProcessorFields) -> ProcessorOptions:
+    """The processors of a session or of an item to verify. Raises SamplingError."""
+    if fields.model_fields_set.isdisjoint(ProcessorFields.model_fields):
+        return PLAIN
+    allowed = fields.allowed_token_ids
+    return ProcessorOptions(
+        fields.repetition_penalty,
+        fields.presence_penalty,
+        fields.frequency_penalty,
+        tuple(fields.logit_bias.items()),
+        tuple(map(tuple, fields.bad_words)),
+        fields.min_tokens,
+        None if allowed is None else tuple(allowed),
+        fields.typical_p,
+        fields.xtc_probability,
+        fields.xtc_threshold,
+    )
+
+
+def fields_of(processors: ProcessorOptions, num_generated: int) -> dict[str, Any]:
+    """What a message says of them: nothing without them, so that older servers take it.
+
+    num_generated: tokens before the first new one that belong to the text.
+    """
+    if processors == PLAIN:
+        return {}
+    return {
+        "repetition_penalty": processors.repetition_penalty,
+        "presence_penalty": processors.presence_penalty,
+        "frequency_penalty": processors.frequency_penalty,
+        "logit_bias": dict(processors.logit_bias),
+        "bad_words": [list(word) for word in processors.bad_words],
+        "min_tokens": processors.min_tokens,
+        "allowed_token_ids": None if processors.allowed_ids is None else list(processors.allowed_ids),
+        "typical_p": processors.typical_p,
+        "xtc_probability": processors.xtc_probability,
+        "xtc_threshold": processors.xtc_threshold,
+        "generated": num_generated,
+    }
+
+
+def bad_word_ids(encode: Callable[[str], list[int]], words: Sequence[str]) -> list[list[int]]:
+    """Token ids of each word, and of the word after a space where that is another first token of as many, as in vLLM.
+
+    encode: without special tokens.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain = encode(word.lstrip())
+        spaced = encode(" " + word.lstrip())
+        if plain:
+            found.append(plain)
+        if spaced and (not plain or (spaced[0] != plain[0] and len(spaced) == len(plain))):
+            found.append(spaced)
+    return found

@@ -1,17 +1,52 @@
-"""Lists what changes the rows of one text, and makes its states: for the engine, and for devices that draft."""
+"""Lists what changes the rows of one text, and makes its states: for the engine, and for devices that draft.
+
+A state is a row transform: it stands between a row of logits and the pick, and follows the text token by token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.models.grammar.compiler import CompiledGrammar
-from outrider.models.grammar.rows import GrammarRows
 from outrider.models.picks.sampling import SurvivorFilter
-from outrider.models.processors.base import LogitProcessor
 from outrider.models.processors.narrowing import Narrowing
 from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.processors.options_processor import OptionsProcessor
+
+
+class LogitProcessor(Protocol):
+    """Changes the rows of one text. A pure function of its options and the tokens that it was given.
+
+    It goes along drafted tokens, and back to what was committed.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text that it has seen, the prompt left out."""
+
+    def apply(self, row: NDArray[np.float32]) -> None:
+        """Changes one row, [V] float32, in place: that of the token after those seen. Leaves a finite maximum."""
+
+    def advance(self, token: int) -> None:
+        """Goes on by a token of the text."""
+
+    def truncate(self, length: int) -> None:
+        """Goes back to its first `length` tokens."""
+
+
+def apply_all(states: Sequence[LogitProcessor], row: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A changed copy of the row; the row itself where there is no state."""
+    if not states:
+        return row
+    changed = np.array(row, dtype=np.float32)
+    for state in states:
+        state.apply(changed)
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +71,20 @@ class ProcessorPlan:
         states: list[LogitProcessor] = []
         first = max(0, len(tokens) - self.num_generated)
         if self.grammar is not None:
-            states.append(GrammarRows(self.grammar.state()))
+            grammar = self.grammar.state()
+            grammar.replay(tokens[first:])
+            states.append(grammar)
         if self.processors.changes_rows:
-            states.append(OptionsProcessor(self.processors, tokens[:first], vocab_size, self.stop_ids))
-        for state in states:
-            if isinstance(state, GrammarRows):
-                state.replay(tokens[first:])
-                continue
+            options = OptionsProcessor(self.processors, tokens[:first], vocab_size, self.stop_ids)
             for token in tokens[first:]:
-                state.advance(token)
+                options.advance(token)
+            states.append(options)
         return states
 
     @property
     def narrowing(self) -> SurvivorFilter | None:
         """What truncates the distribution; None where nothing does."""
-        return Narrowing.of(self.processors)
+        return Narrowing(self.processors) if self.processors.narrows else None
 
 
 NO_PLAN = ProcessorPlan()

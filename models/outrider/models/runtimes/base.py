@@ -6,15 +6,17 @@
 `ShareableRuntime`, whose model holds several sequences; `JoiningRuntime`, which runs several of them in one call.
 `HiddenRuntime`, which keeps hidden states for draft heads.
 `PromptRuntime`, which reads a prompt at another price than what follows it.
-None knows about sessions or the network.
+None knows about sessions or the network. `OneSequence` is what every `SequenceRuntime` here shares.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,11 @@ from outrider.models.picks.sampling import SamplingParams
 
 PROMISED_POSITIONS: Final = "outrider_max_positions"
 """Key of an exported config.json: the longest sequence that the bundle supports, whatever the model's own is."""
+FIRST_POSITIONS: Final = 2048
+"""Positions of a cache at first, before a sequence needs more. A model's longest sequence may need gigabytes (8.6 GB
+for a Llama of 1B parameters in FP32), and few texts come near it."""
+
+_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +196,7 @@ class BranchingRuntime(Protocol):
 
     @property
     def max_branches(self) -> int:
-        """Branches that one call takes at most."""
+        """Branches that one call takes at most; where it is 1, it takes none: cut the sequence back and extend it."""
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits after each branch, [B, vocab_size] float32 (may be reused).
@@ -267,8 +274,6 @@ class RuntimeOptions:
       provider's name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: size of the paged cache (BatchRuntime only).
-    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" is f32 on CPU and the runtime's default elsewhere. On CPU
-      OpenVINO takes f32 and u8 only.
     cache_dir: where compiled models are stored; None: not stored.
     is_batch_invariant: OpenVINO on CPU with an f32 cache, BatchRuntime: a token's logits are the same, bit for bit,
       however its sequence is cut into steps and whatever else those steps hold. Costs a few per cent of a step at short
@@ -278,14 +283,15 @@ class RuntimeOptions:
     keeps_hidden: a BatchRuntime keeps each row's last hidden state (`HiddenRuntime`).
     static_shapes: the shapes that an NPU's model is compiled for; other devices ignore it.
     emulate_npu: runs the NPU's code path on the CPU, for machines without an NPU.
-    properties: for OpenVINO, compile properties, which override all of the above; for torch, "dtype": "f32", "bf16" or
-      "f16".
+    properties: for OpenVINO, compile properties, which override all of the above, such as "KV_CACHE_PRECISION": "u8";
+      for torch, "dtype": "f32", "bf16" or "f16".
+
+    Raises ConfigError for a number of threads below 0.
     """
 
     device: str = "CPU"
     num_threads: int = 0
     kv_cache_bytes: int = 256 << 20
-    kv_precision: str = "auto"
     cache_dir: str | None = None
     is_batch_invariant: bool = True
     max_positions: int = 0
@@ -294,6 +300,75 @@ class RuntimeOptions:
     static_shapes: StaticShapes | None = None
     emulate_npu: bool = False
     properties: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_threads < 0:
+            raise ConfigError(f"num_threads is {self.num_threads}; expected 0 (the runtime's choice) or more")
+
+
+class OneSequence:
+    """The state of one sequence whose cache is cut back by counting: rollback is a smaller length. limits: of the model
+    as it is loaded.
+    """
+
+    full_advice: ClassVar = "stop earlier"
+
+    def __init__(self, limits: ModelLimits) -> None:
+        self.limits = limits
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens now in the cache."""
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on; `length` is at most the present one. Touches no tensor."""
+        assert 0 <= length <= self._length, f"truncate to {length} of {self._length} tokens"
+        self._length = length
+
+    def _check_new(self, tokens: Sequence[int]) -> None:
+        """Asserts at least one token, all in the vocabulary. Raises ConfigError when they do not fit."""
+        assert len(tokens) and min(tokens) >= 0 and max(tokens) < self.limits.vocab_size, f"token ids {tokens}"
+        if (end := self._length + len(tokens)) > self.limits.max_positions:
+            raise ConfigError(
+                f"{end} tokens do not fit the {self.limits.max_positions} positions of this runtime; {self.full_advice}"
+            )
+
+
+@dataclass(slots=True)
+class OpenSequences:
+    """The open sequences of one model, at most `most`."""
+
+    most: int
+    number: int = 0
+
+    def add(self) -> None:
+        """One more. Raises ConfigError where there are as many as may be."""
+        if self.number >= self.most:
+            raise ConfigError(f"the model holds {self.most} sequences; load it with more num_sequences")
+        self.number += 1
+
+
+def cache_positions(needed: int, held: int, longest: int) -> int:
+    """Positions of a cache for `needed`, up to `longest`: at least twice those `held`, so that it seldom grows."""
+    return min(longest, max(needed, 2 * held, FIRST_POSITIONS))
+
+
+def longest_sequence(directory: Path, options: RuntimeOptions) -> int:
+    """The model's longest sequence, from its config.json, cut to `options.max_positions`.
+
+    Raises ConfigError when neither gives one.
+    """
+    config = directory / "config.json"
+    own = 0
+    if config.is_file():
+        fields = json.loads(config.read_text(encoding="utf-8"))
+        fields = fields.get("text_config", fields)
+        own = next((int(fields[key]) for key in _LENGTH_KEYS if fields.get(key)), 0)
+    if not own and not options.max_positions:
+        raise ConfigError(f"{config} does not give {_LENGTH_KEYS[0]}; set max_positions in the options")
+    return min(own or options.max_positions, options.max_positions or own)
 
 
 @contextmanager

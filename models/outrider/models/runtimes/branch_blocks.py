@@ -5,13 +5,12 @@ those of all its ancestors of that block, so a home is enough to go on from a no
 behind it, into the same block. Any other child needs a block of its own, with the ancestors' keys and values: copied,
 or computed again. A block is free when no node has its home there and the sequence does not use it.
 
-When blocks run out, the leaf that was used longest ago is forgotten. Several sequences may take their blocks from one
+When blocks run out, what was used longest ago is forgotten. Several sequences may take their blocks from one
 pool, each within its own number of them. Knows block numbers only: no model, no cache.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A token of a branch. born, used: the rounds that ran it, and that last ended in it or in a descendant."""
+    """A token of a branch. born, used: the rounds that ran it, and that last went through it."""
 
     token: int
     position: int
@@ -78,7 +77,10 @@ class FreeBlocks:
 
 
 class BranchBlocks:
-    """The blocks of one sequence and its branches; call `next_round` before a step's runs are planned."""
+    """The blocks of one sequence, whose tokens are `text`, and of its branches.
+
+    Call `next_round` before a step's runs are planned.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool, pool: FreeBlocks | None = None
@@ -95,20 +97,16 @@ class BranchBlocks:
         self._copies = copies
         self._pool = pool or FreeBlocks(num_blocks)
         self._num_users: dict[int, int] = {}  # nodes with their home in a block, and the sequence
-        self._text: list[int] = []
+        self.text: list[int] = []
         self._num_own = 0  # blocks of the sequence
         self._roots: dict[int, _Node] = {}  # the first tokens of all branches
         self._round = 0
+        self._is_first = True  # of the round's runs
 
     @property
     def num_free(self) -> int:
         """Blocks that neither the sequence nor a branch uses."""
         return self.num_blocks - len(self._num_users)
-
-    @property
-    def text(self) -> list[int]:
-        """Tokens of the sequence."""
-        return list(self._text)
 
     @property
     def num_nodes(self) -> int:
@@ -121,19 +119,20 @@ class BranchBlocks:
         Branches that do not go on from the new end are forgotten.
         """
         num_kept = min(self._follow(tokens), len(tokens) - num_rows) if self._roots else 0
-        self._text += tokens
-        needed = -(-len(self._text) // self._block_size)
+        self.text += tokens
+        needed = -(-len(self.text) // self._block_size)
         while self._num_own < needed:
-            self.table[self._num_own] = self._take()
+            block = self.table[self._num_own] = self._take()
+            self._num_users[block] = 1
             self._num_own += 1
         return num_kept
 
     def truncate(self, length: int) -> None:
         """Cuts the sequence back to its first `length` tokens; forgets all branches when that shortens it."""
-        if length == len(self._text):
+        if length == len(self.text):
             return
         self.forget_branches()
-        del self._text[length:]
+        del self.text[length:]
         needed = -(-length // self._block_size)
         while self._num_own > needed:
             self._num_own -= 1
@@ -147,6 +146,7 @@ class BranchBlocks:
     def next_round(self) -> None:
         """Ends a round: what was planned in it has run, and may be gone on from, or forgotten."""
         self._round += 1
+        self._is_first = True
 
     def plan(self, branch: Sequence[int]) -> BranchRun | None:
         """The run of a branch in this round, whose keys and values are kept from then on.
@@ -154,6 +154,14 @@ class BranchBlocks:
         None when it has to wait for the next round, because it goes on from a token of this one or finds no block. The
         first of a round never waits.
         """
+        run = self._plan(branch)
+        if run is None and self._is_first:  # each token of the branch may have its home in a block of its own
+            self.forget_branches()
+            run = self._plan(branch)
+        self._is_first = self._is_first and run is None
+        return run
+
+    def _plan(self, branch: Sequence[int]) -> BranchRun | None:
         node, tail = None, self._last_block()
         for token in branch:
             child = (node.children if node else self._roots).get(token)
@@ -161,25 +169,23 @@ class BranchBlocks:
                 break
             if child.born == self._round:
                 return None
+            child.used = self._round
             if child.position % self._block_size:
                 tail[-1] = child.home
             else:
                 tail.append(child.home)
             node = child
-        num_kept = node.position + 1 - len(self._text) if node else 0
+        num_kept = node.position + 1 - len(self.text) if node else 0
         if node and num_kept == len(branch):  # kept in full: its last token runs once more, for its logits
-            node.used = self._round
             return BranchRun(branch[-1:], node.position, self._blocks(tail), None)
         return self._grow(node, branch[num_kept:], tail)
 
     def _grow(self, node: _Node | None, new: Sequence[int], tail: list[int]) -> BranchRun | None:
         """Adds `new` behind `node` (None: the sequence), whose blocks from the sequence's last one on are `tail`."""
-        start = node.position + 1 if node else len(self._text)
+        start = node.position + 1 if node else len(self.text)
         siblings = node.children if node else self._roots
         offset = start % self._block_size
         forks = bool(offset) and any(sibling.home == tail[-1] for sibling in siblings.values())
-        if node:
-            node.used = self._round
         num_more = -(-(start + len(new)) // self._block_size) - -(-start // self._block_size) + forks
         if not self._make_room(num_more):
             return None
@@ -189,14 +195,10 @@ class BranchBlocks:
             copy, again = ((source, tail[-1]), 0) if self._copies else (None, offset)
         past = start - again
         tokens = [*self._before(node, again), *new] if again else new
-        fresh = forks  # the copy waits for its first node: `_take` counts that one
         for position, token in enumerate(new, start):
             if position % self._block_size == 0:
                 tail.append(self._take())
-                fresh = True
-            if not fresh:
-                self._num_users[tail[-1]] += 1
-            fresh = False
+            self._num_users[tail[-1]] += 1
             child = _Node(token, position, tail[-1], node, self._round, self._round)
             (node.children if node else self._roots)[token] = child
             node = child
@@ -210,14 +212,14 @@ class BranchBlocks:
             node = node.parent
         found.reverse()
         rest = count - len(found)
-        return self._text[len(self._text) - rest :] + found if rest else found
+        return self.text[len(self.text) - rest :] + found if rest else found
 
     def _last_block(self) -> list[int]:
         """The block that the next token would share with the sequence, if any."""
-        return [int(self.table[self._num_own - 1])] if len(self._text) % self._block_size else []
+        return [int(self.table[self._num_own - 1])] if len(self.text) % self._block_size else []
 
     def _blocks(self, tail: list[int]) -> list[int]:
-        full: list[int] = self.table[: len(self._text) // self._block_size].tolist()
+        full: list[int] = self.table[: len(self.text) // self._block_size].tolist()
         return full + tail
 
     def _follow(self, tokens: Sequence[int]) -> int:
@@ -243,45 +245,23 @@ class BranchBlocks:
         return num_kept
 
     def _make_room(self, needed: int) -> bool:
-        """Forgets leaves, the one used longest ago first, until `needed` blocks are free; False when it cannot."""
+        """Forgets what was used longest ago, until `needed` blocks are free; False when it cannot."""
         if self.num_free >= needed:
             return True
-        nodes = list(self._nodes())
-        for node in reversed(nodes):  # children before parents
-            self._join_home(node)
-        leaves = [(n.used, i, n) for i, n in enumerate(nodes) if not n.children and n.used < self._round]
-        heapq.heapify(leaves)
-        while leaves and self.num_free < needed:
-            used, order, leaf = heapq.heappop(leaves)
-            parent = leaf.parent
-            del (parent.children if parent else self._roots)[leaf.token]
-            self._release(leaf.home)
-            if parent and not parent.children:
-                parent.used = max(parent.used, used)
-                if parent.used < self._round:
-                    heapq.heappush(leaves, (parent.used, order, parent))
-            while parent:
-                self._join_home(parent)
-                parent = parent.parent
+        # A node was used no longer ago than its children, which come first.
+        for node in sorted(self._nodes(), key=lambda node: (node.used, -node.position)):
+            if self.num_free >= needed or node.used == self._round:
+                break
+            del (node.parent.children if node.parent else self._roots)[node.token]
+            self._release(node.home)
         return self.num_free >= needed
 
-    def _join_home(self, node: _Node) -> None:
-        """Moves a node with a single child to the home of that child, which has its keys and values too."""
-        if len(node.children) != 1 or node.used == self._round:
-            return
-        (child,) = node.children.values()
-        if child.position % self._block_size == 0 or child.home == node.home or child.born == self._round:
-            return
-        self._num_users[child.home] += 1
-        self._release(node.home)
-        node.home = child.home
-
     def _take(self) -> int:
-        """A free block, with one user."""
+        """A free block, whose users are to be counted: none yet."""
         has_room = self._make_room(1)
         assert has_room, f"none of {self.num_blocks} blocks is free"
         block = self._pool.take()
-        self._num_users[block] = 1
+        self._num_users[block] = 0
         return block
 
     def _release(self, block: int) -> None:

@@ -70,15 +70,12 @@ class NgramLookup:
         assert 0 <= length <= len(self._tokens), f"truncate to {length} of {len(self._tokens)} tokens"
         del self._tokens[length:]
 
-    def propose(self, max_tokens: int) -> list[int]:
-        """What followed the last earlier occurrence of the longest repeated suffix; [] when nothing repeats.
+    def match(self, max_tokens: int) -> tuple[int, list[int]]:
+        """The number of tokens of the longest repeated suffix, and what followed its last earlier occurrence; (0, [])
+        when nothing repeats.
 
         A copy that reaches the end of the sequence continues with its own output, so a loop is proposed as a loop.
         """
-        return self.match(max_tokens)[1]
-
-    def match(self, max_tokens: int) -> tuple[int, list[int]]:
-        """The same, and before it the number of tokens of that suffix (0 when nothing repeats)."""
         if not self._tokens:
             return 0, []
         before = np.frombuffer(self._tokens, np.int32)[:-1]

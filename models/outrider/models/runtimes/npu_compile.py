@@ -1,8 +1,8 @@
 """Compiles a stateful IR for the NPU plugin's language-model path, on an NPU or emulated on the CPU.
 
-Knows shapes, properties and devices; `openvino_npu` uses the compiled model. Refuses what the plugin (2026.4.1) gets
-silently wrong, a cache in u8 or i8, and what `openvino_npu` cannot drive, a model without positions. Works around two
-of its faults: masks of true and false, and weights of matrix products over two axes.
+Knows shapes, properties and devices; `openvino_npu` uses the compiled model. Refuses what that cannot drive, a model
+without positions. Works around two faults of the plugin (2026.4.1): masks of true and false, and weights of matrix
+products over two axes. A third, wrong logits with a cache in u8 or i8, meets only who sets that property.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from outrider.models.runtimes.openvino_graph import failure_reason
 
 logger = logging.getLogger(__name__)
 
-_KV_PRECISIONS: Final = ("auto", "f16", "f32")
 _LOWEST: Final = -65504.0
 """Added to the logits of what is not attended: the lowest finite FP16."""
 
@@ -46,12 +45,7 @@ def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
 
 
 def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, str]:
-    """The compile properties for an NPU; `options.properties` overrides them. Raises ConfigError for bad options."""
-    if options.kv_precision not in _KV_PRECISIONS:
-        raise ConfigError(
-            f"kv_precision is {options.kv_precision!r}; expected one of {', '.join(_KV_PRECISIONS)} on the NPU's path, "
-            "whose u8 cache gives wrong logits"
-        )
+    """The compile properties for an NPU; `options.properties` overrides them."""
     properties = {
         "NPU_USE_NPUW": "YES",
         "NPUW_LLM": "YES",
@@ -64,8 +58,6 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
         # ("Model references undeclared parameters"), the bundled draft among them.
         "NPUW_ONLINE_PIPELINE": "NONE",
     }
-    if options.kv_precision != "auto":
-        properties["KV_CACHE_PRECISION"] = options.kv_precision
     if options.cache_dir is not None:
         properties["CACHE_DIR"] = options.cache_dir
     return properties | options.properties
@@ -74,10 +66,8 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
 def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
     """An OpenVINO core for compiling for an NPU; not shared, because the emulation changes its CPU settings.
 
-    Raises ConfigError for an option out of range, RuntimeUnavailable when an NPU is needed and there is none.
+    Raises ConfigError for another device, RuntimeUnavailable when an NPU is needed and there is none.
     """
-    if options.num_threads < 0:
-        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
     if options.device != "CPU" and options.device.split(".")[0] != "NPU":
         raise ConfigError(f"device is {options.device!r}; expected NPU, or NPU.0 and the like where there are several")
     core = ov.Core()
@@ -112,7 +102,7 @@ def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) ->
     """
     core = npu_core(options)
     blob = blob_path(xml, shapes, emulated=options.emulate_npu)
-    if blob.is_file() and options.kv_precision == "auto" and not options.properties:
+    if blob.is_file() and not options.properties:
         try:
             return core.import_model(
                 blob.read_bytes(), _device(options), {"WEIGHTS_PATH": str(xml.with_suffix(".bin"))}

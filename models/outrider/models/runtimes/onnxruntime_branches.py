@@ -1,16 +1,16 @@
 """Runs branches of a sequence on ONNX Runtime's CPU provider: one row of a batch each, a token a row.
 
-Rows hold copies of the sequence's keys and values; only what was added since the last call is copied. The keys and
-values of branches are kept by token, and are put into whichever row goes on from them. `branch_nodes` remembers which
-there are.
+Rows hold copies of the sequence's keys and values; only what was added since the last call is copied. Branches are
+remembered as a tree of tokens. Each of its nodes has its token's keys and values, which are put into whichever row goes
+on from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ModelFault
 from outrider.models.runtimes.base import telling_of_memory
-from outrider.models.runtimes.branch_nodes import BranchNode, BranchNodes
 from outrider.models.runtimes.onnxruntime_session import OnnxModel
 
 MAX_BRANCHES: Final = 8
@@ -41,16 +40,94 @@ def lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
-@dataclass(slots=True)
-class _Group:
-    """Caches of one size. indices: which of the model's.
+@dataclass(slots=True, eq=False)
+class BranchNode:
+    """A token of a branch. used: the last call that went through it.
 
-    rows: [caches, branches, heads, positions, head_size]. kept: [slots, caches, heads, head_size], a token a slot.
+    kept: its keys and values, for each group of caches [caches, heads, head_size]; empty until it has run.
     """
+
+    token: int
+    parent: BranchNode | None
+    used: int
+    kept: list[NDArray[Any]] = field(default_factory=list)
+    children: dict[int, BranchNode] = field(default_factory=dict)
+
+
+class BranchNodes:
+    """The branches that go on from a sequence's end, as a tree."""
+
+    def __init__(self, max_kept: int) -> None:
+        """max_kept: nodes that are kept from one call to the next; the ones used longest ago are forgotten."""
+        self._max_kept = max_kept
+        self._roots: dict[int, BranchNode] = {}
+        self._most = 0  # nodes, if none was forgotten since they were last counted
+        self._call = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._roots)
+
+    def __iter__(self) -> Iterator[BranchNode]:
+        """All nodes, parents before their children."""
+        waiting = list(self._roots.values())
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children.values()
+            yield node
+
+    def next_call(self) -> None:
+        """Begins a call: forgets the nodes used longest ago, if there are more than `max_kept`."""
+        self._call += 1
+        if self._most > self._max_kept:
+            # The newest first; a node, used no longer ago than its children, before these.
+            nodes = sorted(self, key=lambda node: node.used, reverse=True)
+            for node in nodes[self._max_kept :]:
+                del (node.parent.children if node.parent else self._roots)[node.token]
+            self._most = min(len(nodes), self._max_kept)
+
+    def path(self, branch: Sequence[int]) -> list[BranchNode]:
+        """The kept nodes of a branch, from its first token on."""
+        found: list[BranchNode] = []
+        children = self._roots
+        for token in branch:
+            node = children.get(token)
+            if node is None:
+                break
+            node.used = self._call
+            found.append(node)
+            children = node.children
+        return found
+
+    def add(self, parent: BranchNode | None, token: int) -> BranchNode:
+        """A new node behind `parent` (None: the sequence)."""
+        self._most += 1
+        node = BranchNode(token, parent, self._call)
+        (parent.children if parent else self._roots)[token] = node
+        return node
+
+    def follow(self, tokens: Sequence[int]) -> list[BranchNode]:
+        """The sequence grows by `tokens`: returns the nodes of those that are kept, which leave the tree.
+
+        Branches that do not go on from the new end are forgotten.
+        """
+        nodes = self.path(tokens)
+        self._roots = nodes[-1].children if len(nodes) == len(tokens) else {}
+        for root in self._roots.values():
+            root.parent = None
+        return nodes
+
+    def forget(self) -> None:
+        """Forgets all branches."""
+        self._roots = {}
+        self._most = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Caches of one size. indices: which of the model's. rows: [caches, branches, heads, positions, head_size]."""
 
     indices: list[int]
     rows: NDArray[Any]
-    kept: NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,44 +165,36 @@ class BranchRows:
         try:
             return self._run(branches, length)
         except BaseException:
-            self.nodes.forget()
-            self._held = [[] for _ in self._held]
+            self._forget()
             raise
 
     def _run(self, branches: Sequence[Sequence[int]], length: int) -> NDArray[np.float32]:
         logits: NDArray[np.float32] | None = None
-        waiting = list(range(len(branches)))
+        waiting = dict(enumerate(branches))
         while waiting:
-            paths: list[list[BranchNode]] = []
-            rows: dict[BranchNode, int] = {}  # the nodes of this step
-            finished: list[int] = []
-            for index in waiting:
-                branch = branches[index]
+            paths: dict[BranchNode, list[BranchNode]] = {}  # by their last nodes, which run in this step
+            ends: dict[int, BranchNode] = {}  # of the branches that this step finishes
+            for index, branch in waiting.items():
                 path = self.nodes.path(branch)
-                is_last = len(path) >= len(branch) - 1
-                if path and path[-1] in rows:
-                    if len(path) == len(branch):
-                        finished.append(index)
-                    continue
-                if len(path) < len(branch):
+                if len(path) < len(branch) and not (path and path[-1] in paths):
                     path.append(self.nodes.add(path[-1] if path else None, branch[len(path)]))
-                rows[path[-1]] = len(paths)
-                paths.append(path)
-                if is_last:
-                    finished.append(index)
-            found = self._step(paths, length)
-            if len(finished) == len(branches) == len(paths):
+                paths.setdefault(path[-1], path)
+                if len(path) == len(branch):
+                    ends[index] = path[-1]
+            found = self._step(list(paths.values()), length)
+            if len(ends) == len(branches) == len(paths):
                 return found
             if logits is None:
                 logits = np.empty((len(branches), self._model.limits.vocab_size), np.float32)
-            for index in finished:
-                logits[index] = found[rows[self.nodes.path(branches[index])[-1]]]
-            waiting = [index for index in waiting if index not in finished]
+            rows = {node: row for row, node in enumerate(paths)}
+            for index, node in ends.items():
+                logits[index] = found[rows[node]]
+                del waiting[index]
         assert logits is not None
         return logits
 
     def _step(self, paths: Sequence[list[BranchNode]], length: int) -> NDArray[np.float32]:
-        """Runs the last node of each path, whose others are kept: [rows, vocab_size] float32."""
+        """Runs the last node of each path, whose others have run: [rows, vocab_size] float32."""
         num_rows = len(paths)
         self._fill(paths, length)
         batch = self._batches.get(num_rows) or self._bind(num_rows)
@@ -138,11 +207,9 @@ class BranchRows:
             self._model.session.run_with_iobinding(batch.binding)
         except Exception as error:  # ONNX Runtime's errors share no other base
             raise ModelFault(f"ONNX Runtime failed in a step of {num_rows} branches after {length}: {error}") from error
-        slots = [path[-1].slot for path in paths]
-        self._keep(max(slots) + 1)
-        for group in self._groups:
-            group.kept[slots] = group.rows[:, np.arange(num_rows), :, ends - 1]
         for row, path in enumerate(paths):
+            position = length + len(path) - 1
+            path[-1].kept = [group.rows[:, row, :, position].copy() for group in self._groups]
             self._held[row] = path
         return batch.logits[:, 0].astype(np.float32, copy=False)
 
@@ -155,40 +222,35 @@ class BranchRows:
                 for place, index in enumerate(group.indices):
                     group.rows[place, :num_rows, :, valid:length] = self._own[index][:, :, valid:length]
         self._valid[:num_rows] = [length] * num_rows
-        rows: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
         for row, path in enumerate(paths):
             held, depth = self._held[row], len(path) - 1
             same = 0
             while same < min(len(held), depth) and held[same] is path[same]:
                 same += 1
-            rows += [row] * (depth - same)
-            positions += range(length + same, length + depth)
-            slots += [node.slot for node in path[same:depth]]
-        if rows:
-            for group in self._groups:
-                group.rows[:, rows, :, positions] = group.kept[slots]
+            for position, node in enumerate(path[same:depth], length + same):
+                for group, kept in zip(self._groups, node.kept, strict=True):
+                    group.rows[:, row, :, position] = kept
 
     def extend(self, tokens: Sequence[int], length: int) -> int:
         """The sequence of `length` tokens grows: puts what branches kept of `tokens`, all but the last at most, into
         its own caches; returns how many. Branches that do not go on from the new end are forgotten.
         """
-        slots = self.nodes.follow(tokens)[: len(tokens) - 1]
+        nodes = self.nodes.follow(tokens)[: len(tokens) - 1]
         self._held = [[] for _ in self._held]
-        for group in self._groups if slots else ():
-            for place, index in enumerate(group.indices):
-                kept = group.kept[slots, place]  # [tokens, heads, head_size]
-                self._own[index][0, :, length : length + len(slots)] = kept.transpose(1, 0, 2)
-        return len(slots)
+        for place, group in enumerate(self._groups if nodes else ()):
+            kept = np.stack([node.kept[place] for node in nodes], axis=2)  # [caches, heads, tokens, head_size]
+            for index, rows in zip(group.indices, kept, strict=True):
+                self._own[index][0, :, length : length + len(nodes)] = rows
+        return len(nodes)
 
     def truncate(self, length: int) -> None:
         """The sequence is cut back; forgets all branches."""
-        if not self._num_positions:
-            return
+        self._forget()
+        self._valid = [min(valid, length) for valid in self._valid]
+
+    def _forget(self) -> None:
         self.nodes.forget()
         self._held = [[] for _ in self._held]
-        self._valid = [min(valid, length) for valid in self._valid]
 
     def _reserve(self, num_positions: int) -> None:
         """Makes rows for sequences of `num_positions`; larger ones take the place of smaller ones."""
@@ -203,22 +265,12 @@ class BranchRows:
         sizes: dict[tuple[int, int], list[int]] = {}
         for index, cache in enumerate(self._model.caches):
             sizes.setdefault((cache.heads, cache.head_size), []).append(index)
-        kept = [group.kept for group in self._groups]
         self._groups = []
-        dtype = self._model.dtype
         with telling_of_memory(size):
-            for place, ((heads, head_size), indices) in enumerate(sizes.items()):
-                rows = lazy_zeros((len(indices), MAX_BRANCHES, heads, size, head_size), dtype)
-                tokens = kept[place] if kept else np.zeros((_MAX_KEPT, len(indices), heads, head_size), dtype)
-                self._groups.append(_Group(indices, rows, tokens))
+            for (heads, head_size), indices in sizes.items():
+                rows = lazy_zeros((len(indices), MAX_BRANCHES, heads, size, head_size), self._model.dtype)
+                self._groups.append(_Group(indices, rows))
         self._num_positions = size
-
-    def _keep(self, num_slots: int) -> None:
-        """Makes room for `num_slots` tokens of branches; only a call with long branches needs more than at first."""
-        for group in self._groups:
-            if num_slots > len(group.kept):
-                more = np.zeros((num_slots, *group.kept.shape[1:]), group.kept.dtype)
-                group.kept = np.concatenate([group.kept, more])
 
     def _bind(self, num_rows: int) -> _Batch:
         model = self._model
@@ -229,11 +281,9 @@ class BranchRows:
             np.zeros((num_rows, 1), np.int64),
             np.empty((num_rows, 1, model.limits.vocab_size), model.logits_dtype),
         )
-        inputs: dict[str, NDArray[Any]] = {"input_ids": batch.ids}
+        binding.bind_ortvalue_input("input_ids", ort.OrtValue.ortvalue_from_numpy(batch.ids))
         if "position_ids" in model.inputs:
-            inputs["position_ids"] = batch.positions
-        for name, array in inputs.items():
-            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+            binding.bind_ortvalue_input("position_ids", ort.OrtValue.ortvalue_from_numpy(batch.positions))
         for group in self._groups:
             for place, index in enumerate(group.indices):
                 cache = model.caches[index]

@@ -12,8 +12,8 @@ import importlib
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import onnxruntime as ort
@@ -73,13 +73,12 @@ _HEAVY: Final = frozenset(
 class ProviderChoice:
     """The provider to open a session with.
 
-    name: the provider, or None for the policy "prefer an NPU". options: the provider's own. kind: of the device, "GPU"
-    or "NPU", where the provider drives several; index: its number among those. may_be_cpu: whether ending on the CPU is
-    allowed (and then logged). asked: the caller's word for it, for messages.
+    name: the provider, or None for the policy "prefer an NPU". kind: of the device, "GPU" or "NPU", where the provider
+    drives several; index: its number among those. may_be_cpu: whether ending on the CPU is allowed (and then logged).
+    asked: the caller's word for it, for messages.
     """
 
     name: str | None
-    options: Mapping[str, str] = field(default_factory=dict)
     kind: str | None = None
     index: int | None = None
     may_be_cpu: bool = False
@@ -138,19 +137,14 @@ def choose_provider(device: str, available: Iterable[str]) -> ProviderChoice:
 def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
     """Sets up the SessionOptions; returns the rest of InferenceSession's arguments.
 
-    Raises ConfigError for options that nothing would take, RuntimeUnavailable where the device is not there.
+    Raises ConfigError for a number that the provider does not take, RuntimeUnavailable where the device is not there.
     """
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if choice.name is None:
-        if choice.options:
-            raise ConfigError(
-                f"{choice.asked} lets ONNX Runtime choose the provider, so the options {', '.join(choice.options)} "
-                "have none to go to; name the provider"
-            )
         options.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.PREFER_NPU)
         return {}
     if choice.name in ort.get_available_providers():
-        return {"providers": [choice.name], "provider_options": [_device_options(choice) | dict(choice.options)]}
+        return {"providers": [choice.name], "provider_options": [_device_options(choice)]}
     own = [device for device in ort.get_ep_devices() if device.ep_name == choice.name]
     kinds = [device.device.type.name for device in own]
     # A plug-in may list the CPU first, and nobody names a provider to run on that.
@@ -164,7 +158,7 @@ def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
         helps = _HELP.get(choice.name, "a device with its driver")
         raise _unavailable(f"{what} behind {choice.name}", available_providers(), helps)
     # The device already has its type and number: a plug-in provider takes no option for them.
-    options.add_provider_for_devices([devices[place]], dict(choice.options))
+    options.add_provider_for_devices([devices[place]], {})
     return {}
 
 

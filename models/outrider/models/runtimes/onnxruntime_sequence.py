@@ -11,7 +11,6 @@ The cache grows with the sequence: on the host it is copied, on a device with it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +18,8 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from outrider.models.errors import ConfigError, ModelFault
-from outrider.models.runtimes.base import RuntimeOptions, num_shared, telling_of_memory
-from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
+from outrider.models.errors import ModelFault
+from outrider.models.runtimes.base import OneSequence, OpenSequences, RuntimeOptions, cache_positions, telling_of_memory
 from outrider.models.runtimes.onnxruntime_branches import MAX_BRANCHES, BranchRows, lazy_zeros
 from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
@@ -35,28 +33,16 @@ _MAX_STEP: Final = 256
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
 
 
-@dataclass(slots=True)
-class _Count:
-    """The open sequences of a model."""
-
-    most: int
-    open: int = 0
-
-    def add(self) -> None:
-        if self.open >= self.most:
-            raise ConfigError(f"the model holds {self.most} sequences; load it with more num_sequences")
-        self.open += 1
-
-
 class OnnxRuntimeSequence(OneSequence):
     """One sequence of at most `limits.max_positions` tokens.
 
     provider: the execution provider that runs the model's matrix products, for example "CPUExecutionProvider".
+    max_branches: that one call takes at most; 1, which is none, where graph or device take one sequence at a time.
     """
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does."""
-        self._count = _Count(options.num_sequences)
+        self._open = OpenSequences(options.num_sequences)
         self._begin(load_onnx_model(path, options))
 
     def open_sequence(self) -> OnnxRuntimeSequence:
@@ -64,21 +50,18 @@ class OnnxRuntimeSequence(OneSequence):
 
         Raises ConfigError beyond `num_sequences` of the options.
         """
-        assert self._model is not None, "the runtime is closed"
         another = OnnxRuntimeSequence.__new__(OnnxRuntimeSequence)
-        another._count = self._count
+        another._open = self._open
         another._begin(self._model)
         return another
 
     def _begin(self, model: OnnxModel) -> None:
-        self._count.add()
+        self._open.add()
         self._is_closed = False
         super().__init__(model.limits)
-        self._model: OnnxModel | None = model
+        self._model = model
         self.provider = model.provider
-        self._selects_rows = model.selects_rows
         self._has_mask = "attention_mask" in model.inputs
-        self._session: Any = model.session
         self._binding: Any = model.session.io_binding()
         self._num_bound = (0, 0)  # new tokens and rows of the bound tensors
         longest = model.limits.max_positions
@@ -89,7 +72,6 @@ class OnnxRuntimeSequence(OneSequence):
         self._total = np.zeros(1, np.int32)
         self._first_row = np.zeros(1, np.int64)  # counted from the end
         self._logits = np.empty((1, _MAX_STEP, 0), model.logits_dtype)
-        self._has_positions = "position_ids" in model.inputs
         self._is_on_host = model.provider == CPU
         self._cache_device = _CACHE_DEVICES.get(model.provider)
         self._ran: list[int] = []  # the tokens in the cache, where they would run again
@@ -98,11 +80,8 @@ class OnnxRuntimeSequence(OneSequence):
         with telling_of_memory(longest):
             self._ones = lazy_zeros((1, longest if self._has_mask else 1), np.dtype(np.int64))
             self._caches = self._bind_caches(model, self._num_positions)
-        self._rows: BranchRows | None = None  # for branches in one batch
-        self._has_branches = False
-        self._tail: list[int] = []  # the last branch, where one runs at a time: it lies behind the sequence
-        if self._is_on_host and model.takes_batches:
-            self._rows = BranchRows(model, self._host_caches)
+        self._rows = BranchRows(model, self._host_caches) if self._is_on_host and model.takes_batches else None
+        self.max_branches = 1 if self._rows is None else MAX_BRANCHES
 
     def _bind_caches(self, model: OnnxModel, num_positions: int) -> dict[str, Any]:
         """Binds caches for so many positions; returns them by their input names. All are made before one is bound."""
@@ -127,50 +106,40 @@ class OnnxRuntimeSequence(OneSequence):
         """Makes room in the cache for so many positions. Raises ConfigError where memory does not suffice."""
         if num_positions <= self._num_positions:
             return
-        assert self._model is not None, "the runtime is closed"
         size = cache_positions(num_positions, self._num_positions, self.limits.max_positions)
-        old, held = list(self._host_caches), self._length + len(self._tail)
+        old, held = list(self._host_caches), self._length
         with telling_of_memory(size):
             self._caches = self._bind_caches(self._model, size)
         self._num_positions = size
         for source, target in zip(old, self._host_caches, strict=True):
             target[:, :, :held] = source[:, :, :held]
         if self._cache_device is not None and held:
-            length, again = self._length, self._ran[:held]
             self._length = 0
             try:
-                self._run(again, 1)
+                self._run(self._ran[:held], 1)
             finally:
-                self._length = length
+                self._length = held
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.
 
         Blocking, without the GIL. Raises ConfigError when the sequence would be longer than `limits.max_positions`.
         """
-        if self._has_branches:
-            return self._extend_along(tokens)
-        row: NDArray[np.float32] = self._run(tokens, 1)[0]
-        return row
-
-    def _extend_along(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """As `extend`; the first tokens that a branch has run, all but the last at most, do not run again."""
+        if self._rows is None or not self._rows.nodes:
+            row: NDArray[np.float32] = self._run(tokens, 1)[0]
+            return row
         self._check_new(tokens)
         self._reserve(self._length + len(tokens))
         start = self._length
         try:
-            self._length += self._follow(tokens)
-            row: NDArray[np.float32] = self._run(tokens[self._length - start :], 1)[0]
+            num_kept = self._rows.extend(tokens, start)
+            self._length += num_kept
+            row = self._run(tokens[num_kept:], 1)[0]
         except BaseException:
             self._length = start
-            self._forget_branches()
+            self._rows.truncate(start)
             raise
         return row
-
-    @property
-    def max_branches(self) -> int:
-        """Branches that one call takes at most: 1 where the graph or the device takes one sequence at a time."""
-        return 1 if self._rows is None else MAX_BRANCHES
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits after each branch of the sequence, which stays as it is: [B, vocab_size] float32.
@@ -178,54 +147,23 @@ class OnnxRuntimeSequence(OneSequence):
         The array is reused by the next call. A branch with several new tokens takes a step for each. Raises ConfigError
         when a branch would be longer than `limits.max_positions`.
         """
-        assert 0 < len(branches) <= self.max_branches, f"{len(branches)} branches"
+        assert self._rows is not None, "this graph or device runs no branches"
+        assert 0 < len(branches) <= MAX_BRANCHES, f"{len(branches)} branches"
         for branch in branches:
             self._check_new(branch)
-        self._has_branches = True
-        if self._rows is not None:
-            return self._rows.run(branches, self._length)
-        return self._run_behind(list(branches[0]))[None]
-
-    def _run_behind(self, branch: list[int]) -> NDArray[np.float32]:
-        """Runs a branch behind the sequence, in its own cache; what it shares with the last one does not run again."""
-        length, shared = self._length, num_shared(self._tail, branch[:-1])
-        self._tail = []
-        try:
-            self._length += shared
-            row: NDArray[np.float32] = self._run(branch[shared:], 1)[0]
-        finally:
-            self._length = length
-        self._tail = branch
-        return row
-
-    def _follow(self, tokens: Sequence[int]) -> int:
-        """Puts what a branch has run of the tokens, all but the last at most, into the sequence's cache; how many."""
-        if self._rows is not None:
-            num_kept = self._rows.extend(tokens, self._length)
-            self._has_branches = len(self._rows.nodes) > 0
-            return num_kept
-        tail, self._tail, self._has_branches = self._tail, [], False
-        return num_shared(tail, tokens[:-1])
+        return self._rows.run(branches, self._length)
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on, and all branches if that shortens the sequence."""
         is_shorter = length < self._length
         super().truncate(length)
-        if is_shorter:
-            self._forget_branches()
-
-    def _forget_branches(self) -> None:
-        self._tail = []
-        self._has_branches = False
-        if self._rows is not None:
-            self._rows.truncate(self._length)
+        if is_shorter and self._rows is not None:
+            self._rows.truncate(length)
 
     def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32."""
-        if self._has_branches:
-            self._forget_branches()
-        if len(tokens) <= _MAX_STEP:
-            return self._run(tokens, len(tokens))
+        if self._rows is not None:
+            self._rows.truncate(self._length)
         pieces = [tokens[start : start + _MAX_STEP] for start in range(0, len(tokens), _MAX_STEP)]
         self._check_new(tokens)
         return np.concatenate([self._run(piece, len(piece)).copy() for piece in pieces])
@@ -254,7 +192,7 @@ class OnnxRuntimeSequence(OneSequence):
         if self._has_mask:
             self._bind_mask(end)
         try:
-            self._session.run_with_iobinding(self._binding)
+            self._model.session.run_with_iobinding(self._binding)
         except Exception as error:  # ONNX Runtime's errors share no other base
             raise ModelFault(f"ONNX Runtime failed in a step of {num_new} tokens after {past}: {error}") from error
         if not self._is_on_host:
@@ -266,14 +204,14 @@ class OnnxRuntimeSequence(OneSequence):
 
     def _bind_step(self, num_new: int, num_rows: int) -> None:
         self._bind("input_ids", self._ids[:, :num_new])
-        if self._has_positions:
+        if "position_ids" in self._model.inputs:
             self._bind("position_ids", self._positions[:, :num_new])
         if not self._has_mask:
             self._bind("seqlens_k", self._last)
             self._bind("total_sequence_length", self._total)
-        if self._selects_rows:
+        if self._model.selects_rows:
             self._bind("first_row", self._first_row)
-        rows = num_rows if self._selects_rows else num_new
+        rows = num_rows if self._model.selects_rows else num_new
         self._logits = np.empty((1, rows, self.limits.vocab_size), self._logits.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
         self._num_bound = (num_new, num_rows)
@@ -293,10 +231,9 @@ class OnnxRuntimeSequence(OneSequence):
         """Releases cache and model, which lives as long as one of its sequences; safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            self._count.open -= 1
+            self._open.number -= 1
         self._binding = None
-        self._session = None
-        self._model = None
+        self._model = None  # type: ignore[assignment]
         self._rows = None
         self._masks = []
         self._caches = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +18,7 @@ import numpy as np
 import onnxruntime as ort
 
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
-from outrider.models.runtimes.one_sequence import longest_sequence
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, longest_sequence
 from outrider.models.runtimes.onnxruntime_providers import (
     CPU,
     ProviderChoice,
@@ -35,7 +34,6 @@ _TYPES: Final[dict[str, np.dtype[Any]]] = {
     "tensor(float)": np.dtype(np.float32),
     "tensor(float16)": np.dtype(np.float16),
 }
-_KV_PRECISIONS: Final[dict[str, np.dtype[Any]]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
 _KNOWN: Final = frozenset({"input_ids", "position_ids", "attention_mask", "seqlens_k", "total_sequence_length"})
 _EXPECTED: Final = "expected the decoder that `outrider-export` or onnxruntime-genai's builder writes"
 _FATAL: Final = 4  # ONNX Runtime's log level; errors come as exceptions too
@@ -75,44 +73,29 @@ class OnnxModel:
 def load_onnx_model(path: Path, options: RuntimeOptions) -> OnnxModel:
     """Loads `path` (an .onnx file, or a directory with model.onnx) on the provider that `options.device` names.
 
-    `options.properties`: keys with a dot are session entries ("session.intra_op.allow_spinning"), others the
-    provider's own options. Raises BundleError when files are missing or not such a decoder, ConfigError for an option
+    Raises BundleError when files are missing or not such a decoder, ConfigError for an option
     out of range, RuntimeUnavailable when the provider is missing or did not take the model.
     """
     file = path if path.suffix == ".onnx" else path / MODEL_FILE
     if not file.is_file():
         raise BundleError(f"no ONNX model at {file}; {_EXPECTED}")
-    _check_options(options)
+    if options.emulate_npu:
+        raise ConfigError("ONNX Runtime has no NPU path to emulate; only the runtime openvino has")
     if options.device.upper() != "CPU":
         register_plugins()
     choice = choose_provider(options.device, available_providers())
-    own = {key: value for key, value in options.properties.items() if "." not in key}
-    choice = replace(choice, options={**choice.options, **own})
-    session = _open_session(file, choice, options)
-    device_id = int(choice.options.get("device_id", choice.index or 0))
-    return _read_model(file, session, check_provider(session, choice), device_id, options)
+    session = _open_session(file, choice, options.num_threads)
+    return _read_model(file, session, check_provider(session, choice), choice.index or 0, options)
 
 
-def _check_options(options: RuntimeOptions) -> None:
-    if options.num_threads < 0:
-        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
-    if options.kv_precision not in ("auto", *_KV_PRECISIONS):
-        raise ConfigError(f"kv_precision is {options.kv_precision!r}; ONNX Runtime takes auto, f32 or f16")
-    if options.emulate_npu:
-        raise ConfigError("ONNX Runtime has no NPU path to emulate; only the runtime openvino has")
-
-
-def _open_session(file: Path, choice: ProviderChoice, options: RuntimeOptions) -> Any:
+def _open_session(file: Path, choice: ProviderChoice, num_threads: int) -> Any:
     settings = ort.SessionOptions()
     settings.log_severity_level = _FATAL
     settings.inter_op_num_threads = 1  # a decoder is one chain: nothing runs in parallel
-    settings.intra_op_num_threads = options.num_threads or _default_threads()
+    settings.intra_op_num_threads = num_threads or _default_threads()
     # Sleeping threads cost tens of microseconds at every operator, spinning threads cost a core. So spin only for the
     # time between two steps of a draft (picking a token and its confidence).
     settings.add_session_config_entry("session.intra_op.spin_duration_us", "300")
-    for key, value in options.properties.items():
-        if "." in key:
-            settings.add_session_config_entry(key, value)
     try:
         arguments = apply_choice(choice, settings)
         # No second attempt on the CPU, and no settings from the model file.
@@ -176,8 +159,6 @@ def _read_model(file: Path, session: Any, provider: str, device_id: int, options
     if not types <= set(_TYPES):
         raise BundleError(f"{file} has caches and logits of {', '.join(sorted(types))}; expected float or float16")
     dtype = _TYPES[inputs[pasts[0]].type]
-    if options.kv_precision != "auto" and _KV_PRECISIONS[options.kv_precision] != dtype:
-        raise ConfigError(f"kv_precision is {options.kv_precision}, but {file.name} has a cache of {dtype}; use auto")
     vocab_size = _size(file, "logits", outputs["logits"].shape[-1])
     return OnnxModel(
         session=session,

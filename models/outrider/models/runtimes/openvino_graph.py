@@ -21,14 +21,23 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 from openvino._offline_transformations import paged_attention_transformation
 
-from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
-from outrider.models.runtimes.one_sequence import longest_sequence
+from outrider.models.errors import BundleError, RuntimeUnavailable
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, longest_sequence
+from outrider.models.runtimes.ragged import RaggedStep
 
 logger = logging.getLogger(__name__)
 
 MODEL_FILE: Final = "openvino_model.xml"
-KV_PRECISIONS: Final = ("auto", "f32", "f16", "bf16", "u8")
+_STEP_INPUTS: Final = (
+    "input_ids",
+    "position_ids",
+    "past_lens",
+    "subsequence_begins",
+    "block_indices",
+    "block_indices_begins",
+    "max_context_len",
+)
+"""Of the model, named as the arrays of a `RaggedStep`."""
 _NO_REASON: Final = re.compile(r"\W*\w*(?:map|vector|optional|variant)\w*::\S*(?: .*)?|std::.*|basic_string.*")
 _WINDOW_INPUT: Final = 10  # of PagedAttentionExtension
 _ALIBI_INPUT: Final = 11
@@ -156,10 +165,6 @@ def failure_reason(error: RuntimeError) -> str:
 
 def _properties(options: RuntimeOptions) -> dict[str, str]:
     """The compile properties; `options.properties` overrides them."""
-    if options.kv_precision not in KV_PRECISIONS:
-        raise ConfigError(f"kv_precision is {options.kv_precision!r}; expected one of {', '.join(KV_PRECISIONS)}")
-    if options.num_threads < 0:
-        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
     properties = {"PERFORMANCE_HINT": "LATENCY"}
     if options.device == "CPU":
         # bf16 arithmetic is slower than f32 with INT8 weights and can kill the process with FP32 ones.
@@ -167,9 +172,6 @@ def _properties(options: RuntimeOptions) -> dict[str, str]:
         # Pinned threads of two processes would share the first core and stay there.
         properties["ENABLE_CPU_PINNING"] = "NO"
         properties["CPU_RUNTIME_CACHE_CAPACITY"] = str(_KEPT_KERNELS)
-    if options.kv_precision != "auto":
-        properties["KV_CACHE_PRECISION"] = options.kv_precision
-    elif options.device == "CPU":
         # The default, u8, decides near ties by the history of the cache; f32 keeps a step equal to its replay.
         properties["KV_CACHE_PRECISION"] = "f32"
     if options.num_threads:
@@ -228,6 +230,21 @@ def run_request(request: Any) -> None:
     """
     request.start_async(share_inputs=True)
     request.wait()
+
+
+def bind_step(request: Any, model: PagedModel, step: RaggedStep) -> None:
+    """Binds a step's arrays to a request, which reads their memory but does not keep it alive."""
+    for name in _STEP_INPUTS:
+        request.set_tensor(name, shared_tensor(getattr(step, name)))
+    if model.gathers_rows:
+        request.set_tensor("logit_rows", shared_tensor(step.logit_rows))
+
+
+def step_logits(request: Any, model: PagedModel, step: RaggedStep) -> NDArray[np.float32]:
+    """The logits of the rows of a step that has run, [R, vocab_size] float32, valid until the next call."""
+    logits: NDArray[np.float32] = request.get_output_tensor(0).data
+    logits = logits.reshape(-1, model.limits.vocab_size)
+    return logits if model.gathers_rows else logits[step.logit_rows]
 
 
 def shared_tensor(array: NDArray[Any]) -> Any:

@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import ModelLimits, Reading, RuntimeOptions
+from outrider.models.runtimes.base import ModelLimits, OneSequence, Reading, RuntimeOptions, longest_sequence
 from outrider.models.runtimes.npu_compile import compile_for_npu, compiled_shapes, port_names
-from outrider.models.runtimes.one_sequence import OneSequence, longest_sequence
 from outrider.models.runtimes.openvino_graph import find_ir, shared_tensor
 
 _PASS_SPEED: Final = 8
@@ -34,7 +33,10 @@ _STEPS_PER_CALL: Final = 8
 
 
 class OpenVinoNpuRuntime(OneSequence):
-    """One sequence of at most `limits.max_positions` tokens, for the lengths of `options.static_shapes`."""
+    """One sequence of at most `limits.max_positions` tokens, for the lengths of `options.static_shapes`.
+
+    provider: the device that runs the model, in words.
+    """
 
     full_advice = "export the draft with longer static shapes"
 
@@ -56,7 +58,7 @@ class OpenVinoNpuRuntime(OneSequence):
         longest = min(longest_sequence(xml.parent, options), asked.max_positions, self._capacity)
         compiled = compile_for_npu(xml, shapes, options)
         super().__init__(ModelLimits(compiled.output("logits").partial_shape[-1].get_length(), longest))
-        self._is_emulated = options.emulate_npu
+        self.provider = "NPU path emulated on the CPU" if options.emulate_npu else "NPU"
         self._request: Any = compiled.create_infer_request()
         self._has_beams = "beam_idx" in port_names(compiled.inputs)
         self._num_unmoved = 0  # tokens of a prompt with no cached step after it yet
@@ -80,11 +82,6 @@ class OpenVinoNpuRuntime(OneSequence):
 
     def _num_steps(self, num_tokens: int) -> int:
         return max(0, -(-num_tokens // self._step_len))
-
-    @property
-    def provider(self) -> str:
-        """The device that runs the model, in words."""
-        return "NPU path emulated on the CPU" if self._is_emulated else "NPU"
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.

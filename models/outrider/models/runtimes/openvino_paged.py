@@ -21,19 +21,9 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
+from outrider.models.runtimes.openvino_graph import PagedModel, bind_step, load_paged_model, shared_tensor, step_logits
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
 
-_INPUTS: Final = (
-    "input_ids",
-    "position_ids",
-    "past_lens",
-    "subsequence_begins",
-    "block_indices",
-    "block_indices_begins",
-    "max_context_len",
-)
-"""Of the model, named as the arrays of a `RaggedStep`."""
 _WHOLE_BYTES: Final = frozenset({"f32", "f16", "u8", "i8"})
 """Types of KV caches whose memory numpy can address."""
 
@@ -78,18 +68,12 @@ class OpenVinoPagedRuntime:
             is_split=self._is_split,
             min_pieces=self._min_pieces,
         )
-        request = self._request
         self._bound = step  # the request reads this memory but does not keep it alive
-        for name in _INPUTS:
-            request.set_tensor(name, shared_tensor(getattr(step, name)))
-        request.set_tensor("qq_bias", shared_tensor(step.mask))
-        request.set_tensor("qq_bias_begins", shared_tensor(step.mask_begins))
-        if self._model.gathers_rows:
-            request.set_tensor("logit_rows", shared_tensor(step.logit_rows))
-        request.infer(share_outputs=True)
-        logits: NDArray[np.float32] = request.get_output_tensor(0).data
-        logits = logits.reshape(-1, self.limits.vocab_size)
-        return logits if self._model.gathers_rows else logits[step.logit_rows]
+        self._request.set_tensor("qq_bias", shared_tensor(step.mask))
+        self._request.set_tensor("qq_bias_begins", shared_tensor(step.mask_begins))
+        bind_step(self._request, self._model, step)
+        self._request.infer(share_outputs=True)
+        return step_logits(self._request, self._model, step)
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The last hidden states of the latest step's rows, [R, hidden_size] float32, valid until the next call."""

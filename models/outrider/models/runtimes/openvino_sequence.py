@@ -12,19 +12,33 @@ would write is copied first. A GPU's blocks are not in our memory, so its branch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime, padded_branches, telling_of_memory
+from outrider.models.runtimes.base import (
+    OneSequence,
+    OpenSequences,
+    RuntimeOptions,
+    SequenceRuntime,
+    SequenceSlice,
+    cache_positions,
+    padded_branches,
+    telling_of_memory,
+)
 from outrider.models.runtimes.branch_blocks import BranchBlocks, BranchRun, FreeBlocks
-from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
-from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, run_request, shared_tensor
-from outrider.models.runtimes.ragged import begins
+from outrider.models.runtimes.openvino_graph import (
+    PagedModel,
+    bind_step,
+    load_paged_model,
+    run_request,
+    shared_tensor,
+    step_logits,
+)
+from outrider.models.runtimes.ragged import RaggedStep, lay_out
 
 MAX_BRANCHES: Final = 8
 # Blocks for branches. A tree of some hundred nodes that fork inside their blocks needs about as many.
@@ -44,8 +58,7 @@ class _Shared:
         self.gathers_rows = model.gathers_rows
         self.request: Any = model.request
         self.longest = longest = model.limits.max_positions
-        self.max_sequences = options.num_sequences
-        self.num_sequences = 0
+        self.open = OpenSequences(options.num_sequences)
         self.pool = FreeBlocks(0)
         self.num_promised = 0  # blocks that the open sequences may use
         self.num_lost = 0  # times that the cache was replaced by an empty one
@@ -55,7 +68,7 @@ class _Shared:
         self.past = np.zeros(1, np.int32)
         self.begins = np.zeros(2, np.int32)
         self.context = np.zeros((), np.int32)
-        self.branches: dict[str, NDArray[Any]] = {}
+        self.branches: RaggedStep | None = None
         self.num_bound = (0, 0)  # new tokens and rows of the bound tensors; (0, 0): those of branches
         self.bound_for: OpenVinoSequenceRuntime | None = None  # the sequence whose blocks are bound
         self.caches: list[Any] = []
@@ -66,7 +79,8 @@ class _Shared:
     def blocks_for(self, num_positions: int) -> int:
         """Blocks of a sequence of so many positions, and its branches."""
         assert self.model is not None, "the runtime is closed"
-        return -(-num_positions // self.block_size) + _num_spare(self.model, self.max_sequences)
+        num_spare = min(_NUM_SPARE, _SPARE_BYTES // self.open.most // self.model.block_bytes)
+        return -(-num_positions // self.block_size) + max(_MIN_SPARE, num_spare)
 
     def promise(self, num_more: int) -> None:
         """Lets a sequence use more blocks; makes a larger cache where they are not there.
@@ -98,6 +112,8 @@ class _Shared:
 class OpenVinoSequenceRuntime(OneSequence):
     """One sequence of at most `limits.max_positions` tokens, and its branches."""
 
+    max_branches: int = MAX_BRANCHES
+
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the IR at `path` (directory or .xml); raises as `load_paged_model` does, ConfigError without memory."""
         self._join(_Shared(path, options))
@@ -105,6 +121,7 @@ class OpenVinoSequenceRuntime(OneSequence):
         self._reserve(1)
 
     def _join(self, shared: _Shared) -> None:
+        shared.open.add()
         super().__init__(shared.limits)
         self._shared = shared
         self._is_first = self._is_closed = False
@@ -112,7 +129,6 @@ class OpenVinoSequenceRuntime(OneSequence):
         self._num_lost = 0
         self._blocks = BranchBlocks(0, shared.block_size, shared.longest, copies=shared.is_on_host, pool=shared.pool)
         self._table_begins = np.array([0, len(self._blocks.table)], np.int32)
-        shared.num_sequences += 1
 
     def open_sequence(self) -> OpenVinoSequenceRuntime:
         """Another, empty sequence of the same model, whose blocks come from the same cache; close it before this one.
@@ -120,11 +136,8 @@ class OpenVinoSequenceRuntime(OneSequence):
         Touches no tensor, so a call of another sequence may run meanwhile.
         Raises ConfigError beyond `num_sequences` of the options.
         """
-        shared = self._shared
-        if shared.num_sequences >= shared.max_sequences:
-            raise ConfigError(f"the model holds {shared.max_sequences} sequences; load it with more num_sequences")
         another = OpenVinoSequenceRuntime.__new__(OpenVinoSequenceRuntime)
-        another._join(shared)
+        another._join(self._shared)
         return another
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -187,7 +200,7 @@ class OpenVinoSequenceRuntime(OneSequence):
         if self._num_lost == self._shared.num_lost:
             return
         self._num_lost = self._shared.num_lost
-        text = self._blocks.text
+        text = self._blocks.text.copy()
         self._blocks.forget_branches()
         self._blocks.truncate(0)
         self._length = 0
@@ -210,11 +223,6 @@ class OpenVinoSequenceRuntime(OneSequence):
                 self._shared.request.set_tensor(name, shared_tensor(array))
         self._shared.num_bound, self._shared.bound_for = (num_new, num_rows), self
 
-    @property
-    def max_branches(self) -> int:
-        """Branches that one call takes at most."""
-        return MAX_BRANCHES
-
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Logits after each branch of the sequence, which stays as it is: [B, vocab_size] float32.
 
@@ -230,38 +238,33 @@ class OpenVinoSequenceRuntime(OneSequence):
 
         Rows come in the groups' order; at most MAX_BRANCHES branches in all.
         """
-        sequences = [_own(sequence, self._shared) for sequence, _ in groups]
-        num_branches = sum(len(branches) for _, branches in groups)
-        assert 0 < num_branches <= MAX_BRANCHES, f"{num_branches} branches"
-        for sequence, (_, branches) in zip(sequences, groups, strict=True):
-            for branch in branches:
-                sequence._check_new(branch)
-        for sequence, (_, branches) in zip(sequences, groups, strict=True):
-            sequence._reserve(sequence._length + max(map(len, branches), default=0))
-        for sequence in sequences:  # when the cache has its size
+        shared = self._shared
+        asked = [(_own(sequence, shared), branch) for sequence, branches in groups for branch in branches]
+        assert 0 < len(asked) <= MAX_BRANCHES, f"{len(asked)} branches"
+        for sequence, branch in asked:
+            sequence._check_new(branch)
+        for sequence, branch in asked:
+            sequence._reserve(sequence._length + len(branch))
+        for sequence, _ in asked:  # when the cache has its size
             sequence._restore()
-        self._shared.num_bound = (0, 0)
-        waiting = [
-            _Waiting(row, sequence, branch)
-            for row, (sequence, branch) in enumerate(
-                (sequence, branch)
-                for sequence, (_, branches) in zip(sequences, groups, strict=True)
-                for branch in branches
-            )
-        ]
+        shared.num_bound = (0, 0)
+        logits: NDArray[np.float32] | None = None
+        waiting = dict(enumerate(asked))  # by the answer's rows
         try:
-            planned = _plan(waiting)
-            if len(planned) == num_branches:
-                return self._infer_branches(list(planned.values()))
-            logits = np.empty((num_branches, self.limits.vocab_size), np.float32)
-            while planned:
-                logits[list(planned)] = self._infer_branches(list(planned.values()))
-                waiting = [each for each in waiting if each.row not in planned]
-                planned = _plan(waiting) if waiting else {}
+            while waiting:
+                planned = _plan(waiting)
+                found = self._infer_branches(list(planned.values()))
+                if len(planned) == len(asked):
+                    return found
+                if logits is None:
+                    logits = np.empty((len(asked), self.limits.vocab_size), np.float32)
+                logits[list(planned)] = found
+                waiting = {row: each for row, each in waiting.items() if row not in planned}
         except BaseException:
-            for sequence in sequences:
+            for sequence, _ in asked:
                 sequence._blocks.forget_branches()
             raise
+        assert logits is not None
         return logits
 
     def _plan_branch(self, branch: Sequence[int]) -> BranchRun | None:
@@ -279,34 +282,24 @@ class OpenVinoSequenceRuntime(OneSequence):
         # the same slots.
         shortest = min(runs, key=lambda run: len(run.tokens))
         runs += [shortest] * (padded_branches(num_branches) - num_branches)
-        past = np.array([run.past for run in runs], np.int32)
-        num_new = np.array([len(run.tokens) for run in runs])
-        token_begins = begins(num_new)
-        last_rows = token_begins[1:] - 1
-        bound = {
-            "input_ids": np.array([token for run in runs for token in run.tokens], np.int64),
-            "position_ids": np.arange(token_begins[-1]) + np.repeat(past - token_begins[:-1], num_new),
-            "past_lens": past,
-            "subsequence_begins": token_begins.astype(np.int32),
-            "max_context_len": np.array((past + num_new).max(), np.int32),
-            "block_indices": np.array([block for run in runs for block in run.blocks], np.int32),
-            "block_indices_begins": begins(np.array([len(run.blocks) for run in runs])).astype(np.int32),
-        }
-        if self._shared.gathers_rows:
-            bound["logit_rows"] = last_rows
-        self._shared.branches = bound
-        for name, array in bound.items():
-            self._shared.request.set_tensor(name, shared_tensor(array))
-        run_request(self._shared.request)
-        logits: NDArray[np.float32] = self._shared.request.get_output_tensor(0).data
-        logits = logits.reshape(-1, self.limits.vocab_size)
-        return (logits if self._shared.gathers_rows else logits[last_rows])[:num_branches]
+        shared = self._shared
+        shared.branches = lay_out(
+            [SequenceSlice(run.tokens, run.past, run.blocks, 1) for run in runs],
+            vocab_size=self.limits.vocab_size,
+            max_positions=self.limits.max_positions,
+            block_size=shared.block_size,
+            num_blocks=shared.pool.num_blocks,
+        )
+        assert shared.model is not None, "the runtime is closed"
+        bind_step(shared.request, shared.model, shared.branches)
+        run_request(shared.request)
+        return step_logits(shared.request, shared.model, shared.branches)[:num_branches]
 
     def close(self) -> None:
         """Frees the sequence's blocks; the first sequence of a model releases model and cache. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            self._shared.num_sequences -= 1
+            self._shared.open.number -= 1
             self._shared.num_promised -= self._blocks.num_blocks
             self.truncate(0)
             self._blocks.forget_branches()
@@ -314,31 +307,14 @@ class OpenVinoSequenceRuntime(OneSequence):
             self._shared.close()
 
 
-class _Waiting(NamedTuple):
-    """A branch that has not run. row: of the answer."""
-
-    row: int
-    sequence: OpenVinoSequenceRuntime
-    branch: Sequence[int]
-
-
-def _plan(waiting: Sequence[_Waiting]) -> dict[int, BranchRun]:
+def _plan(waiting: Mapping[int, tuple[OpenVinoSequenceRuntime, Sequence[int]]]) -> dict[int, BranchRun]:
     """The runs of those branches that can run now, by their rows."""
-    for sequence in {id(each.sequence): each.sequence for each in waiting}.values():
+    for sequence in {id(sequence): sequence for sequence, _ in waiting.values()}.values():
         sequence._blocks.next_round()
-    planned = {}
-    for row, sequence, branch in waiting:
-        run = sequence._plan_branch(branch)
-        if run is not None:
-            planned[row] = run
-    return planned
+    runs = {row: sequence._plan_branch(branch) for row, (sequence, branch) in waiting.items()}
+    return {row: run for row, run in runs.items() if run is not None}
 
 
 def _own(sequence: SequenceRuntime, shared: _Shared) -> OpenVinoSequenceRuntime:
     assert isinstance(sequence, OpenVinoSequenceRuntime) and sequence._shared is shared, "a sequence of another model"
     return sequence
-
-
-def _num_spare(model: PagedModel, num_sequences: int) -> int:
-    """Blocks for the branches of each sequence."""
-    return max(_MIN_SPARE, min(_NUM_SPARE, _SPARE_BYTES // num_sequences // model.block_bytes))

@@ -31,16 +31,16 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.picks.sampling_torch import pick_rows
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
-from outrider.models.runtimes.torch_attention import (
+from outrider.models.runtimes.torch_cache import (
+    BLOCK_SIZE,
     AttentionPlan,
     Group,
     GroupCache,
     SlotShape,
+    TorchCache,
     attend,
     carried_out,
 )
-from outrider.models.runtimes.torch_cache import BLOCK_SIZE, TorchCache
-from outrider.models.runtimes.torch_reference import load_causal_lm
 
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -65,8 +65,7 @@ class TorchPagedRuntime(TorchCache):
         """
         self._path = path
         self._device = _device(options.device)
-        dtype = _dtype("dtype", options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
-        cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
+        dtype = _dtype(options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         self.faults_last = self._device.type == "cuda"  # an error in a kernel stays for the process's life
@@ -75,7 +74,7 @@ class TorchPagedRuntime(TorchCache):
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
         shapes = self._load(dtype)
         config: Any = self._model.config.get_text_config()
-        self._allocate(shapes, cache_dtype, options.kv_cache_bytes)
+        self._allocate(shapes, dtype, options.kv_cache_bytes)
         self.why_no_trees: str | None = None
         if not self._is_packed:
             # Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does.
@@ -301,6 +300,31 @@ class TorchPagedRuntime(TorchCache):
         self._layers = {}
 
 
+def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
+    """The model of a Hugging Face directory, on CPU, in evaluation mode: safetensors only, never remote code.
+
+    Raises BundleError when transformers cannot load it.
+    """
+    progress = transformers.utils.logging
+    was_enabled = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()  # a library does not print to its user's terminal
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise BundleError(f"transformers cannot load {path}: {error}") from error
+    finally:
+        if was_enabled:
+            progress.enable_progress_bar()
+    return model.eval()
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name.lower())
@@ -311,9 +335,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(option: str, name: str) -> torch.dtype:
+def _dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
-        raise ConfigError(f"{option} is {name!r}; the torch runtime takes {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype is {name!r}; the torch runtime takes {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 

@@ -37,60 +37,47 @@ class _GenerationTag(jinja2.ext.Extension):
         return caller()
 
 
-class ChatTemplate:
-    """One compiled template. `special_tokens` are the names that it may use, such as bos_token.
+def render_template(
+    source: str,
+    special_tokens: Mapping[str, str],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
 
-    Raises TokenizerError if the template is not valid jinja2.
+    special_tokens: names that the template may use, such as bos_token. messages: `{"role": ..., "content": ...}` each.
+    variables: further names, such as enable_thinking. Raises TokenizerError if the template is not valid jinja2, and
+    with the template's own message when it refuses the conversation.
     """
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-        self._special_tokens = dict(special_tokens)
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TokenizerError(
-                f"the model's chat template is not valid jinja2: {error}; correct it in the model"
-            ) from None
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
-
-        messages: `{"role": ..., "content": ...}` each. variables: further names, such as enable_thinking.
-        Raises TokenizerError with the template's own message when it refuses the conversation.
-        """
-        names = {"documents": None, **self._special_tokens, **(variables or {})}
-        try:
-            return self._template.render(
-                {
-                    **names,
-                    "messages": messages,
-                    "tools": tools,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-            ArithmeticError,
-        ) as error:
-            raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    try:
+        template = environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise TokenizerError(
+            f"the model's chat template is not valid jinja2: {error}; correct it in the model"
+        ) from None
+    names = {"documents": None, **special_tokens, **(variables or {})}
+    own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    try:
+        return template.render({**names, **own})
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        ArithmeticError,
+    ) as error:
+        raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None
 
 
 def choose_template(

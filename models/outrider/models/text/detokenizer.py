@@ -16,8 +16,8 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, Final, Protocol
+from functools import cache
+from typing import Any, Final
 
 from outrider.models.errors import TokenizerError
 
@@ -28,13 +28,7 @@ _MAX_HELD_TOKENS: Final = 16
 _MAX_ID: Final = (1 << 32) - 1  # the library's ids are 32 bits
 
 
-class _Decoder(Protocol):
-    def push(self, ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-DecoderFactory = Callable[[], _Decoder]
+DecoderFactory = Callable[[], "_ByteDecoder | _WindowDecoder"]
 
 
 class StreamingDetokenizer:
@@ -69,13 +63,13 @@ class StreamingDetokenizer:
 class _ByteDecoder:
     """Decodes tokens that are bytes, whatever precedes them."""
 
-    def __init__(self, pieces: _Pieces, *, errors: str, strips_first_space: bool) -> None:
-        self._pieces = pieces
+    def __init__(self, spell: Callable[[int], bytes], *, errors: str, strips_first_space: bool) -> None:
+        self._spell = spell
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
         self._strips = strips_first_space
 
     def push(self, ids: Sequence[int]) -> str:
-        return self._shown(self._utf8.decode(b"".join(map(self._pieces.bytes_of, ids))))
+        return self._shown(self._utf8.decode(b"".join(map(self._spell, ids))))
 
     def flush(self) -> str:
         return self._shown(self._utf8.decode(b"", True))
@@ -126,24 +120,15 @@ class _WindowDecoder:
         return text
 
 
-class _Pieces:
-    """The bytes of each token, cached on first use."""
+def _speller(backend: Any, *, is_byte_level: bool, space: str) -> Callable[[int], bytes]:
+    """A function from a token's id to its bytes, which it finds once."""
 
-    def __init__(self, backend: Any, *, is_byte_level: bool, space: str) -> None:
-        self._backend = backend
-        self._is_byte_level = is_byte_level
-        self._space = space
-        self._known: dict[int, bytes] = {}
-
-    def bytes_of(self, index: int) -> bytes:
-        known = self._known.get(index)
-        if known is None:
-            token: str | None = self._backend.id_to_token(index)
-            known = self._known[index] = b"" if token is None else self._spell(token)
-        return known
-
-    def _spell(self, token: str) -> bytes:
-        if self._is_byte_level:
+    @cache
+    def bytes_of(index: int) -> bytes:
+        token: str | None = backend.id_to_token(index)
+        if token is None:
+            return b""
+        if is_byte_level:
             try:
                 return bytes(map(_byte_level_alphabet().__getitem__, token))
             except KeyError:
@@ -153,18 +138,17 @@ class _Pieces:
                 return bytes([int(token[3:5], 16)])
             except ValueError:
                 pass  # not hexadecimal, so a token like any other
-        return (token.replace(self._space, " ") if self._space else token).encode()
+        return (token.replace(space, " ") if space else token).encode()
+
+    return bytes_of
 
 
 def plan_decoding(backend: Any) -> DecoderFactory:
     """Chooses a decoder for `backend`; the result makes one per stream, all with one cache of tokens' bytes."""
-    decoder = backend.decoder
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    steps = state.get("decoders", [state])
-    kinds = [step.get("type") for step in steps]
+    steps, kinds = _steps_of(backend.decoder)
     if kinds == ["ByteLevel"]:
-        pieces = _Pieces(backend, is_byte_level=True, space="")
-        return lambda: _ByteDecoder(pieces, errors="replace", strips_first_space=False)
+        spell = _speller(backend, is_byte_level=True, space="")
+        return lambda: _ByteDecoder(spell, errors="replace", strips_first_space=False)
     if "ByteFallback" not in kinds:
         return lambda: _WindowDecoder(backend)
     space, strips = "", False
@@ -178,25 +162,29 @@ def plan_decoding(backend: Any) -> DecoderFactory:
                 pass
             case _:
                 return lambda: _WindowDecoder(backend)
-    pieces = _Pieces(backend, is_byte_level=False, space=space)
-    return lambda: _ByteDecoder(pieces, errors=_BYTEWISE, strips_first_space=strips)
+    spell = _speller(backend, is_byte_level=False, space=space)
+    return lambda: _ByteDecoder(spell, errors=_BYTEWISE, strips_first_space=strips)
 
 
 def plan_spelling(backend: Any) -> Callable[[int], bytes]:
     """A function from a token's id to the bytes of its text, which may be a part of a character."""
-    decoder = backend.decoder
-    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    steps = state.get("decoders", [state])
-    kinds = [step.get("type") for step in steps]
+    steps, kinds = _steps_of(backend.decoder)
     if kinds == ["ByteLevel"]:
-        return _Pieces(backend, is_byte_level=True, space="").bytes_of
+        return _speller(backend, is_byte_level=True, space="")
     space = next((str(step["pattern"].get("String", "")) for step in steps if step.get("type") == "Replace"), "")
     if "ByteFallback" in kinds:
-        return _Pieces(backend, is_byte_level=False, space=space).bytes_of
+        return _speller(backend, is_byte_level=False, space=space)
     return lambda index: str(backend.decode([index], skip_special_tokens=False)).encode()
 
 
-@lru_cache(maxsize=1)
+def _steps_of(decoder: Any) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """The steps of a decoder of the library, and the type of each."""
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    steps = state.get("decoders", [state])
+    return steps, [step.get("type") for step in steps]
+
+
+@cache
 def _byte_level_alphabet() -> dict[str, int]:
     """Character to byte, as GPT-2 spells bytes: printable ones as themselves, the others from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

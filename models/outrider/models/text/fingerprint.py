@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,9 +66,7 @@ class TokenizerIdentity:
     def first_difference(self, other: TokenizerIdentity) -> str | None:
         """The first entry in which the two differ, in words ("this one" first), or None."""
         for (title, mine), (_, others) in zip(self._sections(), other._sections(), strict=True):
-            for index in range(max(len(mine), len(others))):
-                ours = mine[index] if index < len(mine) else _ABSENT
-                theirs = others[index] if index < len(others) else _ABSENT
+            for index, (ours, theirs) in enumerate(zip_longest(mine, others, fillvalue=_ABSENT)):
                 if ours != theirs:
                     return f"{title} entry {index}: {_short(ours)} against {_short(theirs)}"
         return None

@@ -14,7 +14,7 @@ from typing import Any, Final
 import tokenizers
 
 from outrider.models.errors import TokenizerError, TokenizerMismatch
-from outrider.models.text.chat_template import ChatTemplate, choose_template
+from outrider.models.text.chat_template import choose_template, render_template
 from outrider.models.text.detokenizer import StreamingDetokenizer, plan_decoding, plan_spelling
 from outrider.models.text.fingerprint import TokenizerIdentity
 
@@ -127,8 +127,14 @@ class Tokenizer:
                 f"{self.name} has no chat template, so it cannot take messages; give a plain prompt (to a server: "
                 "/v1/completions)"
             )
-        template = ChatTemplate(source, self._special_names)
-        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
+        return render_template(
+            source,
+            self._special_names,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -196,19 +202,14 @@ class Tokenizer:
         return separate or self._config.get("chat_template")
 
 
-def first_difference(a: Tokenizer, b: Tokenizer) -> str | None:
-    """The first entry in which two tokenizers differ, in words (a's first), or None if they are equal."""
-    return a.identity.first_difference(b.identity)
-
-
 def require_same_tokenizer(a: Tokenizer, b: Tokenizer) -> None:
     """Raises TokenizerMismatch, naming both and the first difference, unless the fingerprints are equal."""
     if a.fingerprint == b.fingerprint:
         return
     raise TokenizerMismatch(
         f"{a.name} (tokenizer {a.fingerprint[:12]}) and {b.name} (tokenizer {b.fingerprint[:12]}) do not "
-        f"share one tokenizer; first difference: {first_difference(a, b)}. Speculation would corrupt the "
-        "text: use a draft made for this target"
+        f"share one tokenizer; first difference: {a.identity.first_difference(b.identity)}. Speculation would corrupt "
+        "the text: use a draft made for this target"
     )
 
 

@@ -39,6 +39,7 @@ from outrider.models.wire.fields import (
     Integer,
     Number,
     Priority,
+    ProcessorFields,
     SamplingFields,
     StopIds,
     StopStrings,
@@ -47,7 +48,6 @@ from outrider.models.wire.fields import (
     TokenIds,
     rule_schema,
 )
-from outrider.models.wire.processor_fields import ProcessorFields
 
 PROTOCOL_VERSION = 2
 TREES_SINCE = 2

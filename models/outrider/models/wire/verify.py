@@ -21,6 +21,7 @@ from outrider.models.wire.fields import (
     GrammarField,
     Integer,
     Priority,
+    ProcessorFields,
     SamplingFields,
     StopIds,
     StrictMessage,
@@ -28,7 +29,6 @@ from outrider.models.wire.fields import (
     TokenIds,
     rule_schema,
 )
-from outrider.models.wire.processor_fields import ProcessorFields
 from outrider.models.wire.protocol import MAX_PATH_TOKENS, MAX_VERIFY_ITEMS, ErrorBody
 
 RuleField = Annotated[Rule, WithJsonSchema(rule_schema(*Rule))]
