@@ -1,22 +1,29 @@
-"""Finds tool calls in a model's text, as it arrives: one parser per way of writing them.
+"""Finds tool calls in a model's text, as it arrives: one reader per way of writing them.
 
 Formats, by what the model's chat template contains: `hermes` (Hermes, Qwen: `<tool_call>{...}</tool_call>`), `mistral`
 (`[TOOL_CALLS][{...}]`, `[TOOL_CALLS]name[ARGS]{...}`) and `llama` (Llama 3: the text is `{"name": ..., "parameters":
 ...}`). Text that only looks like a call stays text. docs/log.md says why no library does this.
+
+Readers are generators: each runs as far as the text goes that has arrived, and yields where it needs more.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple, TypeVar
 
-_SPACE: Final = " \t\r\n"
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A reader. It is resumed when the text has grown, or is at its end."""
+
+SPACE: Final = " \t\r\n"
+ARGUMENT_KEYS: Final = ("arguments", "parameters")
+MAX_NAME_CHARS: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class CallDelta:
+class CallDelta(NamedTuple):
     """A piece of call `index`. name: set in its first piece only. arguments: JSON text that follows the earlier one."""
 
     index: int
@@ -25,120 +32,179 @@ class CallDelta:
 
 
 @dataclass(slots=True)
-class Parsed:
-    """What a piece of text adds to content and calls."""
+class ArrivingText:
+    """A text in the making, and what was found in it since somebody looked.
 
-    content: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
-
-
-ARGUMENT_KEYS: Final = ("arguments", "parameters")
-MAX_NAME_CHARS: Final = 256
-
-
-class CallScanner:
-    """Reads one tool call, a JSON object with a name and its arguments, character by character.
-
-    Feed it until `is_over` or `is_broken`. The arguments are passed on as they arrive, in the model's own spelling.
+    held: what no reader has taken yet; it may begin something. is_last: nothing follows. Spaces around calls are
+    dropped.
     """
 
-    def __init__(self, name: str | None = None) -> None:
-        """name: given, it is the function's, and the object is its arguments."""
-        self.name = name
-        self.is_over = self.is_broken = self.has_arguments = False
-        self._fed: list[str] = []
-        self._fresh: list[str] = []  # of the arguments
-        self._is_bare = name is not None
-        self._is_open = False
-        self._key: str | None = None  # of the value that is read; None while a key is
-        self._text: list[str] = []  # of the key or value
-        self._depth = 0  # of the key or value
-        self._in_string = self._is_escaped = False
-        self._is_whole = False  # the key or value cannot go on
+    held: str = ""
+    is_last: bool = False
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    num_calls: int = 0
 
-    @property
-    def raw(self) -> str:
-        """What it was fed."""
-        return "".join(self._fed)
+    def until(self, mark: str, shown: list[str]) -> Steps[str | None]:
+        """Appends the text before `mark` to `shown`, as it comes. Returns the mark, with the spaces before it; None at
+        the text's end.
+        """
+        while (at := self.held.find(mark)) < 0:
+            longest = min(len(self.held), len(mark) - 1)
+            num_marked = next((n for n in range(longest, 0, -1) if self.held.endswith(mark[:n])), 0)
+            text = self.held[: len(self.held) - num_marked].rstrip(SPACE)
+            shown.append(text)
+            self.held = self.held[len(text) :]
+            if self.is_last:
+                return None
+            yield
+        text = self.held[:at].rstrip(SPACE)
+        shown.append(text)
+        before = self.held[len(text) : at + len(mark)]
+        self.held = self.held[at + len(mark) :]
+        return before
 
-    def take_arguments(self) -> str:
-        """The arguments' text since the last call."""
-        fresh = "".join(self._fresh)
-        self._fresh.clear()
-        return fresh
+    def past(self, chars: str) -> Steps[str]:
+        """Drops `chars` where the text goes on. Returns what follows; nothing at the text's end."""
+        while not (rest := self.held.lstrip(chars)) and not self.is_last:
+            yield
+        self.held = rest
+        return rest
 
-    def feed(self, text: str) -> str:
-        """Reads `text` up to the object's end; returns what follows it."""
-        for index, char in enumerate(text):
-            if self.is_over or self.is_broken:
-                self._fed.append(text[:index])
-                return text[index:]
-            self._step(char)
-        self._fed.append(text)
-        return ""
+    def past_mark(self, mark: str) -> Steps[None]:
+        """Drops `mark` and the spaces around it, if it comes next, or its beginning where the text's end cuts it."""
+        while mark.startswith(rest := self.held.lstrip(SPACE)) and rest != mark and not self.is_last:
+            yield
+        if rest.startswith(mark):
+            self.held = rest[len(mark) :].lstrip(SPACE)
+        elif mark.startswith(rest):
+            self.held = ""
 
-    def _step(self, char: str) -> None:
-        is_between = self._depth == 0 and not self._in_string
-        if is_between and char in _SPACE:
-            self._is_whole = bool(self._text)
-            return
-        if not self._is_open:
-            self._is_open, self.is_broken = True, char != "{"
-            if not self._is_bare:
-                return
-            self._key = ARGUMENT_KEYS[0]
-        elif is_between and char in ":,}":
-            return self._end(char)
-        elif self._is_whole or (is_between and char == "]") or (self._key is None and not self._text and char != '"'):
-            self.is_broken = True
-            return
-        self._text.append(char)
-        if self._in_string:
-            self._in_string = self._is_escaped or char != '"'
-            self._is_escaped = char == "\\" and not self._is_escaped
-        elif char == '"':
-            self._in_string = True
-        else:
-            self._depth += (char in "{[") - (char in "}]")
-        self._is_whole = self._depth == 0 and not self._in_string and char in '"}]'
-        if self._key in ARGUMENT_KEYS and self._text[0] == "{":
-            self._fresh.append(char)
-            self.has_arguments = True
-            self.is_over = self._is_bare and self._is_whole
-        if self._is_whole and self._key is not None:
-            self._take(self._key, "".join(self._text))
-            self._key = ""  # is known
+    def call(self, before: str, name: str | None = None) -> Steps[bool]:
+        """Reads one call. Returns whether it is whole; what is no call becomes content, with the `before` it.
 
-    def _end(self, char: str) -> None:
-        """A key or a value is complete, and perhaps the object."""
-        key, text = self._key, "".join(self._text)
-        self._text.clear()
-        self._key, self._is_whole = None, False
-        if char == ":":
-            self._key = _text_of(text)
-            self.is_broken = key is not None or not self._key
-        elif key is not None:
-            self._take(key, text)
-        else:
-            self.is_broken = bool(text) or char == ","
-        if char == "}" and not self.is_broken:
-            self.is_over, self.is_broken = self.name is not None, self.name is None
-            if not self.has_arguments:
-                self._give("{}")
+        name: given, it is the function's, and the object is its arguments. A call that the text's end cuts keeps its
+        beginning.
+        """
+        call = _Call(name)
+        steps = _object(call, is_bare=name is not None)
+        next(steps)
+        raw: list[str] = []
+        is_whole: bool | None = None
+        is_announced = False
+        while True:
+            text, self.held = self.held, ""
+            for num_read, char in enumerate(text, start=1):
+                if (is_whole := steps.send(char)) is not None:
+                    text, self.held = text[:num_read], text[num_read:]
+                    break
+            raw.append(text)
+            if call.name is not None and call.has_arguments and (call.fresh or not is_announced):
+                self.num_calls += not is_announced
+                name = None if is_announced else call.name
+                self.calls.append(CallDelta(self.num_calls - 1, name, "".join(call.fresh)))
+                call.fresh.clear()
+                is_announced = True
+            if is_whole is not None or self.is_last:
+                break
+            yield
+        if not is_announced:
+            self.content.append(before + "".join(raw))
+        return bool(is_whole)
 
-    def _take(self, key: str, text: str) -> None:
+
+@dataclass(slots=True)
+class _Call:
+    """A call as far as it was read. fresh: text of its arguments, in the model's own spelling, not passed on yet."""
+
+    name: str | None
+    has_arguments: bool = False
+    fresh: list[str] = field(default_factory=list)
+
+    def take(self, key: str, spelled: str) -> bool:
+        """Takes a value other than an object of arguments. Returns whether a call may have it."""
         if key == "name":
-            self.name = _text_of(text)
-            self.is_broken = not self.name or len(self.name) > MAX_NAME_CHARS
-        elif key in ARGUMENT_KEYS and text[:1] != "{":
-            if text[:1] == '"':  # an object that is spelled as a string
-                found = _text_of(text)
-                self.is_broken, text = found is None, found or ""
-            self._give("{}" if text == "null" else text)
+            self.name = _text_of(spelled)
+            return bool(self.name) and len(self.name or "") <= MAX_NAME_CHARS
+        if key in ARGUMENT_KEYS:
+            found = _text_of(spelled) if spelled[:1] == '"' else spelled  # an object may be spelled as a string
+            self.has_arguments = True
+            self.fresh = ["{}" if found == "null" else found or ""]
+            return found is not None
+        return True
 
-    def _give(self, arguments: str) -> None:
-        self._fresh = [arguments]
-        self.has_arguments = True
+
+# Reads a JSON object: takes its characters, and gives None until it knows whether they are a whole call.
+_Reads = Generator[bool | None, str, T]
+
+
+def _object(call: _Call, *, is_bare: bool) -> _Reads[None]:
+    """is_bare: the object is the arguments."""
+    if (yield from _char()) != "{":
+        yield False
+    if is_bare:
+        call.has_arguments = True
+        yield from _rest("{", call.fresh)
+        yield True
+    delimiter = ","
+    while delimiter == ",":
+        delimiter = yield from _char()
+        if delimiter == '"':
+            delimiter = yield from _member(call)
+    if delimiter != "}" or call.name is None:
+        yield False
+    if not call.has_arguments:
+        call.take("arguments", "null")
+    yield True
+
+
+def _member(call: _Call) -> _Reads[str]:
+    """A key and its value, whose first quote was read. Returns what follows; nothing for what is none."""
+    text: list[str] = []
+    yield from _rest('"', text)
+    key = _text_of("".join(text))
+    if not key or (yield from _char()) != ":":
+        return ""
+    char = yield from _char()
+    if key in ARGUMENT_KEYS and char == "{":
+        call.has_arguments = True
+        yield from _rest(char, call.fresh)
+        return (yield from _char())
+    text = []
+    if char in '"{[':
+        yield from _rest(char, text)
+        char = ""
+    while char and char not in ",]}" + SPACE:
+        text.append(char)
+        char = yield None
+    if not call.take(key, "".join(text)):
+        return ""
+    return char.strip(SPACE) or (yield from _char())
+
+
+def _rest(first: str, text: list[str]) -> _Reads[None]:
+    """Appends the string, list or object that begins with `first` to `text`, as it comes."""
+    text.append(first)
+    in_string, is_escaped = first == '"', False
+    depth = 0 if in_string else 1
+    while depth or in_string:
+        char = yield None
+        text.append(char)
+        if in_string:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            in_string = True
+        else:
+            depth += (char in "{[") - (char in "}]")
+
+
+def _char() -> _Reads[str]:
+    """The next character that is no space."""
+    while (char := (yield None)) in SPACE:
+        pass
+    return char
 
 
 def _text_of(spelled: str) -> str | None:
@@ -153,222 +219,65 @@ def _text_of(spelled: str) -> str | None:
     return None
 
 
-class ToolCallParser:
-    """Text in, content and calls out; holds back text that may begin a call. Spaces around calls are dropped."""
-
-    begins: str = ""
-    """What begins a call."""
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._scanner: CallScanner | None = None
-        self._before = ""  # the marker of the call that is read, for text that turns out to be none
-        self._num_calls = 0
-        self._is_announced = False  # the name of the call that is read was passed on
-        self._found = Parsed()
-
-    def push(self, text: str, *, is_last: bool = False) -> Parsed:
-        """What `text` adds. is_last: nothing follows; a call that the text's end cuts keeps its beginning."""
-        self._held += text
-        while self._step():
-            pass
-        if is_last:
-            self._finish()
-        found, self._found = self._found, Parsed()
-        return found
-
-    def _finish(self) -> None:
-        """Gives what was held back."""
-        if self._scanner is not None:
-            self._end_call()
-        if self._held.strip() or not self._num_calls:
-            self._found.content += self._held
-        self._held = ""
-
-    def _step(self) -> bool:
-        """Takes a part of `_held`; whether to go on."""
-        if self._scanner is None:
-            return self._find()
-        self._held = self._scanner.feed(self._held)
-        self._pass_on()
-        if not (self._scanner.is_over or self._scanner.is_broken):
-            return False
-        self._end_call()
-        return bool(self._held)
-
-    def _find(self) -> bool:
-        """Looks for what begins a call."""
-        at = self._held.find(self.begins)
-        if at >= 0:
-            shown = self._held[:at].rstrip(_SPACE)
-            before = self._held[len(shown) : at + len(self.begins)]
-            self._found.content += shown
-            self._held = self._held[at + len(self.begins) :]
-            self._open(before)
-            return True
-        shown = self._held[: len(self._held) - _overlap(self._held, self.begins)].rstrip(_SPACE)
-        self._found.content += shown
-        self._held = self._held[len(shown) :]
-        return False
-
-    def _open(self, before: str, name: str | None = None) -> None:
-        self._scanner, self._before, self._is_announced = CallScanner(name), before, False
-
-    def _pass_on(self) -> None:
-        scanner = self._scanner
-        assert scanner is not None
-        if scanner.name is None or not scanner.has_arguments:
-            return
-        arguments = scanner.take_arguments()
-        if not self._is_announced:
-            self._is_announced = True
-            self._num_calls += 1
-            self._found.calls.append(CallDelta(self._num_calls - 1, scanner.name, arguments))
-        elif arguments:
-            self._found.calls.append(CallDelta(self._num_calls - 1, None, arguments))
-
-    def _end_call(self) -> None:
-        scanner = self._scanner
-        assert scanner is not None
-        self._scanner = None
-        if not self._is_announced:
-            self._found.content += self._before + scanner.raw
-        self._after_call(is_whole=scanner.is_over)
-
-    def _after_call(self, *, is_whole: bool) -> None:
-        """What follows a call in this format."""
-
-
-class HermesParser(ToolCallParser):
+def _read_hermes(text: ArrivingText) -> Steps[None]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
-
-    begins = "<tool_call>"
-    _ends: Final = "</tool_call>"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._awaits_end = False
-
-    def _step(self) -> bool:
-        if self._awaits_end:
-            rest = self._held.lstrip(_SPACE)
-            if rest.startswith(self._ends):
-                self._held = rest[len(self._ends) :].lstrip(_SPACE)
-            elif self._ends.startswith(rest):
-                return False
-            self._awaits_end = False
-        return super()._step()
-
-    def _finish(self) -> None:
-        if self._awaits_end:
-            self._held = ""
-        super()._finish()
-
-    def _after_call(self, *, is_whole: bool) -> None:
-        self._awaits_end = is_whole
+    while (before := (yield from text.until("<tool_call>", text.content))) is not None:
+        if (yield from text.call(before)):
+            yield from text.past_mark("</tool_call>")
 
 
-class MistralParser(ToolCallParser):
+def _read_mistral(text: ArrivingText) -> Steps[None]:
     """`[TOOL_CALLS]` and a list of objects, or a name, `[ARGS]` and an object."""
-
-    begins = "[TOOL_CALLS]"
-    _names: Final = ("[CALL_ID]", "[ARGS]")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_in_list = False
-        self._awaits_name = False
-
-    def _open(self, before: str, name: str | None = None) -> None:
-        self._before, self._awaits_name = before, True
-
-    def _step(self) -> bool:
-        if self._awaits_name:
-            return self._begin_call()
-        if self._is_in_list and self._scanner is None:
-            return self._next_in_list()
-        return super()._step()
-
-    def _finish(self) -> None:
-        if self._awaits_name:
-            self._held, self._awaits_name = self._before + self._held, False
-        if self._is_in_list and self._scanner is None:
-            self._held = ""
-        super()._finish()
-
-    def _begin_call(self) -> bool:
-        text = self._held.lstrip(_SPACE)
-        if not text:
-            return False
-        if text[0] in "[{":
-            if text[0] == "[":
-                if text == "[" or any(mark.startswith(text) for mark in self._names):
-                    return False
-                self._is_in_list, text = True, text[1:]
-            self._held, self._awaits_name = text, False
-            super()._open(self._before)
-            return True
-        at = text.find("{")
-        if at < 0:
-            return False
-        name = text[:at].split("[", 1)[0].strip()
-        self._held, self._awaits_name = text[at:], False
-        super()._open(self._before + text[:at], name or None)
-        return True
-
-    def _next_in_list(self) -> bool:
-        text = self._held.lstrip(_SPACE + ",")
-        if not text:
-            self._held = ""
-            return False
-        if text[0] == "]":
-            self._is_in_list, self._held = False, text[1:].lstrip(_SPACE)
-            return bool(self._held)
-        self._held = text
-        super()._open("")
-        return True
-
-    def _after_call(self, *, is_whole: bool) -> None:
-        self._is_in_list = self._is_in_list and is_whole
-        if is_whole and not self._is_in_list:
-            self._held = self._held.lstrip(_SPACE)
+    while (before := (yield from text.until("[TOOL_CALLS]", text.content))) is not None:
+        while (begin := _begin_of_calls(text.held.lstrip(SPACE))) is None:
+            if text.is_last:
+                text.held = before + text.held
+                return
+            yield
+        text.held = text.held.lstrip(SPACE)[len(begin) :]
+        if begin != "[":
+            if (yield from text.call(before + begin, begin.split("[", 1)[0].strip() or None)):
+                text.held = text.held.lstrip(SPACE)
+            continue
+        while (yield from text.call(before)):
+            before = ""
+            if (yield from text.past(SPACE + ","))[:1] in ("]", ""):
+                text.held = text.held[1:].lstrip(SPACE)
+                break
 
 
-class LlamaParser(ToolCallParser):
+def _begin_of_calls(text: str) -> str | None:
+    """What comes before the first object: `[`, or the function's name, if any; None while it is not whole."""
+    if text.startswith("["):
+        is_whole = text != "[" and not any(mark.startswith(text) for mark in ("[CALL_ID]", "[ARGS]"))
+        return "[" if is_whole else None
+    return text[: text.index("{")] if "{" in text else None
+
+
+def _read_llama(text: ArrivingText) -> Steps[None]:
     """The text is one object `{"name": ..., "parameters": {...}}`, or several with `;` between them."""
-
-    begins = "<|python_tag|>"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._may_begin = True
-
-    def _find(self) -> bool:
-        if not self._may_begin:
-            return super()._find()
-        text = self._held.lstrip(_SPACE + (";," if self._num_calls else ""))
-        if text.startswith("{"):
-            self._held = text
-            self._open("")
-            return True
-        if not text or self.begins.startswith(text):
-            return False
-        self._may_begin = False
-        return True
-
-    def _after_call(self, *, is_whole: bool) -> None:
-        self._may_begin = is_whole
+    tag = "<|python_tag|>"
+    may_begin = True
+    while True:
+        before: str | None = None
+        if may_begin:
+            between = SPACE + (";," if text.num_calls else "")
+            while tag.startswith(found := text.held.lstrip(between)) and found != tag:
+                if text.is_last:
+                    return
+                yield
+            if found.startswith("{"):
+                text.held, before = found, ""
+        if before is None:
+            before = yield from text.until(tag, text.content)
+        if before is None:
+            return
+        may_begin = yield from text.call(before)
 
 
-PARSERS: Final[dict[str, Callable[[], ToolCallParser]]] = {
-    "hermes": HermesParser,
-    "mistral": MistralParser,
-    "llama": LlamaParser,
+READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {
+    "hermes": _read_hermes,
+    "mistral": _read_mistral,
+    "llama": _read_llama,
 }
 """By the format's name."""
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
