@@ -33,8 +33,7 @@ from outrider.models.http.limits import RateLimiter, Slots
 from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
 from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
-from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.ingress.connections import ConnectionTable, reserve_files
+from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, reserve_files
 from outrider.models.ingress.sockets import TlsFiles
 from outrider.models.process.tally import RequestTally
 

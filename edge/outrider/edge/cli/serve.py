@@ -40,7 +40,7 @@ from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.process.extras import require_packages
 from outrider.models.process.heap import bound_heaps

@@ -22,7 +22,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from outrider.models.client.address import split_login, verifier_url
-from outrider.models.client.certificate import ClientCertificate
+from outrider.models.client.certificate import ClientCertificate, system_tls
 from outrider.models.client.errors import (
     EndpointLost,
     EndpointWrong,
@@ -36,7 +36,6 @@ from outrider.models.client.errors import (
 )
 from outrider.models.client.exchange import Exchange, LeftSteps, chunks_of, close
 from outrider.models.client.messages import ByteCounts
-from outrider.models.client.tls import system_tls
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback
 from outrider.models.wire.protocol import ErrorAnswer, ErrorBody, ReadyAnswer
@@ -130,7 +129,8 @@ class HttpEndpoint:
         self._owns_connections = True
         self._left = LeftSteps()
         self._is_traced = transport is None or isinstance(transport, httpx.AsyncHTTPTransport)
-        self._body_up = self._body_down = self._headers_up = self._headers_down = 0
+        self.wire = ByteCounts()
+        """Bytes so far; take differences."""
 
     def for_one_text(self, *, no_store: bool = False) -> Self:
         """The same endpoint over the same connections, with bytes counted apart; closing it closes nothing.
@@ -140,7 +140,7 @@ class HttpEndpoint:
         own = copy.copy(self)
         own._options = replace(self._options, no_store=no_store or self._options.no_store)
         own._owns_connections = False
-        own._body_up = own._body_down = own._headers_up = own._headers_down = 0
+        own.wire = ByteCounts()
         return own
 
     async def __aenter__(self) -> Self:
@@ -154,11 +154,6 @@ class HttpEndpoint:
         if self._owns_connections:
             await self._left.aclose()
             await self._http.aclose()
-
-    @property
-    def wire(self) -> ByteCounts:
-        """Bytes so far; take differences."""
-        return ByteCounts(self._body_up, self._body_down, self._headers_up, self._headers_down)
 
     async def _exchange(
         self,
@@ -225,7 +220,7 @@ class HttpEndpoint:
         """
         parts = urlsplit(self.url)
         is_cut = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
-        if parts.scheme != "http" or self._headers_down or not is_cut or getproxies().keys() & {"http", "all"}:
+        if parts.scheme != "http" or self.wire.headers_down or not is_cut or getproxies().keys() & {"http", "all"}:
             return False
         context = ssl.create_default_context()  # a certificate that it refuses is TLS, too
         try:
@@ -256,7 +251,7 @@ class HttpEndpoint:
         chunks = chunks_of(response)
         try:
             async for chunk in chunks:
-                self._body_down += len(chunk)
+                self.wire.body_down += len(chunk)
                 body += chunk
                 if len(body) > max_bytes:
                     if not is_cut:
@@ -283,14 +278,14 @@ class HttpEndpoint:
         extra: dict[str, Any] = {"timeout": self._timeouts(silence_s)} if silence_s is not None else {}
         extra["extensions"] = {"trace": exchange.trace}
         request = self._http.build_request(method, self.url + path, content=content, headers=headers or (), **extra)
-        self._body_up += len(content) if content else 0
+        self.wire.body_up += len(content) if content else 0
         line = len(method) + len(request.url.raw_path) + len("  HTTP/1.1\r\n")
-        self._headers_up += line + _header_bytes(request.headers)
+        self.wire.headers_up += line + _header_bytes(request.headers)
         return request
 
     def _count(self, response: httpx.Response) -> None:
         line = len(f"HTTP/1.1 {response.status_code} {response.reason_phrase}\r\n")
-        self._headers_down += line + _header_bytes(response.headers)
+        self.wire.headers_down += line + _header_bytes(response.headers)
 
     def _refusal(self, status: int, body: bytes, headers: httpx.Headers) -> OutriderError:
         error = _reported(status, body)

@@ -1,13 +1,289 @@
-"""Reads the text of a chat's choice into the fields of a message: content, reasoning, tool calls."""
+"""Reads the text of a chat's choice, as it arrives, into the fields of a message: content, reasoning, tool calls.
+
+Formats of calls, by what the model's chat template contains: `hermes` (Hermes, Qwen: `<tool_call>{...}</tool_call>`),
+`mistral` (`[TOOL_CALLS][{...}]`, `[TOOL_CALLS]name[ARGS]{...}`) and `llama` (Llama 3: the text is `{"name": ...,
+"parameters": ...}`). Text that only looks like a call stays text. docs/log.md says why no library does this.
+
+Readers are generators: each runs as far as the text goes that has arrived, and yields where it needs more.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeVar
 
 from outrider.models.grammar.reasoning import BEGIN, END
-from outrider.models.http.tool_calls import READERS, SPACE, ArrivingText, CallDelta, Steps
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A reader. It is resumed when the text has grown, or is at its end."""
+
+SPACE: Final = " \t\r\n"
+ARGUMENT_KEYS: Final = ("arguments", "parameters")
+MAX_NAME_CHARS: Final = 256
+
+
+class CallDelta(NamedTuple):
+    """A piece of call `index`. name: set in its first piece only. arguments: JSON text that follows the earlier one."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class ArrivingText:
+    """A text in the making, and what was found in it since somebody looked.
+
+    held: what no reader has taken yet; it may begin something. is_last: nothing follows. Spaces around calls are
+    dropped.
+    """
+
+    held: str = ""
+    is_last: bool = False
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    num_calls: int = 0
+
+    def until(self, mark: str, shown: list[str]) -> Steps[str | None]:
+        """Appends the text before `mark` to `shown`, as it comes. Returns the mark, with the spaces before it; None at
+        the text's end.
+        """
+        while (at := self.held.find(mark)) < 0:
+            longest = min(len(self.held), len(mark) - 1)
+            num_marked = next((n for n in range(longest, 0, -1) if self.held.endswith(mark[:n])), 0)
+            text = self.held[: len(self.held) - num_marked].rstrip(SPACE)
+            shown.append(text)
+            self.held = self.held[len(text) :]
+            if self.is_last:
+                return None
+            yield
+        text = self.held[:at].rstrip(SPACE)
+        shown.append(text)
+        before = self.held[len(text) : at + len(mark)]
+        self.held = self.held[at + len(mark) :]
+        return before
+
+    def past(self, chars: str) -> Steps[str]:
+        """Drops `chars` where the text goes on. Returns what follows; nothing at the text's end."""
+        while not (rest := self.held.lstrip(chars)) and not self.is_last:
+            yield
+        self.held = rest
+        return rest
+
+    def past_mark(self, mark: str) -> Steps[None]:
+        """Drops `mark` and the spaces around it, if it comes next, or its beginning where the text's end cuts it."""
+        while mark.startswith(rest := self.held.lstrip(SPACE)) and rest != mark and not self.is_last:
+            yield
+        if rest.startswith(mark):
+            self.held = rest[len(mark) :].lstrip(SPACE)
+        elif mark.startswith(rest):
+            self.held = ""
+
+    def call(self, before: str, name: str | None = None) -> Steps[bool]:
+        """Reads one call. Returns whether it is whole; what is no call becomes content, with the `before` it.
+
+        name: given, it is the function's, and the object is its arguments. A call that the text's end cuts keeps its
+        beginning.
+        """
+        call = _Call(name)
+        steps = _object(call, is_bare=name is not None)
+        next(steps)
+        raw: list[str] = []
+        is_whole: bool | None = None
+        is_announced = False
+        while True:
+            text, self.held = self.held, ""
+            for num_read, char in enumerate(text, start=1):
+                if (is_whole := steps.send(char)) is not None:
+                    text, self.held = text[:num_read], text[num_read:]
+                    break
+            raw.append(text)
+            if call.name is not None and call.has_arguments and (call.fresh or not is_announced):
+                self.num_calls += not is_announced
+                name = None if is_announced else call.name
+                self.calls.append(CallDelta(self.num_calls - 1, name, "".join(call.fresh)))
+                call.fresh.clear()
+                is_announced = True
+            if is_whole is not None or self.is_last:
+                break
+            yield
+        if not is_announced:
+            self.content.append(before + "".join(raw))
+        return bool(is_whole)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call as far as it was read. fresh: text of its arguments, in the model's own spelling, not passed on yet."""
+
+    name: str | None
+    has_arguments: bool = False
+    fresh: list[str] = field(default_factory=list)
+
+    def take(self, key: str, spelled: str) -> bool:
+        """Takes a value other than an object of arguments. Returns whether a call may have it."""
+        if key == "name":
+            self.name = _text_of(spelled)
+            return bool(self.name) and len(self.name or "") <= MAX_NAME_CHARS
+        if key in ARGUMENT_KEYS:
+            found = _text_of(spelled) if spelled[:1] == '"' else spelled  # an object may be spelled as a string
+            self.has_arguments = True
+            self.fresh = ["{}" if found == "null" else found or ""]
+            return found is not None
+        return True
+
+
+# Reads a JSON object: takes its characters, and gives None until it knows whether they are a whole call.
+_Reads = Generator[bool | None, str, T]
+
+
+def _object(call: _Call, *, is_bare: bool) -> _Reads[None]:
+    """is_bare: the object is the arguments."""
+    if (yield from _char()) != "{":
+        yield False
+    if is_bare:
+        call.has_arguments = True
+        yield from _rest("{", call.fresh)
+        yield True
+    delimiter = ","
+    while delimiter == ",":
+        delimiter = yield from _char()
+        if delimiter == '"':
+            delimiter = yield from _member(call)
+    if delimiter != "}" or call.name is None:
+        yield False
+    if not call.has_arguments:
+        call.take("arguments", "null")
+    yield True
+
+
+def _member(call: _Call) -> _Reads[str]:
+    """A key and its value, whose first quote was read. Returns what follows; nothing for what is none."""
+    text: list[str] = []
+    yield from _rest('"', text)
+    key = _text_of("".join(text))
+    if not key or (yield from _char()) != ":":
+        return ""
+    char = yield from _char()
+    if key in ARGUMENT_KEYS and char == "{":
+        call.has_arguments = True
+        yield from _rest(char, call.fresh)
+        return (yield from _char())
+    text = []
+    if char in '"{[':
+        yield from _rest(char, text)
+        char = ""
+    while char and char not in ",]}" + SPACE:
+        text.append(char)
+        char = yield None
+    if not call.take(key, "".join(text)):
+        return ""
+    return char.strip(SPACE) or (yield from _char())
+
+
+def _rest(first: str, text: list[str]) -> _Reads[None]:
+    """Appends the string, list or object that begins with `first` to `text`, as it comes."""
+    text.append(first)
+    in_string, is_escaped = first == '"', False
+    depth = 0 if in_string else 1
+    while depth or in_string:
+        char = yield None
+        text.append(char)
+        if in_string:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            in_string = True
+        else:
+            depth += (char in "{[") - (char in "}]")
+
+
+def _char() -> _Reads[str]:
+    """The next character that is no space."""
+    while (char := (yield None)) in SPACE:
+        pass
+    return char
+
+
+def _text_of(spelled: str) -> str | None:
+    """A string of JSON; None for anything else, and for half of a surrogate pair: no answer could be written."""
+    try:
+        found: object = json.loads(spelled)
+        if isinstance(found, str):
+            found.encode()
+            return found
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _read_hermes(text: ArrivingText) -> Steps[None]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+    while (before := (yield from text.until("<tool_call>", text.content))) is not None:
+        if (yield from text.call(before)):
+            yield from text.past_mark("</tool_call>")
+
+
+def _read_mistral(text: ArrivingText) -> Steps[None]:
+    """`[TOOL_CALLS]` and a list of objects, or a name, `[ARGS]` and an object."""
+    while (before := (yield from text.until("[TOOL_CALLS]", text.content))) is not None:
+        while (begin := _begin_of_calls(text.held.lstrip(SPACE))) is None:
+            if text.is_last:
+                text.held = before + text.held
+                return
+            yield
+        text.held = text.held.lstrip(SPACE)[len(begin) :]
+        if begin != "[":
+            if (yield from text.call(before + begin, begin.split("[", 1)[0].strip() or None)):
+                text.held = text.held.lstrip(SPACE)
+            continue
+        while (yield from text.call(before)):
+            before = ""
+            if (yield from text.past(SPACE + ","))[:1] in ("]", ""):
+                text.held = text.held[1:].lstrip(SPACE)
+                break
+
+
+def _begin_of_calls(text: str) -> str | None:
+    """What comes before the first object: `[`, or the function's name, if any; None while it is not whole."""
+    if text.startswith("["):
+        is_whole = text != "[" and not any(mark.startswith(text) for mark in ("[CALL_ID]", "[ARGS]"))
+        return "[" if is_whole else None
+    return text[: text.index("{")] if "{" in text else None
+
+
+def _read_llama(text: ArrivingText) -> Steps[None]:
+    """The text is one object `{"name": ..., "parameters": {...}}`, or several with `;` between them."""
+    tag = "<|python_tag|>"
+    may_begin = True
+    while True:
+        before: str | None = None
+        if may_begin:
+            between = SPACE + (";," if text.num_calls else "")
+            while tag.startswith(found := text.held.lstrip(between)) and found != tag:
+                if text.is_last:
+                    return
+                yield
+            if found.startswith("{"):
+                text.held, before = found, ""
+        if before is None:
+            before = yield from text.until(tag, text.content)
+        if before is None:
+            return
+        may_begin = yield from text.call(before)
+
+
+READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {
+    "hermes": _read_hermes,
+    "mistral": _read_mistral,
+    "llama": _read_llama,
+}
+"""By the format's name."""
 
 
 @dataclass(frozen=True, slots=True)

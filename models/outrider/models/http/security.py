@@ -87,7 +87,8 @@ class PagePolicy:
 
     def require_host(self, host: bytes | None) -> None:
         """Raises RequestError 403 `host_not_allowed` if the request is for another server."""
-        if not self._checks_host or _is_loopback_name(host or b"") or _name(host or b"") in self._hosts:
+        name = _name(host)
+        if not self._checks_host or _is_loopback_name(name) or name in self._hosts:
             return
         shown = host[:_MAX_QUOTED_CHARS].decode("latin-1") if host else "missing"
         raise RequestError(
@@ -106,7 +107,7 @@ class PagePolicy:
         origin = origin.lower()
         authority = origin.partition(b"://")[2]
         is_own = bool(authority) and host is not None and authority == host.lower()
-        if not (is_own or origin.decode("latin-1") in self._origins or _is_loopback_name(authority)):
+        if not (is_own or origin.decode("latin-1") in self._origins or _is_loopback_name(_name(authority))):
             raise _foreign_origin(origin[:_MAX_QUOTED_CHARS].decode("latin-1"))
 
 
@@ -118,26 +119,21 @@ def _foreign_origin(shown: str) -> RequestError:
     )
 
 
-def _name(authority: bytes) -> str:
+def _name(authority: bytes | None) -> str:
     """The host of `host:port`, lower case; empty if there is none."""
-    return "" if len(authority) > _MAX_AUTHORITY_BYTES else _parsed_name(authority)
-
-
-def _is_loopback_name(authority: bytes) -> bool:
-    """Whether the host of `host:port` is a loopback address, localhost, or a name below it (RFC 6761, section 6.3)."""
-    return len(authority) <= _MAX_AUTHORITY_BYTES and _is_parsed_loopback(authority)
+    return _name_of(authority) if authority and len(authority) <= _MAX_AUTHORITY_BYTES else ""
 
 
 # Every request asks, nearly always with the same host.
 @lru_cache(maxsize=1024)
-def _parsed_name(authority: bytes) -> str:
+def _name_of(authority: bytes) -> str:
     found = _AUTHORITY.fullmatch(authority)
     return (found[1] or found[2]).decode("latin-1").lower() if found else ""
 
 
 @lru_cache(maxsize=1024)
-def _is_parsed_loopback(authority: bytes) -> bool:
-    name = _parsed_name(authority)
+def _is_loopback_name(name: str) -> bool:
+    """Whether it is a loopback address, localhost, or a name below it (RFC 6761, section 6.3)."""
     return is_loopback(name) or name.endswith(".localhost")
 
 

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_bytes
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 
 
 def answer_of(refusal: RequestError) -> bytes:
