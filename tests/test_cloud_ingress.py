@@ -322,7 +322,7 @@ def test_a_stalled_event_loop_costs_nobody_a_connection() -> None:
             self.seen.append((now, late_s))
 
     table, loop, connection = ConnectionTable(ConnectionLimits()), Loop(), Connection()
-    table.watch(connection.check)
+    table.checks.add(connection.check)
     table.start(loop)  # type: ignore[arg-type]
     for now in (100.6, 112.0, 112.6):
         loop.now = now

@@ -11,7 +11,7 @@ import copy
 import ssl
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, Final, Self
@@ -289,13 +289,16 @@ class HttpEndpoint:
 
     def _refusal(self, status: int, body: bytes, headers: httpx.Headers) -> OutriderError:
         error = _reported(status, body)
-        if status == 401 and self._login and not self._has_key:
-            words = f"{self.url} does not accept the user name and password of its address: correct them, or set a key"
-            return RequestError(error.code, f"{words} with OUTRIDER_API_KEY instead.", status=status)
         if status == 401:
             # The server's words name an HTTP header; users of the agent set a variable.
             needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"
-            return RequestError(error.code, f"The verifier at {self.url} {needed} OUTRIDER_API_KEY.", status=status)
+            words = f"The verifier at {self.url} {needed} OUTRIDER_API_KEY."
+            if self._login and not self._has_key:
+                words = (
+                    f"{self.url} does not accept the user name and password of its address: correct them, or set a key "
+                    "with OUTRIDER_API_KEY instead."
+                )
+            return RequestError(error.code, words, status=status)
         refusal = refusal_error(self.url, error, status)
         if isinstance(refusal, EndpointLost):
             refusal.retry_after_s = retry_after_s(headers.get("retry-after"))
@@ -307,16 +310,11 @@ _NOT_READY: Final = {"draining": "the server is shutting down", "failed": "the s
 
 def _reported(status: int, body: bytes) -> ErrorBody:
     """The error that an answer reports."""
-    try:
+    with suppress(ValidationError):
         return ErrorAnswer.model_validate_json(body).error
-    except ValidationError:
-        pass
-    if status == 503:
-        try:
-            state = ReadyAnswer.model_validate_json(body).status
-        except ValidationError:
-            state = "ready"
-        if state in _NOT_READY:
+    with suppress(ValidationError):
+        state = ReadyAnswer.model_validate_json(body).status
+        if status == 503 and state in _NOT_READY:
             return ErrorBody(code=state, message=_NOT_READY[state])
     return ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
 

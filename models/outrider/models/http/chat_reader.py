@@ -13,7 +13,7 @@ import json
 import secrets
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from outrider.models.grammar.reasoning import BEGIN, END
 
@@ -26,7 +26,8 @@ ARGUMENT_KEYS: Final = ("arguments", "parameters")
 MAX_NAME_CHARS: Final = 256
 
 
-class CallDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallDelta:
     """A piece of call `index`. name: set in its first piece only. arguments: JSON text that follows the earlier one."""
 
     index: int
@@ -153,8 +154,9 @@ def _object(call: _Call, *, is_bare: bool) -> _Reads[None]:
     delimiter = ","
     while delimiter == ",":
         delimiter = yield from _char()
-        if delimiter == '"':
-            delimiter = yield from _member(call)
+        if delimiter != '"':
+            break
+        delimiter = yield from _member(call)
     if delimiter != "}" or call.name is None:
         yield False
     if not call.has_arguments:
@@ -177,13 +179,13 @@ def _member(call: _Call) -> _Reads[str]:
     text = []
     if char in '"{[':
         yield from _rest(char, text)
-        char = ""
-    while char and char not in ",]}" + SPACE:
+        return (yield from _char()) if call.take(key, "".join(text)) else ""
+    while char not in ",:]}" + SPACE:
         text.append(char)
         char = yield None
-    if not call.take(key, "".join(text)):
-        return ""
-    return char.strip(SPACE) or (yield from _char())
+    if char in SPACE:
+        char = yield from _char()
+    return char if char in ",}" and call.take(key, "".join(text)) else ""
 
 
 def _rest(first: str, text: list[str]) -> _Reads[None]:

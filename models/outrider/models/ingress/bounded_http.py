@@ -20,12 +20,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
-from outrider.models.http.bodies import too_many_bytes
 from outrider.models.http.security import SUBJECT
 from outrider.models.ingress.connections import ConnectionTable, Ticket
-from outrider.models.ingress.refusals import answer_of, headers_too_large, malformed, too_slow, unknown_coding
+from outrider.models.ingress.refusals import answer_of, refusals
 from outrider.models.ingress.sockets import ClientName
 
 USED: Final = (
@@ -63,12 +61,7 @@ _REFUSED: Final = 3
 
 
 class _Overrun(Exception):
-    """Raised in a parser's callback: the connection is to be closed. refusal: the answer, where one may be sent."""
-
-    def __init__(self, cause: str, refusal: RequestError | None = None) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.refusal = refusal
+    """Raised in a parser's callback: the connection is to be closed, for this cause."""
 
 
 class _Flow(FlowControl):
@@ -131,11 +124,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if tls is not None and (certificate := tls.getpeercert()):
             self._subject = ClientName.of(certificate)
         self._since_s = self.loop.time()
-        self._table.watch(self.check)
+        self._table.checks.add(self.check)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives the connection's place back, and ends the request that runs, also while others wait behind it."""
-        self._table.forget(self.check)
+        self._table.checks.discard(self.check)
         self._ticket.release()
         super().connection_lost(exc)
         for cycle in self._earlier:
@@ -201,11 +194,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The end of the headers: the request begins to run or to wait."""
         if self._has_coding:
-            raise _Overrun("transfer codings", unknown_coding())
+            raise _Overrun("transfer codings")
         if len(self.headers) > self._max_headers or (
             self._fed_bytes > self._max_header_bytes and self._head_bytes() > self._max_header_bytes
         ):
-            raise _Overrun("large headers", headers_too_large(self._limits))
+            raise _Overrun("large headers")
         if self.timeout_keep_alive_task is not None:  # armed by an answer that ended since the first byte
             self._unset_keepalive_if_required()
         before = self.cycle
@@ -261,13 +254,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._phase == _BODY:
             missing = (waited_s - limits.body_grace_s) * limits.min_body_rate - (self._body_bytes - self._since_bytes)
             if missing > 0:
-                self._refuse("slow bodies", too_slow("body"))
+                self._refuse("slow bodies")
         elif self._phase == _REFUSED:
             if waited_s > limits.linger_s:
                 self.transport.abort()
         elif waited_s > limits.header_s:
             if self._fed_bytes:
-                self._refuse("slow headers", too_slow("request line and headers"))
+                self._refuse("slow headers")
             else:
                 self._table.note("silence")
                 self.transport.close()
@@ -299,20 +292,18 @@ class BoundedProtocol(HttpToolsProtocol):
                 framing > 2 * self._max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
                 or len(self.headers) + self._num_trailers > self._max_headers  # trailers come after the body
             ):
-                self._refuse("large headers", headers_too_large(self._limits))
+                self._refuse("large headers")
             elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
-                self._refuse("large bodies at once", too_many_bytes("unfinished"))
+                self._refuse("large bodies at once")
         elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
-            self._refuse("large headers", headers_too_large(self._limits))
+            self._refuse("large headers")
 
     def _refuse_unparsed(self, error: httptools.HttpParserError) -> None:
         # Not in `_feed`: a variable there would be part of a circle with its own traceback.
         overrun = error.__context__
-        if not isinstance(overrun, _Overrun):
-            if not isinstance(overrun, httptools.HttpParserError | UnicodeError | None):
-                log_fault(overrun)  # ours, or uvicorn's
-            overrun = _Overrun("malformed requests", malformed())
-        self._refuse(overrun.cause, overrun.refusal)
+        if not isinstance(overrun, _Overrun | httptools.HttpParserError | UnicodeError | None):
+            log_fault(overrun)  # ours, or uvicorn's
+        self._refuse(str(overrun) if isinstance(overrun, _Overrun) else "malformed requests")
 
     def _hold(self, num_bytes: int) -> bool:
         self._is_holding = num_bytes > 0
@@ -322,13 +313,14 @@ class BoundedProtocol(HttpToolsProtocol):
         # "name: value\r\n", and "METHOD url HTTP/1.1\r\n" without its method
         return len(self.url) + 12 + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    def _refuse(self, cause: str, refusal: RequestError | None) -> None:
-        """Sends `refusal` if no other answer is under way, and closes the connection."""
+    def _refuse(self, cause: str) -> None:
+        """Answers if no other answer is under way and there is one for this cause, and closes the connection."""
         if self.transport.is_closing() or self._phase == _REFUSED:
             return
         self._table.note(cause)
         self._unset_keepalive_if_required()
         cycle = self.cycle
+        refusal = refusals(self._limits).get(cause)
         is_answered = self._phase == _BODY and cycle.response_complete
         if refusal is None or self.pipeline or is_answered:
             self.transport.close()

@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 from outrider.models.faults import log_fault
 from outrider.models.ingress.bounded_http import BoundedProtocol
 from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, Ticket, reserve_files
-from outrider.models.ingress.refusals import too_many_connections
+from outrider.models.ingress.refusals import TOO_MANY, answer_of, refusals
 from outrider.models.ingress.sockets import ServedTls, TlsFiles
 
 _log = logging.getLogger("outrider.ingress")
@@ -43,7 +44,7 @@ class Listener:
         self,
         sock: socket.socket,
         table: ConnectionTable,
-        make_protocol: Callable[[Ticket], BoundedProtocol],
+        make_protocol: Callable[..., BoundedProtocol],
         *,
         tls: ServedTls | None,
         backlog: int,
@@ -53,7 +54,7 @@ class Listener:
         self._make_protocol = make_protocol
         self._tls = tls
         self._opening: set[asyncio.Task[None]] = set()
-        self._refusal = None if tls else too_many_connections()
+        self._refusal = None if tls else answer_of(refusals(table.limits)[TOO_MANY])
         self._has_logged = False
         sock.setblocking(False)
         sock.listen(backlog)
@@ -95,7 +96,7 @@ class Listener:
         if self._tls is not None:
             bounds = {"ssl_handshake_timeout": self._table.limits.handshake_s, "ssl_shutdown_timeout": _SHUTDOWN_S}
         await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: self._make_protocol(ticket),
+            partial(self._make_protocol, ticket=ticket),
             accepted,
             ssl=None if self._tls is None else self._tls.context,
             **bounds,
@@ -114,12 +115,9 @@ class Listener:
             log_fault(error)
 
     def _turn_away(self, accepted: socket.socket) -> None:
-        try:
+        with accepted, suppress(OSError):  # it may have left
             if self._refusal is not None:
                 accepted.send(self._refusal)  # fits a new connection's buffer
-        except OSError:
-            pass  # it has left
-        accepted.close()
 
 
 class BoundedServer(uvicorn.Server):
@@ -166,15 +164,13 @@ class BoundedServer(uvicorn.Server):
             _log.warning("the limit on open files leaves room for %d connections; raise it for more", num_allowed)
         self.table = ConnectionTable(self._limits, num_allowed=num_allowed)
         self.table.start(asyncio.get_running_loop())
+        protocol = partial(BoundedProtocol, self.config, self.server_state, self.lifespan.state, table=self.table)
         self.servers = [
-            Listener(sock, self.table, self._protocol, tls=self.tls, backlog=self.config.backlog)  # type: ignore[misc]  # has what uvicorn uses of an asyncio.Server
+            Listener(sock, self.table, protocol, tls=self.tls, backlog=self.config.backlog)  # type: ignore[misc]  # has what uvicorn uses of an asyncio.Server
             for sock in sockets
         ]
         self.started = True
         self._on_ready()
-
-    def _protocol(self, ticket: Ticket) -> BoundedProtocol:
-        return BoundedProtocol(self.config, self.server_state, self.lifespan.state, table=self.table, ticket=ticket)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes; deadlines hold to the end."""

@@ -114,8 +114,8 @@ class Ticket:
         """The connection is closed."""
         if self._client is not None:
             self.hold(0)
-            client, self._client = self._client, None
-            self._table.leave(client)
+            self._table.by_client.add(self._client, -1)
+            self._client = None
 
 
 class ConnectionTable:
@@ -130,7 +130,8 @@ class ConnectionTable:
             limits.max_client_bodies * limits.max_body_bytes, limits.max_bodies * limits.max_body_bytes
         )
         """Of bodies that are still arriving, by client."""
-        self._checks: set[Check] = set()
+        self.checks: set[Check] = set()
+        """Of the connections that are open."""
         self._closed_early: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
@@ -146,18 +147,6 @@ class ConnectionTable:
         is_full = len(self) >= self._max
         self.note("too many connections" if is_full else "too many connections of one client")
         return None
-
-    def leave(self, client: str) -> None:
-        """A ticket was released."""
-        self.by_client.add(client, -1)
-
-    def watch(self, check: Check) -> None:
-        """Checks a connection's deadlines from now on."""
-        self._checks.add(check)
-
-    def forget(self, check: Check) -> None:
-        """The connection is closed."""
-        self._checks.discard(check)
 
     def note(self, cause: str) -> None:
         """Counts a connection that the server closed or refused for `cause`; the log sums them up."""
@@ -184,7 +173,7 @@ class ConnectionTable:
         late_s = now - due
         if late_s < self.limits.sweep_s:
             late_s = 0.0
-        for check in list(self._checks):
+        for check in list(self.checks):
             check(now, late_s)
         if self._closed_early and now - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from http import HTTPStatus
 
 from outrider.models.errors import RequestError
+from outrider.models.http.bodies import too_many_bytes
 from outrider.models.http.errors import error_bytes
 from outrider.models.ingress.connections import ConnectionLimits
+
+TOO_MANY = "too many connections"
+
+
+# Answers, never raised: one that was would keep the traceback of its last use.
+@lru_cache(maxsize=8)
+def refusals(limits: ConnectionLimits) -> dict[str, RequestError]:
+    """By cause, as the log names it; a connection that is closed for another gets no answer."""
+    late = "did not arrive in time; send the request again"
+    large = (
+        f"the request line and headers are larger than {limits.max_header_bytes} bytes or more than "
+        f"{limits.max_headers} lines; send fewer"
+    )
+    coding = "the request's Transfer-Encoding is not chunked alone; send the body as it is"
+    plain = "this is not an HTTP/1.1 request; compare the URL's scheme and port"
+    full = "the server has as many connections as it takes, in all or from this address; retry later"
+    return {
+        TOO_MANY: RequestError("too_many_connections", full, status=503),
+        "malformed requests": RequestError("malformed_http", plain),
+        "transfer codings": RequestError("unsupported_transfer_encoding", coding, status=501),
+        "large headers": RequestError("headers_too_large", large, status=431),
+        "slow headers": RequestError("request_timeout", f"the request line and headers {late}", status=408),
+        "slow bodies": RequestError("request_timeout", f"the body {late}", status=408),
+        "large bodies at once": too_many_bytes("unfinished"),
+    }
 
 
 def answer_of(refusal: RequestError) -> bytes:
@@ -19,43 +46,3 @@ def answer_of(refusal: RequestError) -> bytes:
         f"{retry}connection: close\r\n\r\n"
     )
     return head.encode() + body
-
-
-def too_many_connections() -> bytes:
-    """The answer to a connection that is not admitted."""
-    return answer_of(
-        RequestError(
-            "too_many_connections",
-            "the server has as many connections as it takes, in all or from this address; retry later",
-            status=503,
-        )
-    )
-
-
-def malformed() -> RequestError:
-    """The error 400 of bytes that are no request."""
-    return RequestError("malformed_http", "this is not an HTTP/1.1 request; compare the URL's scheme and port")
-
-
-def unknown_coding() -> RequestError:
-    """The error 501 of a body in another coding."""
-    return RequestError(
-        "unsupported_transfer_encoding",
-        "the request's Transfer-Encoding is not chunked alone; send the body as it is",
-        status=501,
-    )
-
-
-def too_slow(what: str) -> RequestError:
-    """The error 408 of a part that did not arrive in time."""
-    return RequestError("request_timeout", f"the {what} did not arrive in time; send the request again", status=408)
-
-
-def headers_too_large(limits: ConnectionLimits) -> RequestError:
-    """The error 431 of headers beyond the bounds."""
-    return RequestError(
-        "headers_too_large",
-        f"the request line and headers are larger than {limits.max_header_bytes} bytes or more than "
-        f"{limits.max_headers} lines; send fewer",
-        status=431,
-    )
