@@ -109,8 +109,8 @@ def serve_local(options: ServeOptions) -> None:
         )
         end_tracing = start_tracing(lambda words: _log.warning("%s", words))
         relieve_collector()  # else a full collection stops all texts for a tenth of a second
-        if tls is not None and server.tls is not None:
-            files.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
+        if tls is not None:
+            files.append(WatchedFiles("certificates", tls.paths, tls.reload))
         try:
             with FileWatch(files):
                 server.run(sockets=[sock])

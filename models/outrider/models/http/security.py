@@ -20,7 +20,7 @@ from starlette.types import Scope as AsgiScope
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network, is_loopback
 from outrider.models.http.errors import Throttled
-from outrider.models.http.keys import KEY, Scope
+from outrider.models.http.keys import KEY, ApiKey, Scope
 from outrider.models.http.keys import KeyRing as KeyRing  # also for importers of this module
 from outrider.models.http.limits import Pacer, RateLimiter
 from outrider.models.wire.protocol import MAX_BODY_BYTES
@@ -142,6 +142,12 @@ def address_of(scope: AsgiScope) -> bytes:
     return client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
 
 
+def _owner(scope: AsgiScope, key: ApiKey | None) -> bytes:
+    if key is not None:
+        return key.digest
+    return scope[SUBJECT].owner if scope.get(SUBJECT) else address_of(scope)
+
+
 @dataclass(frozen=True, slots=True)
 class GateSettings:
     """Whom a server lets in, and how much of each.
@@ -227,14 +233,11 @@ class Gate:
         if is_probe:
             found = self._probes.wait_s(address_of(scope), _PROBE_WAIT_S)
             return _PROBE_WAIT_S if found is None else found
-        pacer = self._requests
-        client = scope[SUBJECT].owner if scope.get(SUBJECT) else address_of(scope)
         try:
-            if (key := self._keys.find(headers.get(b"authorization"))) is not None:
-                client = key.digest
-        except RequestError:
-            pacer, client = self._strangers, address_of(scope)
-        found = pacer.wait_s(client, REQUEST_WAIT_S)
+            owner = _owner(scope, self._keys.find(headers.get(b"authorization")))
+            found = self._requests.wait_s(owner, REQUEST_WAIT_S)
+        except RequestError:  # no key that is accepted
+            found = self._strangers.wait_s(address_of(scope), REQUEST_WAIT_S)
         if found is None:
             raise Throttled("rate_limited", "too many requests per second; retry later", retry_after_s=2)
         return found
@@ -266,14 +269,9 @@ class Gate:
             return
         key = self._keys.find(headers.get(b"authorization"))
         if key is not None:
-            owner = key.digest
             scope[KEY] = key
             key.require(Scope.METRICS if path == METRICS_PATH else Scope.GENERATE)
-        elif scope.get(SUBJECT):
-            owner = scope[SUBJECT].owner
-        else:
-            owner = address_of(scope)
-        scope[OWNER] = owner
+        owner = scope[OWNER] = _owner(scope, key)
         if method == "POST":
             is_costly = path in self._paths.costly
             if is_costly or self._media_types:

@@ -5,6 +5,7 @@ Knows no tokenizer and compiles nothing. Everything that would be ignored is ref
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
@@ -93,12 +94,12 @@ def _structured_outputs(value: Any, param: str) -> GrammarSpec | None:
         raise FieldError(
             "unsupported_parameter", f"{param}.{unknown[:100]} is not supported; leave it out", param=param
         )
-    pattern = _checked(asked.get("whitespace_pattern", ""), str, f"{param}: the whitespace pattern", param)
-    is_compact = _flag(asked, "disable_any_whitespace", param)
-    options: dict[str, Any] = {
-        "flexible": not is_compact if "disable_any_whitespace" in asked else None,
-        "pattern": pattern if "whitespace_pattern" in asked else None,
-    }
+    options: dict[str, Any] = {}
+    if "disable_any_whitespace" in asked:
+        options["flexible"] = not _flag(asked, "disable_any_whitespace", param)
+    if "whitespace_pattern" in asked:
+        pattern = f"{param}: the whitespace pattern"
+        options["pattern"] = _checked(asked["whitespace_pattern"], str, pattern, param)
     kinds = [key for key in _KINDS if key in asked and asked[key] is not False]
     if not kinds:
         return None
@@ -132,20 +133,12 @@ def _parsed(schema: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, whose objects have no properties but those that it names."""
+    """The schema, whose objects have no properties but those that it names. Raises RequestError for what is no JSON."""
 
-    def close(value: Any, depth: int) -> Any:
-        if depth > 200:  # refused by its depth, with its own message
-            return value
-        if isinstance(value, list):
-            return [close(item, depth + 1) for item in value]
-        if not isinstance(value, dict):
-            return value
-        inside = {key: close(item, depth + 1) for key, item in value.items()}
-        is_object = "properties" in inside and isinstance(inside["properties"], dict)
-        return {"additionalProperties": False, **inside} if is_object else inside
+    def close(inside: dict[str, Any]) -> dict[str, Any]:
+        return {"additionalProperties": False, **inside} if isinstance(inside.get("properties"), dict) else inside
 
-    return close(schema, 0)
+    return json.loads(dump_schema(schema), object_hook=close)
 
 
 def _checked(value: Any, kind: type[T], name: str, param: str | None = None) -> T:

@@ -96,8 +96,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ticket = ticket
         self._subject: ClientName | None = None  # of the client's certificate
         self._limits = table.limits
-        self._max_header_bytes = table.limits.max_header_bytes
-        self._max_headers = table.limits.max_headers
         self._phase = _IDLE
         self._slice_bytes = 0
         # Bytes fed to the parser since the phase began. May include the end of the message before.
@@ -143,7 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, slice by slice, and checks the bounds after each."""
-        size = self._max_header_bytes
+        size = self._limits.max_header_bytes
         if len(data) <= size:
             self._feed(data)
         else:
@@ -195,8 +193,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """The end of the headers: the request begins to run or to wait."""
         if self._has_coding:
             raise _Overrun("transfer codings")
-        if len(self.headers) > self._max_headers or (
-            self._fed_bytes > self._max_header_bytes and self._head_bytes() > self._max_header_bytes
+        if len(self.headers) > self._limits.max_headers or (
+            self._fed_bytes > self._limits.max_header_bytes and self._head_bytes() > self._limits.max_header_bytes
         ):
             raise _Overrun("large headers")
         if self.timeout_keep_alive_task is not None:  # armed by an answer that ended since the first byte
@@ -284,18 +282,18 @@ class BoundedProtocol(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 self._refuse_unparsed(error)
                 return
-        if self._phase == _IDLE and self._fed_bytes <= self._max_header_bytes:
+        if self._phase == _IDLE and self._fed_bytes <= self._limits.max_header_bytes:
             return
         if self._phase == _BODY:
             framing = self._fed_bytes - self._body_bytes
             if (
-                framing > 2 * self._max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
-                or len(self.headers) + self._num_trailers > self._max_headers  # trailers come after the body
+                framing > 2 * self._limits.max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
+                or len(self.headers) + self._num_trailers > self._limits.max_headers  # trailers come after the body
             ):
                 self._refuse("large headers")
             elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
                 self._refuse("large bodies at once")
-        elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
+        elif self._fed_bytes > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
             self._refuse("large headers")
 
     def _refuse_unparsed(self, error: httptools.HttpParserError) -> None:

@@ -22,7 +22,7 @@ from outrider.models.faults import log_fault
 from outrider.models.ingress.bounded_http import BoundedProtocol
 from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, Ticket, reserve_files
 from outrider.models.ingress.refusals import TOO_MANY, answer_of, refusals
-from outrider.models.ingress.sockets import ServedTls, TlsFiles
+from outrider.models.ingress.sockets import TlsFiles
 
 _log = logging.getLogger("outrider.ingress")
 
@@ -46,7 +46,7 @@ class Listener:
         table: ConnectionTable,
         make_protocol: Callable[..., BoundedProtocol],
         *,
-        tls: ServedTls | None,
+        tls: TlsFiles | None,
         backlog: int,
     ) -> None:
         self._socket = sock
@@ -137,7 +137,7 @@ class BoundedServer(uvicorn.Server):
     ) -> None:
         self._limits = limits
         self._on_ready = on_ready
-        self.tls = ServedTls(tls) if tls is not None else None
+        self.tls = tls
         super().__init__(
             uvicorn.Config(
                 app,
