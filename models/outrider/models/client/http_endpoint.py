@@ -11,7 +11,7 @@ import copy
 import ssl
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, Final, Self
@@ -248,8 +248,7 @@ class HttpEndpoint:
     async def _read(self, response: httpx.Response, max_bytes: int, *, is_cut: bool = False) -> bytes:
         """The body. is_cut: leaves out what is beyond `max_bytes`, which else raises ProtocolBroken."""
         body = bytearray()
-        chunks = chunks_of(response)
-        try:
+        async with aclosing(chunks_of(response)) as chunks:
             async for chunk in chunks:
                 self.wire.body_down += len(chunk)
                 body += chunk
@@ -257,8 +256,6 @@ class HttpEndpoint:
                     if not is_cut:
                         raise ProtocolBroken(self.url, f"its answer has more than {max_bytes} bytes")
                     break
-        finally:
-            await chunks.aclose()
         return bytes(body[:max_bytes])
 
     def _timeouts(self, silence_s: float) -> httpx.Timeout:

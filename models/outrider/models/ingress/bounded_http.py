@@ -4,7 +4,8 @@ uvicorn does not bound the bytes and the time of headers, the time of a body, or
 on one connection. Bytes are counted here as they are fed to the parser, in slices, so that one huge chunk is
 no way around; deadlines are only remembered here, and checked by `ConnectionTable`.
 
-Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that were tried, and `USED` what is used of it.
+Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that were tried, tests/test_cloud_ingress.py what
+is used of it.
 """
 
 from __future__ import annotations
@@ -25,26 +26,6 @@ from outrider.models.http.security import SUBJECT
 from outrider.models.ingress.connections import ConnectionTable, Ticket
 from outrider.models.ingress.refusals import answer_of, refusals
 from outrider.models.ingress.sockets import ClientName
-
-USED: Final = (
-    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-    *("on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
-    *("_unset_keepalive_if_required", "_should_upgrade"),
-)
-"""Methods of HttpToolsProtocol that are overridden or called here."""
-USED_FIELDS: Final = (
-    "parser",
-    "pipeline",
-    "flow",
-    "cycle",
-    "headers",
-    "url",
-    "transport",
-    "loop",
-    "scope",
-    "timeout_keep_alive_task",
-)
-"""Its fields that are read or replaced here."""
 
 _CODINGS: Final = b"transfer-encoding"
 _FRAMING_PER_BYTE: Final = 8
