@@ -23,6 +23,12 @@ class TokenPiece:
     offset: int
     logprobs: TokenLogprobs | None
 
+    @property
+    def known(self) -> TokenLogprobs:
+        """The logprobs, where they were asked for."""
+        assert self.logprobs is not None
+        return self.logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class TextStyle:

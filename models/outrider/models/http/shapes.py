@@ -108,25 +108,23 @@ class LogprobWriter:
 
     def completion(self, pieces: Sequence[TokenPiece], first_offset: int) -> dict[str, Any]:
         """`logprobs` of a completion's choice, or of its chunk. first_offset: characters before the model's text."""
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for piece in pieces:
-            known = piece.logprobs
-            assert known is not None
-            found["tokens"].append(self._text(piece.token))
-            found["token_logprobs"].append(finite(known.logprob))
-            # As OpenAI's: the token itself is among them, so there may be one more.
-            top: dict[str, float] = {}
-            for token, logprob in [*known.top[: self._num_top], (piece.token, known.logprob)]:
-                top.setdefault(self._text(token), finite(logprob))
-            found["top_logprobs"].append(top)
-            found["text_offset"].append(first_offset + piece.offset)
-        return found
+        return {
+            "tokens": [self._text(piece.token) for piece in pieces],
+            "token_logprobs": [finite(piece.known.logprob) for piece in pieces],
+            "top_logprobs": [self._top(piece) for piece in pieces],
+            "text_offset": [first_offset + piece.offset for piece in pieces],
+        }
+
+    def _top(self, piece: TokenPiece) -> dict[str, float]:
+        """As OpenAI's: the token itself is among them, so there may be one more."""
+        top: dict[str, float] = {}
+        for token, logprob in [*piece.known.top[: self._num_top], (piece.token, piece.known.logprob)]:
+            top.setdefault(self._text(token), finite(logprob))
+        return top
 
     def _chat_entry(self, piece: TokenPiece) -> dict[str, Any]:
-        known = piece.logprobs
-        assert known is not None
-        top = [self._one(token, logprob) for token, logprob in known.top[: self._num_top]]
-        return {**self._one(piece.token, known.logprob), "top_logprobs": top}
+        top = [self._one(token, logprob) for token, logprob in piece.known.top[: self._num_top]]
+        return {**self._one(piece.token, piece.known.logprob), "top_logprobs": top}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         spelled = self._tokenizer.token_bytes(token)

@@ -4,8 +4,8 @@ uvicorn does not bound the bytes and the time of headers, the time of a body, or
 on one connection. Bytes are counted here as they are fed to the parser, in slices, so that one huge chunk is
 no way around; deadlines are only remembered here, and checked by `ConnectionTable`.
 
-Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that were tried, tests/test_cloud_ingress.py what
-is used of it.
+Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that were tried, tests/test_cloud_ingress.py
+what is used of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sized
+from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 import httptools
@@ -21,12 +23,15 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
+from outrider.models.http.bodies import too_many_bytes
+from outrider.models.http.errors import error_bytes
 from outrider.models.http.security import SUBJECT
-from outrider.models.ingress.connections import ConnectionTable, Ticket
-from outrider.models.ingress.refusals import answer_of, refusals
+from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, Ticket
 from outrider.models.ingress.sockets import ClientName
 
+TOO_MANY: Final = "too many connections"
 _CODINGS: Final = b"transfer-encoding"
 _FRAMING_PER_BYTE: Final = 8
 """A chunked body may have so many bytes around each byte of its own: chunks of one byte have five."""
@@ -39,6 +44,41 @@ _IDLE: Final = 0
 _HEAD: Final = 1
 _BODY: Final = 2
 _REFUSED: Final = 3
+
+
+# Answers, never raised: one that was would keep the traceback of its last use.
+@lru_cache(maxsize=8)
+def refusals(limits: ConnectionLimits) -> dict[str, RequestError]:
+    """By cause, as the log names it; a connection that is closed for another gets no answer."""
+    late = "did not arrive in time; send the request again"
+    large = (
+        f"the request line and headers are larger than {limits.max_header_bytes} bytes or more than "
+        f"{limits.max_headers} lines; send fewer"
+    )
+    coding = "the request's Transfer-Encoding is not chunked alone; send the body as it is"
+    plain = "this is not an HTTP/1.1 request; compare the URL's scheme and port"
+    full = "the server has as many connections as it takes, in all or from this address; retry later"
+    return {
+        TOO_MANY: RequestError("too_many_connections", full, status=503),
+        "malformed requests": RequestError("malformed_http", plain),
+        "transfer codings": RequestError("unsupported_transfer_encoding", coding, status=501),
+        "large headers": RequestError("headers_too_large", large, status=431),
+        "slow headers": RequestError("request_timeout", f"the request line and headers {late}", status=408),
+        "slow bodies": RequestError("request_timeout", f"the body {late}", status=408),
+        "large bodies at once": too_many_bytes("unfinished"),
+    }
+
+
+def answer_of(refusal: RequestError) -> bytes:
+    """A whole HTTP answer."""
+    body = error_bytes(refusal)
+    phrase = HTTPStatus(refusal.status).phrase
+    retry = "retry-after: 1\r\n" if refusal.status == 503 else ""
+    head = (
+        f"HTTP/1.1 {refusal.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 class _Overrun(Exception):

@@ -19,9 +19,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from outrider.models.faults import log_fault
-from outrider.models.ingress.bounded_http import BoundedProtocol
+from outrider.models.ingress.bounded_http import TOO_MANY, BoundedProtocol, answer_of, refusals
 from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, Ticket, reserve_files
-from outrider.models.ingress.refusals import TOO_MANY, answer_of, refusals
 from outrider.models.ingress.sockets import TlsFiles
 
 _log = logging.getLogger("outrider.ingress")
