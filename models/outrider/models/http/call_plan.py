@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
@@ -177,21 +178,19 @@ class Grammars:
     """
 
     def __init__(self, make: Callable[[], GrammarCompiler], *, is_needed: bool = True) -> None:
-        self._make = make
+        self._compiler = cache(make)
         self._is_needed = is_needed
-        self._compiler: GrammarCompiler | None = None
 
     async def compiled(self, spec: GrammarSpec | None, owner: bytes, salt: bytes = b"") -> CompiledGrammar | None:
         """The grammar; None for None. Raises RequestError as `GrammarCompiler.compile_for`."""
         if spec is None:
             return None
         try:
-            if self._compiler is None:
-                self._compiler = self._make()
-            if not self._compiler.stop_ids:
+            compiler = self._compiler()
+            if not compiler.stop_ids:
                 words = "this model has no end token, so no grammar can end its text"
                 raise RequestError("unsupported_parameter", words)
-            return await self._compiler.compile_for(spec, owner, salt)
+            return await compiler.compile_for(spec, owner, salt)
         except RuntimeUnavailable as error:  # the library is not installed
             if not self._is_needed:
                 return None

@@ -106,8 +106,8 @@ class ArrivingText:
             raw.append(text)
             if call.name is not None and call.has_arguments and (call.fresh or not is_announced):
                 self.num_calls += not is_announced
-                name = None if is_announced else call.name
-                self.calls.append(CallDelta(self.num_calls - 1, name, "".join(call.fresh)))
+                new_name = None if is_announced else call.name
+                self.calls.append(CallDelta(self.num_calls - 1, new_name, "".join(call.fresh)))
                 call.fresh.clear()
                 is_announced = True
             if is_whole is not None or self.is_last:
@@ -262,22 +262,25 @@ def _begin_of_calls(text: str) -> str | None:
 def _read_llama(text: ArrivingText) -> Steps[None]:
     """The text is one object `{"name": ..., "parameters": {...}}`, or several with `;` between them."""
     tag = "<|python_tag|>"
-    may_begin = True
-    while True:
-        before: str | None = None
-        if may_begin:
-            between = SPACE + (";," if text.num_calls else "")
-            while tag.startswith(found := text.held.lstrip(between)) and found != tag:
-                if text.is_last:
-                    return
-                yield
-            if found.startswith("{"):
-                text.held, before = found, ""
-        if before is None:
+    before: str | None = ""
+    is_whole = True
+    while before is not None:
+        if is_whole and (yield from _at_object(text, tag)):
+            before = ""
+        else:
             before = yield from text.until(tag, text.content)
-        if before is None:
-            return
-        may_begin = yield from text.call(before)
+        if before is not None:
+            is_whole = yield from text.call(before)
+
+
+def _at_object(text: ArrivingText, tag: str) -> Steps[bool]:
+    """Whether an object comes next, at the text's beginning or after a call; drops what is before it."""
+    between = SPACE + (";," if text.num_calls else "")
+    while tag.startswith(found := text.held.lstrip(between)) and found != tag and not text.is_last:
+        yield
+    if is_object := found.startswith("{"):
+        text.held = found
+    return is_object
 
 
 READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {

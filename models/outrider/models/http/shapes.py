@@ -95,12 +95,12 @@ class _Packed:
         yield bytes(self._newest)
 
 
+@dataclass(frozen=True, slots=True)
 class LogprobWriter:
     """Writes the logprobs of one call. num_top: likeliest tokens at each place."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
-        self._tokenizer = tokenizer
-        self._num_top = num_top
+    tokenizer: Tokenizer
+    num_top: int
 
     def chat(self, pieces: Sequence[TokenPiece]) -> dict[str, Any]:
         """`logprobs` of a chat's choice, or of its chunk."""
@@ -118,20 +118,20 @@ class LogprobWriter:
     def _top(self, piece: TokenPiece) -> dict[str, float]:
         """As OpenAI's: the token itself is among them, so there may be one more."""
         top: dict[str, float] = {}
-        for token, logprob in [*piece.known.top[: self._num_top], (piece.token, piece.known.logprob)]:
+        for token, logprob in [*piece.known.top[: self.num_top], (piece.token, piece.known.logprob)]:
             top.setdefault(self._text(token), finite(logprob))
         return top
 
     def _chat_entry(self, piece: TokenPiece) -> dict[str, Any]:
-        top = [self._one(token, logprob) for token, logprob in piece.known.top[: self._num_top]]
+        top = [self._one(token, logprob) for token, logprob in piece.known.top[: self.num_top]]
         return {**self._one(piece.token, piece.known.logprob), "top_logprobs": top}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        spelled = self._tokenizer.token_bytes(token)
+        spelled = self.tokenizer.token_bytes(token)
         return {"token": token_text(spelled), "logprob": finite(logprob), "bytes": list(spelled)}
 
     def _text(self, token: int) -> str:
-        spelled = self._tokenizer.token_bytes(token)
+        spelled = self.tokenizer.token_bytes(token)
         text = token_text(spelled)
         return text if text.encode() == spelled else f"bytes:{text}"
 
