@@ -76,14 +76,11 @@ class ArrivingText:
         self.held = rest
         return rest
 
-    def past_mark(self, mark: str) -> Steps[None]:
-        """Drops `mark` and the spaces around it, if it comes next, or its beginning where the text's end cuts it."""
-        while mark.startswith(rest := self.held.lstrip(SPACE)) and rest != mark and not self.is_last:
+    def coming(self, mark: str, spaces: str = SPACE) -> Steps[str]:
+        """What comes after `spaces`, once it is known whether it begins with `mark`; takes nothing."""
+        while mark.startswith(rest := self.held.lstrip(spaces)) and rest != mark and not self.is_last:
             yield
-        if rest.startswith(mark):
-            self.held = rest[len(mark) :].lstrip(SPACE)
-        elif mark.startswith(rest):
-            self.held = ""
+        return rest
 
     def call(self, before: str, name: str | None = None) -> Steps[bool]:
         """Reads one call. Returns whether it is whole; what is no call becomes content, with the `before` it.
@@ -226,9 +223,14 @@ def _text_of(spelled: str) -> str | None:
 
 def _read_hermes(text: ArrivingText) -> Steps[None]:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+    end = "</tool_call>"
     while (before := (yield from text.until("<tool_call>", text.content))) is not None:
         if (yield from text.call(before)):
-            yield from text.past_mark("</tool_call>")
+            rest = yield from text.coming(end)
+            if rest.startswith(end):
+                text.held = rest[len(end) :].lstrip(SPACE)
+            elif end.startswith(rest):  # the text's end cuts it
+                text.held = ""
 
 
 def _read_mistral(text: ArrivingText) -> Steps[None]:
@@ -275,12 +277,11 @@ def _read_llama(text: ArrivingText) -> Steps[None]:
 
 def _at_object(text: ArrivingText, tag: str) -> Steps[bool]:
     """Whether an object comes next, at the text's beginning or after a call; drops what is before it."""
-    between = SPACE + (";," if text.num_calls else "")
-    while tag.startswith(found := text.held.lstrip(between)) and found != tag and not text.is_last:
-        yield
-    if is_object := found.startswith("{"):
-        text.held = found
-    return is_object
+    found = yield from text.coming(tag, SPACE + (";," if text.num_calls else ""))
+    if not found.startswith("{"):
+        return False
+    text.held = found
+    return True
 
 
 READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {
@@ -369,8 +370,7 @@ def _read(text: ArrivingText, style: ChatStyle, *, is_inside: bool) -> Steps[Non
 def _read_reasoning(text: ArrivingText, *, is_inside: bool) -> Steps[None]:
     """Without the spaces around it. is_inside: the text begins inside it."""
     if not is_inside:
-        while BEGIN.startswith(found := text.held.lstrip(SPACE)) and found != BEGIN and not text.is_last:
-            yield
+        found = yield from text.coming(BEGIN)
         if not found.startswith(BEGIN):
             return
         text.held = found[len(BEGIN) :]
