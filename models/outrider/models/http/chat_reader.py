@@ -242,8 +242,9 @@ def _read_mistral(text: ArrivingText) -> Steps[None]:
                 return
             yield
         text.held = text.held.lstrip(SPACE)[len(begin) :]
+        before += begin
         if begin != "[":
-            if (yield from text.call(before + begin, begin.split("[", 1)[0].strip() or None)):
+            if (yield from text.call(before, begin.split("[", 1)[0].strip() or None)):
                 text.held = text.held.lstrip(SPACE)
             continue
         while (yield from text.call(before)):
