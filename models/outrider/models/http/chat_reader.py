@@ -268,21 +268,18 @@ def _read_llama(text: ArrivingText) -> Steps[None]:
     before: str | None = ""
     is_whole = True
     while before is not None:
-        if is_whole and (yield from _at_object(text, tag)):
+        found = ""
+        if is_whole:
+            found = yield from text.coming(tag, SPACE + (";," if text.num_calls else ""))
+            if found != tag and tag.startswith(found):  # the text ends here
+                return
+        if found.startswith("{"):
+            text.held = found
             before = ""
         else:
             before = yield from text.until(tag, text.content)
         if before is not None:
             is_whole = yield from text.call(before)
-
-
-def _at_object(text: ArrivingText, tag: str) -> Steps[bool]:
-    """Whether an object comes next, at the text's beginning or after a call; drops what is before it."""
-    found = yield from text.coming(tag, SPACE + (";," if text.num_calls else ""))
-    if not found.startswith("{"):
-        return False
-    text.held = found
-    return True
 
 
 READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {
