@@ -23,7 +23,7 @@ from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.replicas.front import Front, FrontServer
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.trust import ForwardedOwners
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket, url_of
 
 

@@ -33,7 +33,7 @@ from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import UpstreamRetry
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice

@@ -17,7 +17,7 @@ from tests.test_tool_calls import CITY, is_allowed
 
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.http.call_grammar import FREE_TEXT, grammar_of_call, tool_grammar
+from outrider.models.http.call_plan import FREE_TEXT, grammar_of_call, tool_grammar
 from outrider.models.http.chat_reader import ChatStyle
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest

@@ -384,7 +384,7 @@ def test_an_owner_has_one_worker_at_a_time() -> None:
         for job in jobs:
             job.end()
         assert await asyncio.gather(*tasks) == ["done"] * 4
-        assert not workers.turns.num_users
+        assert not workers.turns.own.num_taken
 
     asyncio.run(run())
 
@@ -406,7 +406,7 @@ def test_a_cancelled_callers_thread_keeps_its_place() -> None:
         await begun(jobs[2])
         jobs[2].end()
         assert await third == "done" and not jobs[1].has_begun.is_set()
-        assert not workers.turns.num_users
+        assert not workers.turns.own.num_taken
 
     asyncio.run(run())
 
@@ -441,7 +441,7 @@ def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.Monke
         tasks = [asyncio.create_task(read(b"a", each * large)) for each in (b"1", b"2", b"3")]
         tasks += [asyncio.create_task(read(b"b", b"4" * large)), asyncio.create_task(read(b"a", b"5"))]
         await asyncio.gather(*tasks)
-        while bodies.turns.num_users:
+        while bodies.turns.own.num_taken:
             await asyncio.sleep(0)
 
     monkeypatch.setattr(requests_module, "load", read_json)

@@ -22,8 +22,8 @@ from outrider.models.errors import RequestError
 from outrider.models.http import answers, security, shapes
 from outrider.models.http.errors import Throttled
 from outrider.models.http.limits import Pacer
-from outrider.models.http.logprobs import PackedLogprobs
 from outrider.models.http.security import Gate, GatePaths, GateSettings, KeyRing
+from outrider.models.http.shapes import PackedLogprobs
 from outrider.models.process.tally import RequestTally
 
 KEY = "a-key-of-this-test"

@@ -31,7 +31,7 @@ from outrider.cloud.replicas.front import Front, FrontServer, labelled, merged
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import open_registry
 from outrider.models.errors import RequestError
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket
 
 PROMPT = [5, 17, 99, 3]

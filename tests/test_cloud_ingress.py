@@ -32,9 +32,8 @@ from outrider.models.hosts import client_network
 from outrider.models.http.limits import RateLimiter, Slots
 from outrider.models.http.security import OWNER, Gate, GatePaths, GateSettings, KeyRing, PagePolicy
 from outrider.models.http.served_requests import ServedRequests
-from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
-from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.ingress.connections import ConnectionTable, reserve_files
+from outrider.models.ingress.bounded_http import BoundedProtocol
+from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, reserve_files
 from outrider.models.ingress.sockets import TlsFiles
 from outrider.models.process.tally import RequestTally
 
@@ -323,7 +322,7 @@ def test_a_stalled_event_loop_costs_nobody_a_connection() -> None:
             self.seen.append((now, late_s))
 
     table, loop, connection = ConnectionTable(ConnectionLimits()), Loop(), Connection()
-    table.watch(connection.check)
+    table.checks.add(connection.check)
     table.start(loop)  # type: ignore[arg-type]
     for now in (100.6, 112.0, 112.6):
         loop.now = now
@@ -844,6 +843,19 @@ def test_uvicorn_is_a_version_that_was_tried() -> None:
     extras = hook["tool"]["hatch"]["metadata"]["hooks"]["custom"]["optional-dependencies"]
     (needed,) = (Requirement(line) for line in extras["cloud"] if line.startswith("uvicorn"))
     assert version("uvicorn") in needed.specifier and any(bound.operator == "<" for bound in needed.specifier)
+
+
+USED = (
+    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    *("on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+    *("_unset_keepalive_if_required", "_should_upgrade"),
+)
+"""Methods of HttpToolsProtocol that `BoundedProtocol` overrides or calls."""
+USED_FIELDS = (
+    *("parser", "pipeline", "flow", "cycle", "headers", "url", "transport", "loop", "scope"),
+    "timeout_keep_alive_task",
+)
+"""Its fields that `BoundedProtocol` reads or replaces."""
 
 
 def test_uvicorn_has_what_is_used() -> None:

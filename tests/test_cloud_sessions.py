@@ -15,8 +15,7 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_s
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
 from outrider.cloud.api.state import Core, ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
-from outrider.models.http.inbox import Inbox
-from outrider.models.http.sse import EventStream
+from outrider.models.http.sse import EventStream, Inbox
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.fields import MAX_STOP_IDS
 from outrider.models.wire.protocol import TREES_SINCE, Commit, SessionEnd, SessionOpen

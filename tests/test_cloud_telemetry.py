@@ -32,7 +32,7 @@ from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
 from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
-from outrider.models.http.logs import LogFormat, formatter_of
+from outrider.models.http.logs import FORMATTERS, LogFormat
 from outrider.models.http.request_context import session_tag
 from outrider.models.http.security import KeyRing
 from outrider.models.process import tracing as models_tracing
@@ -469,7 +469,7 @@ class Lines(logging.Handler):
 
     def __init__(self, format_: LogFormat) -> None:
         super().__init__()
-        self.setFormatter(formatter_of(format_))
+        self.setFormatter(FORMATTERS[format_])
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -28,7 +28,7 @@ from outrider.models.client.client import VerifierClient
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle, _StopString
-from outrider.models.http.call_texts import best_choices, choice_seed
+from outrider.models.http.answers import best_choices, choice_seed
 from outrider.models.http.encoding import fill_in_prompt
 from outrider.models.http.errors import FieldError
 from outrider.models.picks.sampling import SamplingParams

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.serving import fake_tokenizer
 
 from outrider.models.errors import RequestError
-from outrider.models.http.call_grammar import tool_grammar
-from outrider.models.http.call_plan import _tools_in
+from outrider.models.http.call_plan import _tools_in, tool_grammar
 from outrider.models.http.chat_reader import ChatReader, ChatStyle
 from outrider.models.http.openai_fields import Tool, with_read_arguments
 
@@ -50,6 +49,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         [("weather", PARIS), ("time", {})],
     ),
     ("mistral", "[TOOL_CALLS] nothing", "[TOOL_CALLS] nothing", []),
+    ("mistral", "[TOOL_CALLS][5]", "[TOOL_CALLS][5]", []),
     ("llama", LLAMA, "", [("weather", PARIS)]),
     ("llama", f"<|python_tag|>{LLAMA}; {LLAMA}", "", [("weather", PARIS)] * 2),
     ("llama", '{"answer": 42} is JSON', '{"answer": 42} is JSON', []),

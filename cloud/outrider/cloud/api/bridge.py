@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from outrider.cloud.seam import Event, Sink
-from outrider.models.http.inbox import Inbox
+from outrider.models.http.sse import Inbox
 
 Delivery = tuple[int, Event]
 

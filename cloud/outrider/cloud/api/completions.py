@@ -21,11 +21,9 @@ from outrider.cloud.api.verify import shutting_down
 from outrider.cloud.seam import Asker, CommitEvent, EndEvent, Event, GenerateRequest, PickOptions
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.http.answers import answer, require_model
+from outrider.models.http.answers import CallTexts, Choice, answer, choice_params, require_model
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
-from outrider.models.http.call_grammar import grammar_of_call
-from outrider.models.http.call_plan import chat_style, engine_logprobs, look_of, text_style
-from outrider.models.http.call_texts import CallTexts, Choice, choice_params
+from outrider.models.http.call_plan import chat_style, engine_logprobs, grammar_of_call, look_of, text_style
 from outrider.models.http.encoding import (
     check_call,
     check_prediction,

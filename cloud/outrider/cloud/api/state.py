@@ -22,8 +22,7 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.bodies import Bodies
-from outrider.models.http.call_grammar import Grammars
-from outrider.models.http.call_plan import Dialect, dialect_of
+from outrider.models.http.call_plan import Dialect, Grammars, dialect_of
 from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots

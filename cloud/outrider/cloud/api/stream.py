@@ -25,7 +25,7 @@ from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.errors import error_body, internal_error
-from outrider.models.http.logprobs import finite
+from outrider.models.http.shapes import finite
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import SessionEnd, SessionOpen, TextCut, Usage
 

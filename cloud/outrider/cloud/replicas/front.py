@@ -33,7 +33,7 @@ from outrider.models.http.request_context import HEADER, enter_request
 from outrider.models.http.security import Gate
 from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_server import BoundedServer
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
 from outrider.models.process.tally import RequestTally
 

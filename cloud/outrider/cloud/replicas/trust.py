@@ -84,11 +84,6 @@ class ForwardedOwners(KeyRing):
         """Whether the front has not removed its key since."""
         return owner not in self._removed
 
-    def sessions_of(self, owner: bytes) -> int | None:
-        """The owner's own limit of open sequences, if its key has one."""
-        key = self._keys.get(owner)
-        return None if key is None else key.sessions
-
 
 def forwarded(secret: str, caller: Caller) -> str:
     """The header's value."""

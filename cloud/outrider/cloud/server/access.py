@@ -13,7 +13,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.http.keys import KEYS_VARIABLE
 from outrider.models.http.security import KeyRing, PagePolicy, page_policy, require_safe_host
-from outrider.models.ingress.sockets import ServedTls, TlsFiles, tls_files
+from outrider.models.ingress.sockets import TlsFiles, tls_files
 from outrider.models.process.watched_files import FileWatch, WatchedFiles
 
 
@@ -45,13 +45,13 @@ class Access:
         return server_settings(self.options, keys=self.keys, pages=pages, reloads=self.reloads, **more)
 
     @contextmanager
-    def watching(self, tls: ServedTls | None, revoke: Callable[[Collection[bytes]], None]) -> Iterator[FileWatch]:
+    def watching(self, tls: TlsFiles | None, revoke: Callable[[Collection[bytes]], None]) -> Iterator[FileWatch]:
         """Reads keys and certificates again as they change. revoke: called with the owners of removed keys."""
         for each in self.watched:
             each.reload = lambda: revoke(self.keys.reload())
         watched = list(self.watched)
         if tls is not None:
-            watched.append(WatchedFiles("certificates", tls.files.paths, tls.reload))
+            watched.append(WatchedFiles("certificates", tls.paths, tls.reload))
         with FileWatch(watched, self.reloads) as watch:
             yield watch
 

@@ -15,7 +15,7 @@ from outrider.cloud.server.options_file import configure
 from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.http.logs import LogFormat
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.process.listen_options import AccessOptions, Host, Port
 
 _LIMITS: Final = ConnectionLimits()

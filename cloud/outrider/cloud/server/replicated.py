@@ -46,7 +46,7 @@ from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket
 
 _log = logging.getLogger("outrider.replicas")

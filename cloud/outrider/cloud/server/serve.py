@@ -39,7 +39,7 @@ from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import WILDCARDS
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles, open_socket, url_of
 from outrider.models.process.command_line import print_error
 from outrider.models.process.heap import bound_heaps

@@ -40,7 +40,7 @@ from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.process.extras import require_packages
 from outrider.models.process.heap import bound_heaps
@@ -109,8 +109,8 @@ def serve_local(options: ServeOptions) -> None:
         )
         end_tracing = start_tracing(lambda words: _log.warning("%s", words))
         relieve_collector()  # else a full collection stops all texts for a tenth of a second
-        if tls is not None and server.tls is not None:
-            files.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
+        if tls is not None:
+            files.append(WatchedFiles("certificates", tls.paths, tls.reload))
         try:
             with FileWatch(files):
                 server.run(sockets=[sock])

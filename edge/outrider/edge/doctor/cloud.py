@@ -24,9 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
 from outrider.edge.setup.endpoints import is_plain_http
 from outrider.models.client.address import without_password
-from outrider.models.client.certificate import ClientCertificate
+from outrider.models.client.certificate import ClientCertificate, system_tls
 from outrider.models.client.errors import naming_a_wrong_proxy, untrusted
-from outrider.models.client.tls import system_tls
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.wire.protocol import PROTOCOL_VERSION, TREES_SINCE, ReadyAnswer

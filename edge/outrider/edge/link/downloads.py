@@ -82,5 +82,5 @@ class DraftClient(VerifierClient):
             left -= len(chunk)
             if left < 0:
                 raise ProtocolBroken(self.url, "a file has more bytes than it announced")
-            self._body_down += len(chunk)
+            self.wire.body_down += len(chunk)
             yield chunk

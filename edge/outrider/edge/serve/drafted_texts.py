@@ -23,10 +23,10 @@ from outrider.edge.serve.unverified import KeptAnswer, KeptText, VerifiedAnswer,
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.http.call_texts import CallTexts, Choice, choice_params
+from outrider.models.http.answers import CallTexts, Choice, choice_params
 from outrider.models.http.encoding import check_tokens
-from outrider.models.http.inbox import Inbox
 from outrider.models.http.shapes import Delta
+from outrider.models.http.sse import Inbox
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.predicted import PredictionFollower
 from outrider.models.wire.protocol import ModelFacts

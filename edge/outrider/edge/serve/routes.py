@@ -36,8 +36,7 @@ from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
-from outrider.models.http.call_grammar import grammar_of_call
-from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs, look_of, text_style
+from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs, grammar_of_call, look_of, text_style
 from outrider.models.http.encoding import (
     check_prediction,
     check_prompts,

@@ -34,7 +34,7 @@ from outrider.models.http.errors import install_error_handlers
 from outrider.models.http.security import Gate, GatePaths
 from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_server import BoundedServer
-from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
 from outrider.models.visible import visible
 

@@ -24,8 +24,7 @@ from outrider.models.errors import CloudError, OutriderError, RequestError, Toke
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs, require_model
 from outrider.models.http.bodies import Bodies
-from outrider.models.http.call_grammar import Grammars
-from outrider.models.http.call_plan import dialect_of
+from outrider.models.http.call_plan import Grammars, dialect_of
 from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import internal_error
 from outrider.models.http.security import GateSettings

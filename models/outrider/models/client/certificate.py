@@ -1,12 +1,19 @@
-"""Holds the certificate that the device shows to servers that ask for one. Loads no TLS: every command imports this."""
+"""Makes the TLS settings of connections to verifiers, and holds the certificate that the device shows where asked.
+
+The operating system decides which certificates are trusted: a company's own authority, or a proxy that inspects
+traffic, is known to the system and to no Python package. On Linux the system's is OpenSSL's: `SSL_CERT_FILE` and
+`SSL_CERT_DIR` name others. Loads no TLS before it is needed: every command imports this.
+"""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outrider.models.errors import ConfigError
+from outrider.models.process.extras import missing_extra
 
 if TYPE_CHECKING:
     import ssl
@@ -34,3 +41,20 @@ class ClientCertificate:
         import ssl
 
         self.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+
+def system_tls(certificate: ClientCertificate | None = None) -> ssl.SSLContext:
+    """Settings that verify a server by the system's roots, and show it the device's certificate where there is one.
+
+    Raises RuntimeUnavailable without the edge's packages, ConfigError as `ClientCertificate.load_into`.
+    """
+    import ssl
+
+    try:
+        truststore: Any = importlib.import_module("truststore")
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "https", "edge") from error
+    context: ssl.SSLContext = truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if certificate is not None:
+        certificate.load_into(context)
+    return context

@@ -65,9 +65,7 @@ class SessionCheck:
 
     def __init__(self, url: str, asked: SessionRequest, vocab_size: int | None = None) -> None:
         self._url = url
-        self._max_tokens = asked.max_tokens
-        self._num_logprobs = asked.logprobs
-        self._takes_provisional = asked.provisional
+        self._asked = asked
         self._vocab_size = vocab_size
         self._open: SessionOpen | None = None
         self._num_tokens = 0
@@ -112,14 +110,14 @@ class SessionCheck:
     def _take_provisional(self, commit: Commit) -> None:
         end = commit.base + len(commit.tokens)
         if (
-            not self._takes_provisional
+            not self._asked.provisional
             or not commit.tokens
-            or not self._num_tokens <= commit.base < end <= self._max_tokens
+            or not self._num_tokens <= commit.base < end <= self._asked.max_tokens
         ):
             raise ProtocolBroken(
                 self._url,
                 f"{len(commit.tokens)} provisional tokens come after {_shown(commit.base)}; expected some only where "
-                f"they are asked for, after {self._num_tokens} or more, and {self._max_tokens} at most in all",
+                f"they are asked for, after {self._num_tokens} or more, and {self._asked.max_tokens} at most in all",
             )
         _check_tokens(self._url, commit.tokens, self._vocab_size)
 
@@ -127,16 +125,16 @@ class SessionCheck:
         if commit.base != self._num_tokens:
             raise ProtocolBroken(self._url, f"a commit's base is {_shown(commit.base)}; expected {self._num_tokens}")
         self._num_tokens += len(commit.tokens)
-        if not commit.tokens or self._num_tokens > self._max_tokens:
+        if not commit.tokens or self._num_tokens > self._asked.max_tokens:
             raise ProtocolBroken(
                 self._url,
                 f"{len(commit.tokens)} tokens were committed after {commit.base}; expected at least 1, and at most "
-                f"{self._max_tokens} in all",
+                f"{self._asked.max_tokens} in all",
             )
         _check_tokens(self._url, commit.tokens, self._vocab_size)
         check_times(self._url, commit)
-        if self._num_logprobs is not None:
-            self._check_logprobs(commit, self._num_logprobs)
+        if self._asked.logprobs is not None:
+            self._check_logprobs(commit, self._asked.logprobs)
         if not 0 <= commit.accepted <= min(commit.proposed, len(commit.tokens)):
             raise ProtocolBroken(
                 self._url,

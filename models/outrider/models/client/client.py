@@ -147,7 +147,7 @@ class VerifierClient(HttpEndpoint):
                 raise lost(self.url, e, is_answering=True) from e
             if not chunk:
                 return
-            self._body_down += len(chunk)
+            self.wire.body_down += len(chunk)
             for event in parser.feed(chunk):
                 check(event)
                 if isinstance(event, SessionOpen):

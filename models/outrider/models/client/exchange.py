@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Exchange:
         is_running = self._step is not None and not self._step.done()
         if self._response is None and not is_running:
             return
-        task = asyncio.create_task(self._close(_END_S if is_ending else 0.0))
+        task = asyncio.create_task(self._close(_END_S if is_ending and not is_running else 0.0))
         self._left.add(task)
         if not is_running:
             await asyncio.wait({task})
@@ -134,28 +135,19 @@ class Exchange:
         return await anext(self._chunks, b"")
 
     async def _close(self, end_s: float) -> None:
-        if self._step is not None:
-            await asyncio.wait({self._step})
         try:
             if end_s:
-                await self._read_end(end_s)
+                with suppress(Exception):  # what comes, if anything does, concerns nobody
+                    async with asyncio.timeout(end_s):
+                        await self.next_chunk()
         finally:
+            if self._step is not None:  # could not be cut
+                await asyncio.wait({self._step})
             if self._chunks is not None:
                 await self._chunks.aclose()
             if self._response is not None:
                 await close(self._response)
             self._chunks = self._response = None
-
-    async def _read_end(self, end_s: float) -> None:
-        """Reads once more; what comes, if anything does, concerns nobody."""
-        step = asyncio.create_task(self._next_chunk())
-        try:
-            await asyncio.wait({step}, timeout=end_s)
-        finally:
-            if not step.done() and self._can_cut:
-                step.cancel()
-            self._left.add(step)
-            await asyncio.wait({step})
 
 
 async def close(response: httpx.Response) -> None:

@@ -11,7 +11,7 @@ import copy
 import ssl
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.cookiejar import DefaultCookiePolicy
 from typing import Any, Final, Self
@@ -22,7 +22,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from outrider.models.client.address import split_login, verifier_url
-from outrider.models.client.certificate import ClientCertificate
+from outrider.models.client.certificate import ClientCertificate, system_tls
 from outrider.models.client.errors import (
     EndpointLost,
     EndpointWrong,
@@ -36,7 +36,6 @@ from outrider.models.client.errors import (
 )
 from outrider.models.client.exchange import Exchange, LeftSteps, chunks_of, close
 from outrider.models.client.messages import ByteCounts
-from outrider.models.client.tls import system_tls
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback
 from outrider.models.wire.protocol import ErrorAnswer, ErrorBody, ReadyAnswer
@@ -130,7 +129,8 @@ class HttpEndpoint:
         self._owns_connections = True
         self._left = LeftSteps()
         self._is_traced = transport is None or isinstance(transport, httpx.AsyncHTTPTransport)
-        self._body_up = self._body_down = self._headers_up = self._headers_down = 0
+        self.wire = ByteCounts()
+        """Bytes so far; take differences."""
 
     def for_one_text(self, *, no_store: bool = False) -> Self:
         """The same endpoint over the same connections, with bytes counted apart; closing it closes nothing.
@@ -140,7 +140,7 @@ class HttpEndpoint:
         own = copy.copy(self)
         own._options = replace(self._options, no_store=no_store or self._options.no_store)
         own._owns_connections = False
-        own._body_up = own._body_down = own._headers_up = own._headers_down = 0
+        own.wire = ByteCounts()
         return own
 
     async def __aenter__(self) -> Self:
@@ -154,11 +154,6 @@ class HttpEndpoint:
         if self._owns_connections:
             await self._left.aclose()
             await self._http.aclose()
-
-    @property
-    def wire(self) -> ByteCounts:
-        """Bytes so far; take differences."""
-        return ByteCounts(self._body_up, self._body_down, self._headers_up, self._headers_down)
 
     async def _exchange(
         self,
@@ -225,7 +220,7 @@ class HttpEndpoint:
         """
         parts = urlsplit(self.url)
         is_cut = isinstance(error, httpx.ReadError | httpx.RemoteProtocolError)
-        if parts.scheme != "http" or self._headers_down or not is_cut or getproxies().keys() & {"http", "all"}:
+        if parts.scheme != "http" or self.wire.headers_down or not is_cut or getproxies().keys() & {"http", "all"}:
             return False
         context = ssl.create_default_context()  # a certificate that it refuses is TLS, too
         try:
@@ -253,17 +248,14 @@ class HttpEndpoint:
     async def _read(self, response: httpx.Response, max_bytes: int, *, is_cut: bool = False) -> bytes:
         """The body. is_cut: leaves out what is beyond `max_bytes`, which else raises ProtocolBroken."""
         body = bytearray()
-        chunks = chunks_of(response)
-        try:
+        async with aclosing(chunks_of(response)) as chunks:
             async for chunk in chunks:
-                self._body_down += len(chunk)
+                self.wire.body_down += len(chunk)
                 body += chunk
                 if len(body) > max_bytes:
                     if not is_cut:
                         raise ProtocolBroken(self.url, f"its answer has more than {max_bytes} bytes")
                     break
-        finally:
-            await chunks.aclose()
         return bytes(body[:max_bytes])
 
     def _timeouts(self, silence_s: float) -> httpx.Timeout:
@@ -283,24 +275,27 @@ class HttpEndpoint:
         extra: dict[str, Any] = {"timeout": self._timeouts(silence_s)} if silence_s is not None else {}
         extra["extensions"] = {"trace": exchange.trace}
         request = self._http.build_request(method, self.url + path, content=content, headers=headers or (), **extra)
-        self._body_up += len(content) if content else 0
+        self.wire.body_up += len(content) if content else 0
         line = len(method) + len(request.url.raw_path) + len("  HTTP/1.1\r\n")
-        self._headers_up += line + _header_bytes(request.headers)
+        self.wire.headers_up += line + _header_bytes(request.headers)
         return request
 
     def _count(self, response: httpx.Response) -> None:
         line = len(f"HTTP/1.1 {response.status_code} {response.reason_phrase}\r\n")
-        self._headers_down += line + _header_bytes(response.headers)
+        self.wire.headers_down += line + _header_bytes(response.headers)
 
     def _refusal(self, status: int, body: bytes, headers: httpx.Headers) -> OutriderError:
         error = _reported(status, body)
-        if status == 401 and self._login and not self._has_key:
-            words = f"{self.url} does not accept the user name and password of its address: correct them, or set a key"
-            return RequestError(error.code, f"{words} with OUTRIDER_API_KEY instead.", status=status)
         if status == 401:
             # The server's words name an HTTP header; users of the agent set a variable.
             needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"
-            return RequestError(error.code, f"The verifier at {self.url} {needed} OUTRIDER_API_KEY.", status=status)
+            words = f"The verifier at {self.url} {needed} OUTRIDER_API_KEY."
+            if self._login and not self._has_key:
+                words = (
+                    f"{self.url} does not accept the user name and password of its address: correct them, or set a key "
+                    "with OUTRIDER_API_KEY instead."
+                )
+            return RequestError(error.code, words, status=status)
         refusal = refusal_error(self.url, error, status)
         if isinstance(refusal, EndpointLost):
             refusal.retry_after_s = retry_after_s(headers.get("retry-after"))
@@ -312,16 +307,11 @@ _NOT_READY: Final = {"draining": "the server is shutting down", "failed": "the s
 
 def _reported(status: int, body: bytes) -> ErrorBody:
     """The error that an answer reports."""
-    try:
+    with suppress(ValidationError):
         return ErrorAnswer.model_validate_json(body).error
-    except ValidationError:
-        pass
-    if status == 503:
-        try:
-            state = ReadyAnswer.model_validate_json(body).status
-        except ValidationError:
-            state = "ready"
-        if state in _NOT_READY:
+    with suppress(ValidationError):
+        state = ReadyAnswer.model_validate_json(body).status
+        if status == 503 and state in _NOT_READY:
             return ErrorBody(code=state, message=_NOT_READY[state])
     return ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
 

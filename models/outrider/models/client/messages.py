@@ -13,7 +13,7 @@ class DraftMessage(NamedTuple):
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ByteCounts:
     """Bytes between agent and cloud. Bodies include the event stream with its `data:` lines.
 

@@ -63,18 +63,15 @@ def span(name: str, incoming: str | None = None) -> Iterator[Span]:
     if _tracer is None:
         yield Span()
         return
-    from opentelemetry.trace import SpanKind
+    from opentelemetry.trace import SpanKind, use_span
 
     kind, context = SpanKind.INTERNAL, None
     if incoming is not None:
         kind, parent = SpanKind.SERVER, parse_traceparent(incoming.encode("latin-1"))
         context = parent.as_context() if parent is not None else None
-    with _tracer.start_as_current_span(
-        name, context, kind=kind, record_exception=False, set_status_on_exception=False
-    ) as recorded:
-        traced = Span(recorded)
-        with _outcome(traced):
-            yield traced
+    recorded = _tracer.start_span(name, context, kind=kind)
+    with use_span(recorded, record_exception=False, set_status_on_exception=False), _ended(recorded) as traced:
+        yield traced
 
 
 @contextmanager
@@ -85,24 +82,23 @@ def call(name: str, url: str) -> Iterator[Span]:
         return
     from opentelemetry.trace import SpanKind
 
-    recorded = _tracer.start_span(name, kind=SpanKind.CLIENT)
-    traced = Span(recorded)
     parts = urlsplit(url)
-    traced.set(server__address=parts.hostname, server__port=parts.port)
-    try:
-        with _outcome(traced):
-            yield traced
-    finally:
-        recorded.end()
+    with _ended(_tracer.start_span(name, kind=SpanKind.CLIENT)) as traced:
+        traced.set(server__address=parts.hostname, server__port=parts.port)
+        yield traced
 
 
 @contextmanager
-def _outcome(traced: Span) -> Iterator[None]:
+def _ended(recorded: Any) -> Iterator[Span]:
+    """Notes how it goes, and ends the span."""
+    traced = Span(recorded)
     try:
-        yield
+        yield traced
     except Exception as error:
         traced.fail(type(error).__name__)
         raise
     except BaseException:  # cancelled, or a generator that is closed
         traced.set(outrider__cancelled=True)
         raise
+    finally:
+        recorded.end()

@@ -23,6 +23,12 @@ class TokenPiece:
     offset: int
     logprobs: TokenLogprobs | None
 
+    @property
+    def known(self) -> TokenLogprobs:
+        """The logprobs, where they were asked for."""
+        assert self.logprobs is not None
+        return self.logprobs
+
 
 @dataclass(frozen=True, slots=True)
 class TextStyle:
@@ -57,8 +63,7 @@ class TextAssembler:
     def __init__(self, detokenizer: StreamingDetokenizer, style: TextStyle) -> None:
         self._detokenizer = detokenizer
         self._stops = [_StopString(stop) for stop in style.stop_strings]
-        self._stop_ids = style.stop_ids
-        self._includes_stop = style.includes_stop
+        self._style = style
         self._held = ""
         self._pieces: deque[TokenPiece] | None = deque() if style.keeps_pieces else None
         self._sum_logprobs = 0.0
@@ -77,7 +82,7 @@ class TextAssembler:
     def follow(self, tokens: Sequence[int]) -> None:
         """Takes tokens of the text that were counted before: a stop string may have begun or ended in them."""
         for token in tokens:
-            if not self.is_stopped and (token not in self._stop_ids or self._includes_stop):
+            if not self.is_stopped and (token not in self._style.stop_ids or self._style.includes_stop):
                 self._release(self._detokenizer.push(token))
 
     def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
@@ -93,7 +98,7 @@ class TextAssembler:
             known = logprobs[index] if logprobs else None
             if known is not None:
                 self._sum_logprobs += known.logprob
-            if token in self._stop_ids and not self._includes_stop:
+            if token in self._style.stop_ids and not self._style.includes_stop:
                 continue
             if self._pieces is not None:
                 self._pieces.append(TokenPiece(token, self.num_chars + len(self._held), known))
@@ -127,7 +132,7 @@ class TextAssembler:
             end = len(self._held) + after
             self.is_stopped = True
             self._held = ""
-            shown = text[:end] if self._includes_stop else text[: end - len(self.stop)]
+            shown = text[:end] if self._style.includes_stop else text[: end - len(self.stop)]
         else:
             keep = max((stop.num_matched for stop in self._stops), default=0)
             shown = text[: len(text) - keep]

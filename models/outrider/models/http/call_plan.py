@@ -1,23 +1,203 @@
-"""Plans one completion call: how its texts are generated, cut and shown. The same for the cloud and the device.
+"""Plans one completion call: how its texts are generated, cut and shown, and which it allows. The same for the cloud
+and the device.
 
-How a model writes tool calls and reasoning is found from what its chat template contains.
+How a model writes tool calls and reasoning is found from what its chat template contains. The grammar follows from the
+call's own, its tools, and the model's reasoning. Calls of given tools, or free text, are written in Lark with JSON
+schemas, for llguidance: for `tool_choice` "required" or a function's name, strict functions, and tools beside a JSON
+schema of the content.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
-from outrider.models.grammar.reasoning import BEGIN, END, marks_reasoning, opens_reasoning
+from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
+from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.grammar.reasoning import BEGIN, END, after_reasoning, marks_reasoning, opens_reasoning
+from outrider.models.grammar.spec import GrammarSpec, dump_schema, with_whitespace
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.chat_reader import ChatStyle
 from outrider.models.http.errors import FieldError
-from outrider.models.http.logprobs import LogprobWriter
 from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
-from outrider.models.http.openai_fields import NamedTool
-from outrider.models.http.shapes import Look
+from outrider.models.http.openai_fields import NamedTool, Tool
+from outrider.models.http.shapes import LogprobWriter, Look
 from outrider.models.text.tokenizer import Tokenizer
+
+
+def grammar_of_call(
+    body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
+) -> GrammarSpec | None:
+    """The grammar of the texts of a call; None for free text.
+
+    style: by `chat_style`. prompts: token ids of each; a chat has one. Raises FieldError `invalid_grammar` or
+    `unsupported_parameter`.
+    """
+    spec = body.grammar()
+    if not isinstance(body, ChatRequest):
+        return spec
+    if style.tools is not None:
+        spec = _with_tools(body, style, style.tools, tokenizer, spec)
+    if spec is None or not style.has_reasoning:
+        return spec
+    try:
+        return after_reasoning(spec, tokenizer, prompts[0])
+    except RequestError as error:
+        raise FieldError(error.code, str(error), param="response_format") from None
+
+
+def _with_tools(
+    body: ChatRequest, style: ChatStyle, form: str, tokenizer: Tokenizer, asked: GrammarSpec | None
+) -> GrammarSpec | None:
+    """The grammar where tools may be called. asked: that of the content."""
+    is_one = style.is_one_call or style.is_forced
+    content: str | None = None
+    tools = body.tools_of_grammar
+    if not tools:
+        if asked is None and not body.has_strict_tools:
+            return None
+        tools = body.tools or []
+        content = FREE_TEXT if asked is None else _content(asked)
+    try:
+        return GrammarSpec("grammar", tool_grammar(form, tools, tokenizer, is_one=is_one, content=content))
+    except RequestError as error:
+        raise FieldError(error.code, f"tools: {error}", param="tools", status=error.status) from None
+
+
+def _content(asked: GrammarSpec) -> str:
+    """A rule's right side for the content beside calls."""
+    match asked.kind:
+        case "json_schema" | "json_object":
+            schema = json.loads(asked.text) if asked.kind == "json_schema" else _ANY_OBJECT
+            return f"%json {dump_schema(with_whitespace(schema, flexible=False))}"
+        case "choice":
+            texts = dict.fromkeys(json.loads(asked.text))
+            return " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
+        case kind:
+            raise FieldError(
+                "unsupported_parameter",
+                f'tools is not supported beside a grammar of kind {kind}; leave it out, or set tool_choice to "none"',
+                param="tools",
+            )
+
+
+_ANY_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+# As chat templates show calls to the model. Without it a model could write spaces for ever.
+_SPELLING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY: Final = r"/(.|\n)*/"
+_NO_OBJECT: Final = r"/[ \t\r\n]*([^{ \t\r\n](.|\n)*)?/"
+"""Text that the Llama parser does not take for a call."""
+FREE_TEXT: Final = "free_text"
+
+
+def tool_grammar(
+    form: str, tools: Sequence[Tool], tokenizer: Tokenizer, *, is_one: bool, content: str | None = None
+) -> str:
+    """Lark rules for one call of one of the tools, or for one after the other.
+
+    form: a key of `chat_reader.READERS`. content: what the text may be instead: None, calls only; `FREE_TEXT`, any
+    text, also before the calls; else the right side of a rule.
+    """
+    key = "parameters" if form == "llama" else "arguments"
+    rules = [f"call_{index}: %json {_call_schema(tool, key)}" for index, tool in enumerate(tools)]
+    rules.append("one: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    is_free = content == FREE_TEXT
+    plain = _NO_OBJECT if form == "llama" else _ANY
+    if form == "hermes":
+        begin, end = _marker(tokenizer, "<tool_call>"), _marker(tokenizer, "</tool_call>")
+        first = _opened(tokenizer, "<tool_call>", rules) if is_free else begin
+        call = f'{first} "\\n" one "\\n" {end}'
+        calls = call if is_one else f'{call} ("\\n" {begin} "\\n" one "\\n" {end})*'
+    elif form == "mistral":
+        first = _opened(tokenizer, "[TOOL_CALLS]", rules) if is_free else _marker(tokenizer, "[TOOL_CALLS]")
+        calls = f'{first} "[" one "]"' if is_one else f'{first} "[" one (", " one)* "]"'
+    else:
+        calls = "one" if is_one else 'one ("; " one)*'
+        if is_free:  # the tag is optional, and only a call follows it
+            tagged = _opened(tokenizer, "<|python_tag|>", rules, plain)
+            rules.append(f"calls: {calls}")
+            calls = f"calls | {tagged} calls"
+    if content is not None:
+        rules.append(f"content: {plain if is_free else content}")
+        calls = f"{calls} | content"
+    return "\n".join([f"start: {calls}", *rules, ""])
+
+
+def _opened(tokenizer: Tokenizer, marker: str, rules: list[str], text: str = _ANY) -> str:
+    """What free text and the marker after it are called; adds the rules. The text has no marker."""
+    rules.append(f"TEXT: {text}")
+    spelled = _marker(tokenizer, marker)
+    if spelled.startswith("<["):  # a text has no special token
+        rules.append(f"opened: TEXT {spelled}")
+    else:
+        rules.append(f"opened[lazy]: TEXT {spelled}")
+    return "opened"
+
+
+def _call_schema(tool: Tool, key: str) -> str:
+    function = tool.function
+    arguments = function.parameters if function.parameters is not None else _ANY_OBJECT
+    # References of a schema point at its own root, which is one level deeper here.
+    properties = {"name": {"const": function.name}, key: _moved(arguments, f"#/properties/{key}")}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", key],
+        "additionalProperties": False,
+        # As `response_format`: keywords that the library does not know count where the schema is strict.
+        "x-guidance": {**_SPELLING, **({} if function.strict else {"lenient": True})},
+    }
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+
+
+def _moved(schema: Any, root: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, root) for name, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = root + reference[1:]
+    return moved
+
+
+def _marker(tokenizer: Tokenizer, text: str) -> str:
+    """A marker in Lark: by its id where it is a special token, which has no text there."""
+    index = tokenizer.token_id(text)
+    return f"<[{index}]>" if index is not None and index in tokenizer.special_ids else json.dumps(text)
+
+
+class Grammars:
+    """Makes the compiler on first use. make: a compiler for the served model; takes a second for a large vocabulary.
+
+    is_needed: whether a text without its grammar would be wrong; a device that only drafts goes on without the library.
+    """
+
+    def __init__(self, make: Callable[[], GrammarCompiler], *, is_needed: bool = True) -> None:
+        self._compiler = cache(make)
+        self._is_needed = is_needed
+
+    async def compiled(self, spec: GrammarSpec | None, owner: bytes, salt: bytes = b"") -> CompiledGrammar | None:
+        """The grammar; None for None. Raises RequestError as `GrammarCompiler.compile_for`."""
+        if spec is None:
+            return None
+        try:
+            compiler = self._compiler()
+            if not compiler.stop_ids:
+                words = "this model has no end token, so no grammar can end its text"
+                raise RequestError("unsupported_parameter", words)
+            return await compiler.compile_for(spec, owner, salt)
+        except RuntimeUnavailable as error:  # the library is not installed
+            if not self._is_needed:
+                return None
+            raise RequestError("unsupported_parameter", str(error), status=501) from None
+        except TokenizerError as error:
+            raise RequestError("unsupported_parameter", str(error)) from None
+
 
 MARKERS: Final = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 """Of tool calls. Where they are special tokens, text must show them to be read."""
@@ -25,7 +205,7 @@ MARKERS: Final = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CAL
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a model writes. tools: the format of its calls, a key of `tool_calls.PARSERS`; None: none that is known.
+    """How a model writes. tools: the format of its calls, a key of `chat_reader.READERS`; None: none that is known.
 
     has_reasoning: its template marks reasoning by `<think>`.
     """
@@ -52,12 +232,6 @@ def _tools_in(template: str) -> str | None:
     return None
 
 
-def shown_ids(tokenizer: Tokenizer, *, has_tools: bool, has_reasoning: bool) -> frozenset[int]:
-    """Special tokens that the text must show, so that calls and reasoning can be found in it."""
-    names = [*(MARKERS if has_tools else ()), *((BEGIN, END) if has_reasoning else ())]
-    return frozenset(index for name in names if (index := tokenizer.token_id(name)) is not None) & tokenizer.special_ids
-
-
 def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatStyle:
     """How the texts of a call are read. Raises FieldError for tools that this model's texts cannot be read for."""
     if not isinstance(body, ChatRequest):
@@ -80,12 +254,13 @@ def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatSty
 
 def text_style(body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> TextStyle:
     """How the texts of a call are cut and shown. stop_ids: end a text."""
+    marks = [*(MARKERS if style.tools is not None else ()), *((BEGIN, END) if style.has_reasoning else ())]
     return TextStyle(
         stop_strings=tuple(body.stop_strings),
         stop_ids=stop_ids,
         includes_stop=bool(body.include_stop_str_in_output),
         skips_special=body.skip_special_tokens is not False,
-        shown=shown_ids(tokenizer, has_tools=style.tools is not None, has_reasoning=style.has_reasoning),
+        shown=tokenizer.special_ids.intersection(map(tokenizer.token_id, marks)),
         keeps_pieces=body.num_logprobs is not None,
     )
 
@@ -103,7 +278,6 @@ def look_of(body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, pro
     insides = [style.has_reasoning and opens_reasoning(tokenizer, tuple(prompt)) for prompt in prompts]
     num_top = body.num_logprobs
     return Look(
-        num_choices=len(prompts) * num_kept,
         logprobs=None if num_top is None else LogprobWriter(tokenizer, num_top),
         echoes=[echo for echo in _echoes(body, tokenizer, prompts) for _ in range(num_kept)],
         style=style,

@@ -1,68 +1,293 @@
-"""Reads the text of a chat's choice into the fields of a message: content, reasoning, tool calls."""
+"""Reads the text of a chat's choice, as it arrives, into the fields of a message: content, reasoning, tool calls.
+
+Formats of calls, by what the model's chat template contains: `hermes` (Hermes, Qwen: `<tool_call>{...}</tool_call>`),
+`mistral` (`[TOOL_CALLS][{...}]`, `[TOOL_CALLS]name[ARGS]{...}`) and `llama` (Llama 3: the text is `{"name": ...,
+"parameters": ...}`). Text that only looks like a call stays text. docs/log.md says why no library does this.
+
+Readers are generators: each runs as far as the text goes that has arrived, and yields where it needs more.
+"""
 
 from __future__ import annotations
 
+import json
 import secrets
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outrider.models.grammar.reasoning import BEGIN, END
-from outrider.models.http.tool_calls import PARSERS, Parsed, ToolCallParser
 
-_SPACE: Final = " \t\r\n"
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A reader. It is resumed when the text has grown, or is at its end."""
+
+SPACE: Final = " \t\r\n"
+ARGUMENT_KEYS: Final = ("arguments", "parameters")
+MAX_NAME_CHARS: Final = 256
 
 
-class ReasoningSplitter:
-    """Text in, reasoning and content out. Spaces around the reasoning are dropped.
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of call `index`. name: set in its first piece only. arguments: JSON text that follows the earlier one."""
 
-    is_inside: the prompt has opened the reasoning already, so the text begins inside it.
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class ArrivingText:
+    """A text in the making, and what was found in it since somebody looked.
+
+    held: what no reader has taken yet; it may begin something. is_last: nothing follows. Spaces around calls are
+    dropped.
     """
 
-    def __init__(self, *, is_inside: bool) -> None:
-        self._held = ""
-        self._is_open = is_inside
-        self._may_begin = not is_inside
-        self._is_first = True  # nothing of this part was shown
-        self._has_reasoned = False
+    held: str = ""
+    is_last: bool = False
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
+    num_calls: int = 0
 
-    def push(self, text: str) -> tuple[str, str]:
-        """What `text` adds to the reasoning, and to the content."""
-        self._held += text
-        if self._may_begin:
-            found = self._held.lstrip(_SPACE)
-            if BEGIN.startswith(found) and found != BEGIN:
-                return "", ""
-            self._may_begin = False
-            if found.startswith(BEGIN):
-                self._held, self._is_open = found[len(BEGIN) :], True
-        if not self._is_open:
-            return "", self._shown_content()
-        before, mark, after = self._held.partition(END)
-        if mark:
-            reasoning = before.rstrip(_SPACE)
-            reasoning = reasoning.lstrip(_SPACE) if self._is_first else reasoning
-            self._held, self._is_open, self._is_first = after, False, True
-            self._has_reasoned = True
-            return reasoning, self._shown_content()
-        keep = next((n for n in range(len(END) - 1, 0, -1) if self._held.endswith(END[:n])), 0)
-        shown = self._held[: len(self._held) - keep].rstrip(_SPACE)
-        self._held = self._held[len(shown) :]
-        if self._is_first:
-            shown = shown.lstrip(_SPACE)
-            self._is_first = not shown
-        return shown, ""
+    def until(self, mark: str, shown: list[str]) -> Steps[str | None]:
+        """Appends the text before `mark` to `shown`, as it comes. Returns the mark, with the spaces before it; None at
+        the text's end.
+        """
+        while (at := self.held.find(mark)) < 0:
+            longest = min(len(self.held), len(mark) - 1)
+            num_marked = next((n for n in range(longest, 0, -1) if self.held.endswith(mark[:n])), 0)
+            text = self.held[: len(self.held) - num_marked].rstrip(SPACE)
+            shown.append(text)
+            self.held = self.held[len(text) :]
+            if self.is_last:
+                return None
+            yield
+        text = self.held[:at].rstrip(SPACE)
+        shown.append(text)
+        before = self.held[len(text) : at + len(mark)]
+        self.held = self.held[at + len(mark) :]
+        return before
 
-    def finish(self) -> tuple[str, str]:
-        """What was held back."""
-        held, self._held = self._held, ""
-        return (held.rstrip(_SPACE), "") if self._is_open else ("", held)
+    def past(self, chars: str) -> Steps[str]:
+        """Drops `chars` where the text goes on. Returns what follows; nothing at the text's end."""
+        while not (rest := self.held.lstrip(chars)) and not self.is_last:
+            yield
+        self.held = rest
+        return rest
 
-    def _shown_content(self) -> str:
-        text, self._held = self._held, ""
-        if self._has_reasoned and self._is_first:
-            text = text.lstrip(_SPACE)
-            self._is_first = not text
-        return text
+    def coming(self, mark: str, spaces: str = SPACE) -> Steps[str]:
+        """What comes after `spaces`, once it is known whether it begins with `mark`; takes nothing."""
+        while mark.startswith(rest := self.held.lstrip(spaces)) and rest != mark and not self.is_last:
+            yield
+        return rest
+
+    def call(self, before: str, name: str | None = None) -> Steps[bool]:
+        """Reads one call. Returns whether it is whole; what is no call becomes content, with the `before` it.
+
+        name: given, it is the function's, and the object is its arguments. A call that the text's end cuts keeps its
+        beginning.
+        """
+        call = _Call(name)
+        steps = _object(call, is_bare=name is not None)
+        next(steps)
+        raw: list[str] = []
+        is_whole: bool | None = None
+        is_announced = False
+        while True:
+            text, self.held = self.held, ""
+            for num_read, char in enumerate(text, start=1):
+                if (is_whole := steps.send(char)) is not None:
+                    text, self.held = text[:num_read], text[num_read:]
+                    break
+            raw.append(text)
+            if call.name is not None and call.has_arguments and (call.fresh or not is_announced):
+                self.num_calls += not is_announced
+                new_name = None if is_announced else call.name
+                self.calls.append(CallDelta(self.num_calls - 1, new_name, "".join(call.fresh)))
+                call.fresh.clear()
+                is_announced = True
+            if is_whole is not None or self.is_last:
+                break
+            yield
+        if not is_announced:
+            self.content.append(before + "".join(raw))
+        return bool(is_whole)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call as far as it was read. fresh: text of its arguments, in the model's own spelling, not passed on yet."""
+
+    name: str | None
+    has_arguments: bool = False
+    fresh: list[str] = field(default_factory=list)
+
+    def take(self, key: str, spelled: str) -> bool:
+        """Takes a value other than an object of arguments. Returns whether a call may have it."""
+        if key == "name":
+            self.name = _text_of(spelled)
+            return bool(self.name) and len(self.name or "") <= MAX_NAME_CHARS
+        if key in ARGUMENT_KEYS:
+            found = _text_of(spelled) if spelled[:1] == '"' else spelled  # an object may be spelled as a string
+            self.has_arguments = True
+            self.fresh = ["{}" if found == "null" else found or ""]
+            return found is not None
+        return True
+
+
+# Reads a JSON object: takes its characters, and gives None until it knows whether they are a whole call.
+_Reads = Generator[bool | None, str, T]
+
+
+def _object(call: _Call, *, is_bare: bool) -> _Reads[None]:
+    """is_bare: the object is the arguments."""
+    if (yield from _char()) != "{":
+        yield False
+    if is_bare:
+        call.has_arguments = True
+        yield from _rest("{", call.fresh)
+        yield True
+    delimiter = ","
+    while delimiter == ",":
+        delimiter = yield from _char()
+        if delimiter != '"':
+            break
+        delimiter = yield from _member(call)
+    if delimiter != "}" or call.name is None:
+        yield False
+    if not call.has_arguments:
+        call.take("arguments", "null")
+    yield True
+
+
+def _member(call: _Call) -> _Reads[str]:
+    """A key and its value, whose first quote was read. Returns what follows; nothing for what is none."""
+    text: list[str] = []
+    yield from _rest('"', text)
+    key = _text_of("".join(text))
+    if not key or (yield from _char()) != ":":
+        return ""
+    char = yield from _char()
+    if key in ARGUMENT_KEYS and char == "{":
+        call.has_arguments = True
+        yield from _rest(char, call.fresh)
+        return (yield from _char())
+    text = []
+    if char in '"{[':
+        yield from _rest(char, text)
+        return (yield from _char()) if call.take(key, "".join(text)) else ""
+    while char not in ",:]}" + SPACE:
+        text.append(char)
+        char = yield None
+    if char in SPACE:
+        char = yield from _char()
+    return char if char in ",}" and call.take(key, "".join(text)) else ""
+
+
+def _rest(first: str, text: list[str]) -> _Reads[None]:
+    """Appends the string, list or object that begins with `first` to `text`, as it comes."""
+    text.append(first)
+    in_string, is_escaped = first == '"', False
+    depth = 0 if in_string else 1
+    while depth or in_string:
+        char = yield None
+        text.append(char)
+        if in_string:
+            in_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            in_string = True
+        else:
+            depth += (char in "{[") - (char in "}]")
+
+
+def _char() -> _Reads[str]:
+    """The next character that is no space."""
+    while (char := (yield None)) in SPACE:
+        pass
+    return char
+
+
+def _text_of(spelled: str) -> str | None:
+    """A string of JSON; None for anything else, and for half of a surrogate pair: no answer could be written."""
+    try:
+        found: object = json.loads(spelled)
+        if isinstance(found, str):
+            found.encode()
+            return found
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _read_hermes(text: ArrivingText) -> Steps[None]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them."""
+    end = "</tool_call>"
+    while (before := (yield from text.until("<tool_call>", text.content))) is not None:
+        if (yield from text.call(before)):
+            rest = yield from text.coming(end)
+            if rest.startswith(end):
+                text.held = rest[len(end) :].lstrip(SPACE)
+            elif end.startswith(rest):  # the text's end cuts it
+                text.held = ""
+
+
+def _read_mistral(text: ArrivingText) -> Steps[None]:
+    """`[TOOL_CALLS]` and a list of objects, or a name, `[ARGS]` and an object."""
+    while (before := (yield from text.until("[TOOL_CALLS]", text.content))) is not None:
+        while (begin := _begin_of_calls(text.held.lstrip(SPACE))) is None:
+            if text.is_last:
+                text.held = before + text.held
+                return
+            yield
+        text.held = text.held.lstrip(SPACE)[len(begin) :]
+        before += begin
+        if begin != "[":
+            if (yield from text.call(before, begin.split("[", 1)[0].strip() or None)):
+                text.held = text.held.lstrip(SPACE)
+            continue
+        while (yield from text.call(before)):
+            before = ""
+            if (yield from text.past(SPACE + ","))[:1] in ("]", ""):
+                text.held = text.held[1:].lstrip(SPACE)
+                break
+
+
+def _begin_of_calls(text: str) -> str | None:
+    """What comes before the first object: `[`, or the function's name, if any; None while it is not whole."""
+    if text.startswith("["):
+        is_whole = text != "[" and not any(mark.startswith(text) for mark in ("[CALL_ID]", "[ARGS]"))
+        return "[" if is_whole else None
+    return text[: text.index("{")] if "{" in text else None
+
+
+def _read_llama(text: ArrivingText) -> Steps[None]:
+    """The text is one object `{"name": ..., "parameters": {...}}`, or several with `;` between them."""
+    tag = "<|python_tag|>"
+    before: str | None = ""
+    is_whole = True
+    while before is not None:
+        found = ""
+        if is_whole:
+            found = yield from text.coming(tag, SPACE + (";," if text.num_calls else ""))
+            if found != tag and tag.startswith(found):  # the text ends here
+                return
+        if found.startswith("{"):
+            text.held = found
+            before = ""
+        else:
+            before = yield from text.until(tag, text.content)
+        if before is not None:
+            is_whole = yield from text.call(before)
+
+
+READERS: Final[dict[str, Callable[[ArrivingText], Steps[None]]]] = {
+    "hermes": _read_hermes,
+    "mistral": _read_mistral,
+    "llama": _read_llama,
+}
+"""By the format's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,57 +305,75 @@ class ChatStyle:
     shows_reasoning: bool = True
 
 
-@dataclass(slots=True)
 class ChatReader:
     """Text in, fields of deltas out. is_inside: the prompt has opened the reasoning."""
 
-    style: ChatStyle
-    is_inside: bool = False
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    _splitter: ReasoningSplitter | None = None
-    _parser: ToolCallParser | None = None
-
-    def __post_init__(self) -> None:
-        if self.style.has_reasoning:
-            self._splitter = ReasoningSplitter(is_inside=self.is_inside)
-        if self.style.tools is not None:
-            self._parser = PARSERS[self.style.tools]()
+    def __init__(self, style: ChatStyle, *, is_inside: bool = False) -> None:
+        self._style = style
+        self._text = ArrivingText()
+        self._steps = _read(self._text, style, is_inside=is_inside)
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
         """The fields that `text` adds to a delta; gathers them too. is_last: nothing follows."""
-        thought, said = self._splitter.push(text) if self._splitter is not None else ("", text)
-        if is_last and self._splitter is not None:
-            more, rest = self._splitter.finish()
-            thought, said = thought + more, said + rest
-        parsed = self._parser.push(said, is_last=is_last) if self._parser is not None else Parsed(said)
+        arriving = self._text
+        arriving.held += text
+        arriving.is_last = is_last
+        next(self._steps, None)
         delta: dict[str, Any] = {}
-        if thought and self.style.shows_reasoning:
+        thought, said = "".join(arriving.reasoning), "".join(arriving.content)
+        calls = [self._call_delta(each) for each in arriving.calls if not (self._style.is_one_call and each.index)]
+        for found in (arriving.reasoning, arriving.content, arriving.calls):
+            found.clear()
+        if thought and self._style.shows_reasoning:
             self.reasoning += thought
             delta["reasoning_content"] = thought
-        if parsed.content:
-            self.content += parsed.content
-            delta["content"] = parsed.content
-        if calls := self._call_deltas(parsed):
+        if said:
+            self.content += said
+            delta["content"] = said
+        if calls:
             delta["tool_calls"] = calls
         return delta
 
     def reason(self, reason: str | None) -> str | None:
         """The finish reason: "tool_calls" where the text stopped after calls."""
-        return "tool_calls" if reason == "stop" and self.calls and not self.style.is_forced else reason
+        return "tool_calls" if reason == "stop" and self.calls and not self._style.is_forced else reason
 
-    def _call_deltas(self, parsed: Parsed) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for call in parsed.calls:
-            if self.style.is_one_call and call.index > 0:
-                continue
-            if call.name is not None:
-                function = {"name": call.name, "arguments": call.arguments}
-                whole = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-                self.calls.append(whole)
-                found.append({"index": call.index, **whole, "function": dict(function)})
-            else:
-                self.calls[call.index]["function"]["arguments"] += call.arguments
-                found.append({"index": call.index, "function": {"arguments": call.arguments}})
-        return found
+    def _call_delta(self, call: CallDelta) -> dict[str, Any]:
+        if call.name is None:
+            self.calls[call.index]["function"]["arguments"] += call.arguments
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        whole = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        self.calls.append(whole)
+        return {"index": call.index, **whole, "function": dict(function)}
+
+
+# Knows the text only: with the reader that has it, it would be a circle.
+def _read(text: ArrivingText, style: ChatStyle, *, is_inside: bool) -> Steps[None]:
+    if style.has_reasoning:
+        yield from _read_reasoning(text, is_inside=is_inside)
+    if style.tools is not None:
+        yield from READERS[style.tools](text)
+    while not text.is_last:
+        text.content.append(text.held)
+        text.held = ""
+        yield
+    if text.held.strip() or not text.num_calls:
+        text.content.append(text.held)
+
+
+def _read_reasoning(text: ArrivingText, *, is_inside: bool) -> Steps[None]:
+    """Without the spaces around it. is_inside: the text begins inside it."""
+    if not is_inside:
+        found = yield from text.coming(BEGIN)
+        if not found.startswith(BEGIN):
+            return
+        text.held = found[len(BEGIN) :]
+    yield from text.past(SPACE)
+    if (yield from text.until(END, text.reasoning)) is None:
+        text.reasoning.append(text.held.rstrip(SPACE))
+        text.held = ""
+    yield from text.past(SPACE)

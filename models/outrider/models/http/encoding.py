@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,33 +20,22 @@ from outrider.models.processors.options import ProcessorOptions, bad_word_ids
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import MAX_PREDICTION_TOKENS
 
-
-@dataclass(frozen=True, slots=True)
-class _Format:
-    """Tokens before the prefix, before the suffix, and after both. is_suffix_first: the suffix comes first."""
-
-    prefix: str
-    suffix: str
-    middle: str | None
-    is_suffix_first: bool = False
-
-
 _FORMATS: Final = (
-    _Format("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
-    _Format("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    _Format("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    _Format("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    _Format("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
-    _Format("[PREFIX]", "[SUFFIX]", None, is_suffix_first=True),  # Codestral
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("[PREFIX]", "[SUFFIX]"),  # Codestral
 )
+"""Tokens before the prefix, before the suffix, and after both; without the last, the suffix comes first."""
 
 
 def fill_in_prompt(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -> list[int]:
     """The token ids of a prompt for the text between both. Raises FieldError where the model has no such tokens."""
-    for each in _FORMATS:
-        ids = [tokenizer.token_id(name) for name in (each.prefix, each.suffix, each.middle) if name is not None]
-        known = [index for index in ids if index is not None]
-        if len(known) == len(ids):
+    for names in _FORMATS:
+        known = [index for name in names if (index := tokenizer.token_id(name)) is not None]
+        if len(known) == len(names):
             break
     else:
         raise FieldError(
@@ -59,9 +47,10 @@ def fill_in_prompt(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -
     before = prefix if isinstance(prefix, list) else tokenizer.encode(prefix, add_special_tokens=False)
     after = tokenizer.encode(suffix, add_special_tokens=False)
     first = [tokenizer.bos_token_id] if tokenizer.begins_with_bos and tokenizer.bos_token_id is not None else []
-    if each.is_suffix_first:
-        return [*first, known[1], *after, known[0], *before]
-    return [*first, known[0], *before, known[1], *after, *known[2:]]
+    begin_prefix, begin_suffix, *end = known
+    if not end:
+        return [*first, begin_suffix, *after, begin_prefix, *before]
+    return [*first, begin_prefix, *before, begin_suffix, *after, *end]
 
 
 T = TypeVar("T")

@@ -101,8 +101,7 @@ class ApiKey:
         """The line of a key file."""
         parts = [DIGEST_PREFIX + self.digest.hex(), f"name={self.name}", f"scopes={','.join(sorted(self.scopes))}"]
         for each in fields(self)[3:]:
-            value = getattr(self, each.name)
-            if value:
+            if value := getattr(self, each.name):
                 parts.append(
                     f"{_shown(each.name)}={value:g}" if isinstance(value, float) else f"{_shown(each.name)}={value}"
                 )
@@ -177,7 +176,8 @@ class KeyRing:
     """The accepted keys; without any, no key is required. Any thread may call it."""
 
     def __init__(self, keys: Iterable[str | ApiKey] = ()) -> None:
-        self._path: Path | None = None
+        self.path: Path | None = None
+        """The key file, if there is one."""
         self._fixed = [ApiKey.plain(key) if isinstance(key, str) else key for key in keys]
         self._by_digest = {key.digest: key for key in self._fixed}
 
@@ -189,22 +189,17 @@ class KeyRing:
         """
         keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
         ring = cls(keys)
-        ring._path = path
+        ring.path = path
         ring.reload()
         return ring
 
-    @property
-    def path(self) -> Path | None:
-        """The key file, if there is one."""
-        return self._path
-
     def reload(self) -> Collection[bytes]:
         """Reads the file again; returns owners that may no longer generate. Raises ConfigError and keeps the keys."""
-        if self._path is None:
+        if self.path is None:
             return ()
-        from_file = read_key_lines(self._path)
+        from_file = read_key_lines(self.path)
         if not from_file:
-            raise ConfigError(f"the key file {self._path} has no key; write one per line")
+            raise ConfigError(f"the key file {self.path} has no key; write one per line")
         before = self._by_digest
         self._by_digest = {key.digest: key for key in (*self._fixed, *from_file)}
         return [digest for digest in before if not self.may_generate(digest)]
@@ -223,7 +218,7 @@ class KeyRing:
 
     def sessions_of(self, owner: bytes) -> int | None:
         """The owner's own limit of open sequences, if it has one."""
-        key = self._by_digest.get(owner)
+        key = self.of_owner(owner)
         return None if key is None else key.sessions
 
     def find(self, authorization: bytes | None) -> ApiKey | None:

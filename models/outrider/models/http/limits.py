@@ -9,7 +9,7 @@ import asyncio
 import math
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
@@ -209,36 +209,25 @@ class Slots:
 
 
 class Turns:
-    """At most `max_together` turns at once, one per owner; first come, first served. Lives on one event loop."""
+    """At most `max_together` turns at once, one per owner; first come, first served. Lives on one event loop.
+
+    own: who have a turn or are next.
+    """
 
     def __init__(self, max_together: int = 1) -> None:
+        self.own = Slots(max_each=1)
         self._free = asyncio.Semaphore(max_together)
-        self._own: dict[bytes, asyncio.Lock] = {}
-        self.num_users: Counter[bytes] = Counter()
-        """Who have a turn or wait for one."""
 
     async def take(self, owner: bytes) -> None:
         """Waits for a turn; `release` ends it. Cancelled, it takes none."""
-        self.num_users[owner] += 1
-        own = self._own.setdefault(owner, asyncio.Lock())
-        has_own = False
+        await self.own.wait(owner)
         try:
-            await own.acquire()
-            has_own = True
             await self._free.acquire()
         except BaseException:
-            if has_own:
-                own.release()
-            self._forget(owner)
+            self.own.release(owner)
             raise
 
     def release(self, owner: bytes) -> None:
         """Ends the owner's turn."""
         self._free.release()
-        self._own[owner].release()
-        self._forget(owner)
-
-    def _forget(self, owner: bytes) -> None:
-        self.num_users[owner] -= 1
-        if not self.num_users[owner]:
-            del self.num_users[owner], self._own[owner]
+        self.own.release(owner)

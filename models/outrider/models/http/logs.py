@@ -60,11 +60,10 @@ def _found(record: logging.LogRecord) -> dict[str, Any]:
     return found
 
 
-def formatter_of(format_: LogFormat) -> logging.Formatter:
-    """What writes a line."""
-    if format_ is LogFormat.JSON:
-        return _JsonFormatter()
-    return _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+FORMATTERS: Final = {
+    LogFormat.TEXT: _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"),
+    LogFormat.JSON: _JsonFormatter(),
+}
 
 
 def configure_logging(format_: LogFormat) -> None:
@@ -73,7 +72,7 @@ def configure_logging(format_: LogFormat) -> None:
     httpx would log every message of drafts, with its session's id.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter_of(format_))
+    handler.setFormatter(FORMATTERS[format_])
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("uvicorn", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)

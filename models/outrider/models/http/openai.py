@@ -129,9 +129,9 @@ class GenerationRequest(ProcessorParameters):
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def grammar(self, *, after: str = "") -> GrammarSpec | None:
-        """The grammar that the request asks for; None for free text. after: as `grammar_of`; raises as it."""
-        return structured.grammar_of({name: getattr(self, name) for name in structured.FIELDS}, after=after)
+    def grammar(self) -> GrammarSpec | None:
+        """The grammar that the request asks for; None for free text. Raises as `grammar_of`."""
+        return structured.grammar_of({name: getattr(self, name) for name in structured.FIELDS})
 
     @property
     def repeats_usage(self) -> bool:

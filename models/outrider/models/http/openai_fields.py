@@ -292,18 +292,13 @@ def with_read_arguments(calls: Any) -> Any:
 
 
 def _read_one(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str):
-        return call
     try:
-        read = load(arguments.encode(), "the text of a tool call's arguments")
-    except UnicodeEncodeError:
+        arguments = call["function"]["arguments"]
+        read = load(arguments.encode(), "the text of a tool call's arguments") if isinstance(arguments, str) else None
+    except (TypeError, LookupError, UnicodeEncodeError):  # of another shape
         return call
     except RequestError as error:
-        if error.code == "malformed_json":
-            return call
-        raise
-    if not isinstance(read, dict):
+        if error.code != "malformed_json":
+            raise
         return call
-    return {**call, "function": {**call["function"], "arguments": read}}
+    return {**call, "function": {**call["function"], "arguments": read}} if isinstance(read, dict) else call

@@ -40,11 +40,8 @@ def current_request() -> RequestContext | None:
 
 def enter_request(scope: Scope) -> RequestContext:
     """Makes a new request the current one of this task, with the id that its client sent, if it is clean."""
-    request_id = next((value for name, value in scope["headers"] if name == HEADER), None)
-    if request_id is not None and _CLEAN.fullmatch(request_id):
-        found = RequestContext(request_id.decode("ascii"))
-    else:
-        found = RequestContext(secrets.token_hex(_ID_BYTES))
+    own = next((value for name, value in scope["headers"] if name == HEADER), b"")
+    found = RequestContext(own.decode("ascii") if _CLEAN.fullmatch(own) else secrets.token_hex(_ID_BYTES))
     _current.set(found)
     return found
 

@@ -20,7 +20,7 @@ from starlette.types import Scope as AsgiScope
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network, is_loopback
 from outrider.models.http.errors import Throttled
-from outrider.models.http.keys import KEY, Scope
+from outrider.models.http.keys import KEY, ApiKey, Scope
 from outrider.models.http.keys import KeyRing as KeyRing  # also for importers of this module
 from outrider.models.http.limits import Pacer, RateLimiter
 from outrider.models.wire.protocol import MAX_BODY_BYTES
@@ -87,7 +87,8 @@ class PagePolicy:
 
     def require_host(self, host: bytes | None) -> None:
         """Raises RequestError 403 `host_not_allowed` if the request is for another server."""
-        if not self._checks_host or _is_loopback_name(host or b"") or _name(host or b"") in self._hosts:
+        name = _name(host)
+        if not self._checks_host or _is_loopback_name(name) or name in self._hosts:
             return
         shown = host[:_MAX_QUOTED_CHARS].decode("latin-1") if host else "missing"
         raise RequestError(
@@ -106,7 +107,7 @@ class PagePolicy:
         origin = origin.lower()
         authority = origin.partition(b"://")[2]
         is_own = bool(authority) and host is not None and authority == host.lower()
-        if not (is_own or origin.decode("latin-1") in self._origins or _is_loopback_name(authority)):
+        if not (is_own or origin.decode("latin-1") in self._origins or _is_loopback_name(_name(authority))):
             raise _foreign_origin(origin[:_MAX_QUOTED_CHARS].decode("latin-1"))
 
 
@@ -118,32 +119,33 @@ def _foreign_origin(shown: str) -> RequestError:
     )
 
 
-def _name(authority: bytes) -> str:
+def _name(authority: bytes | None) -> str:
     """The host of `host:port`, lower case; empty if there is none."""
-    return "" if len(authority) > _MAX_AUTHORITY_BYTES else _parsed_name(authority)
-
-
-def _is_loopback_name(authority: bytes) -> bool:
-    """Whether the host of `host:port` is a loopback address, localhost, or a name below it (RFC 6761, section 6.3)."""
-    return len(authority) <= _MAX_AUTHORITY_BYTES and _is_parsed_loopback(authority)
+    return _name_of(authority) if authority and len(authority) <= _MAX_AUTHORITY_BYTES else ""
 
 
 # Every request asks, nearly always with the same host.
 @lru_cache(maxsize=1024)
-def _parsed_name(authority: bytes) -> str:
+def _name_of(authority: bytes) -> str:
     found = _AUTHORITY.fullmatch(authority)
     return (found[1] or found[2]).decode("latin-1").lower() if found else ""
 
 
 @lru_cache(maxsize=1024)
-def _is_parsed_loopback(authority: bytes) -> bool:
-    name = _parsed_name(authority)
+def _is_loopback_name(name: str) -> bool:
+    """Whether it is a loopback address, localhost, or a name below it (RFC 6761, section 6.3)."""
     return is_loopback(name) or name.endswith(".localhost")
 
 
 def address_of(scope: AsgiScope) -> bytes:
     """The client's address, or its network; ANYBODY where none is known."""
     return client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
+
+
+def _owner(scope: AsgiScope, key: ApiKey | None) -> bytes:
+    if key is not None:
+        return key.digest
+    return scope[SUBJECT].owner if scope.get(SUBJECT) else address_of(scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +233,11 @@ class Gate:
         if is_probe:
             found = self._probes.wait_s(address_of(scope), _PROBE_WAIT_S)
             return _PROBE_WAIT_S if found is None else found
-        pacer = self._requests
-        client = scope[SUBJECT].owner if scope.get(SUBJECT) else address_of(scope)
         try:
-            if (key := self._keys.find(headers.get(b"authorization"))) is not None:
-                client = key.digest
-        except RequestError:
-            pacer, client = self._strangers, address_of(scope)
-        found = pacer.wait_s(client, REQUEST_WAIT_S)
+            owner = _owner(scope, self._keys.find(headers.get(b"authorization")))
+            found = self._requests.wait_s(owner, REQUEST_WAIT_S)
+        except RequestError:  # no key that is accepted
+            found = self._strangers.wait_s(address_of(scope), REQUEST_WAIT_S)
         if found is None:
             raise Throttled("rate_limited", "too many requests per second; retry later", retry_after_s=2)
         return found
@@ -270,14 +269,9 @@ class Gate:
             return
         key = self._keys.find(headers.get(b"authorization"))
         if key is not None:
-            owner = key.digest
             scope[KEY] = key
             key.require(Scope.METRICS if path == METRICS_PATH else Scope.GENERATE)
-        elif scope.get(SUBJECT):
-            owner = scope[SUBJECT].owner
-        else:
-            owner = address_of(scope)
-        scope[OWNER] = owner
+        owner = scope[OWNER] = _owner(scope, key)
         if method == "POST":
             is_costly = path in self._paths.costly
             if is_costly or self._media_types:

@@ -5,15 +5,16 @@ Knows no tokenizer and compiles nothing. Everything that would be ignored is ref
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.bounds import MAX_JSON_BYTES, read_json
-from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar, with_whitespace
+from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
 from outrider.models.http.errors import FieldError
 
-JSON_OBJECT: Final[dict[str, Any]] = {"type": "object"}
+T = TypeVar("T")
 
 _GUIDED: Final = {
     "guided_json": "json",
@@ -29,17 +30,18 @@ MAX_VALUES: Final = MAX_JSON_BYTES // 2
 MAX_SPACED_CHARS: Final = 4 * MAX_JSON_BYTES
 """Of a schema's text, with its spaces and line breaks."""
 _OPTIONS: Final = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_NAMES: Final[dict[type, str]] = {dict: "object", list: "list", str: "text", bool: "boolean", type(None): "null"}
+_EXPECTED: Final[dict[type, str]] = {dict: "an object", bool: "true or false", str: "a text"}
 
 
-def grammar_of(fields: Mapping[str, Any], *, after: str = "") -> GrammarSpec | None:
+def grammar_of(fields: Mapping[str, Any]) -> GrammarSpec | None:
     """The grammar that a request's fields ask for; None for free text.
 
-    fields: the request's values of `FIELDS`, as parsed JSON; those that are missing or null ask for nothing. after: the
-    token that ends the model's reasoning, where it reasons first. Raises FieldError `invalid_grammar` or
-    `unsupported_parameter`, naming the field.
+    fields: the request's values of `FIELDS`, as parsed JSON; those that are missing or null ask for nothing. Raises
+    FieldError `invalid_grammar` or `unsupported_parameter`, naming the field.
     """
     asked = [name for name in FIELDS if fields.get(name) is not None and name != "guided_whitespace_pattern"]
-    found = [spec for name in asked if (spec := _named(name, fields, after)) is not None]
+    found = [spec for name in asked if (spec := _named(name, fields)) is not None]
     if len(found) > 1:
         raise FieldError(
             "invalid_grammar", f"both {asked[0]} and {asked[1]} ask for a grammar; leave one out", param=asked[1]
@@ -47,92 +49,78 @@ def grammar_of(fields: Mapping[str, Any], *, after: str = "") -> GrammarSpec | N
     return found[0] if found else None
 
 
-def _named(name: str, fields: Mapping[str, Any], after: str) -> GrammarSpec | None:
+def _named(name: str, fields: Mapping[str, Any]) -> GrammarSpec | None:
     try:
         if name == "response_format":
-            return _response_format(fields[name], after)
+            return _response_format(fields[name])
         if name == "structured_outputs":
-            return _structured_outputs(fields[name], after, name)
+            return _structured_outputs(fields[name], name)
         options = {"whitespace_pattern": fields.get("guided_whitespace_pattern")}
-        return _structured_outputs({_GUIDED[name]: fields[name], **options}, after, name)
+        return _structured_outputs({_GUIDED[name]: fields[name], **options}, name)
     except FieldError:
         raise
     except RequestError as error:
         raise FieldError(error.code, f"{name}: {error}", param=name, status=error.status) from None
 
 
-def _response_format(value: Any, after: str) -> GrammarSpec | None:
+def _response_format(value: Any) -> GrammarSpec | None:
     param = "response_format"
-    kind = _object(value, param).get("type")
+    kind = _checked(value, dict, param).get("type")
     match kind:
         case "text":
             return None
         case "json_object":
-            return GrammarSpec("json_object", after=after)
+            return GrammarSpec("json_object")
         case "json_schema":
-            body = _object(value.get("json_schema"), f"{param}.json_schema")
+            param = f"{param}.json_schema"
+            body = _checked(value.get("json_schema"), dict, param)
             if "schema" not in body:
-                raise FieldError(
-                    "invalid_grammar",
-                    "response_format.json_schema has no schema; add one",
-                    param=f"{param}.json_schema",
-                )
-            strict = _flag(body.get("strict"), f"{param}.json_schema.strict")
+                raise FieldError("invalid_grammar", f"{param} has no schema; add one", param=param)
             # OpenAI enforces a schema where it is strict, and does what it can otherwise.
-            return _schema(body["schema"], after, lenient=not strict)
+            return GrammarSpec.json_schema(_parsed(body["schema"]), lenient=not _flag(body, "strict", param))
         case _:
+            shown = repr(kind)[:60] if isinstance(kind, str) else _kind_of(kind)
             raise FieldError(
                 "unsupported_parameter",
-                f"response_format.type is {_shown(kind)}; expected text, json_object or json_schema",
+                f"response_format.type is {shown}; expected text, json_object or json_schema",
                 param=param,
             )
 
 
-def _structured_outputs(value: Any, after: str, param: str) -> GrammarSpec | None:
-    asked = {key: one for key, one in _object(value, param).items() if one is not None and not key.startswith("_")}
+def _structured_outputs(value: Any, param: str) -> GrammarSpec | None:
+    given = _checked(value, dict, param)
+    asked = {key: one for key, one in given.items() if one is not None and not key.startswith("_")}
     if unknown := next((key for key in asked if key not in (*_KINDS, *_OPTIONS)), None):
         raise FieldError(
             "unsupported_parameter", f"{param}.{unknown[:100]} is not supported; leave it out", param=param
         )
-    flexible = asked.get("disable_any_whitespace")
-    pattern = asked.get("whitespace_pattern")
-    if pattern is not None and not isinstance(pattern, str):
-        raise FieldError("invalid_grammar", f"{param}: the whitespace pattern is no text", param=param)
-    options: dict[str, Any] = {
-        "flexible": None if flexible is None else not _flag(flexible, f"{param}.disable_any_whitespace"),
-        "pattern": pattern,
-    }
+    options: dict[str, Any] = {}
+    if "disable_any_whitespace" in asked:
+        options["flexible"] = not _flag(asked, "disable_any_whitespace", param)
+    if "whitespace_pattern" in asked:
+        pattern = f"{param}: the whitespace pattern"
+        options["pattern"] = _checked(asked["whitespace_pattern"], str, pattern, param)
     kinds = [key for key in _KINDS if key in asked and asked[key] is not False]
     if not kinds:
         return None
     if len(kinds) > 1:
         raise FieldError("invalid_grammar", f"{param} has {kinds[0]} and {kinds[1]}; leave one out", param=param)
-    kind, given = kinds[0], asked[kinds[0]]
-    match kind:
+    given = asked[kinds[0]]
+    match kinds[0]:
         case "json":
-            if _flag(asked.get("disable_additional_properties"), f"{param}.disable_additional_properties"):
+            if _flag(asked, "disable_additional_properties", param):
                 given = _closed(_parsed(given))
-            return _schema(given, after, **options)
+            return GrammarSpec.json_schema(_parsed(given), **options)
         case "json_object":
-            _flag(given, f"{param}.json_object")
-            return _schema(JSON_OBJECT, after, **options)
+            _flag(asked, "json_object", param)
+            return GrammarSpec.json_schema({"type": "object"}, **options)
         case "choice":
             if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
                 raise FieldError("invalid_grammar", f"{param}: the choices are not a list of texts", param=param)
-            return GrammarSpec("choice", dump_schema(given), after)
-        case _:
-            if not isinstance(given, str):
-                raise FieldError(
-                    "invalid_grammar", f"{param}: {kind} is a {_kind_of(given)}; expected a text", param=param
-                )
-            return GrammarSpec("regex" if kind == "regex" else "grammar", given, after)
-
-
-def _schema(
-    schema: Any, after: str, *, flexible: bool | None = None, pattern: str | None = None, lenient: bool = False
-) -> GrammarSpec:
-    made = with_whitespace(_parsed(schema), flexible=flexible, pattern=pattern, lenient=lenient)
-    return GrammarSpec("json_schema", dump_schema(made), after)
+            return GrammarSpec("choice", dump_schema(given))
+        case kind:
+            text = _checked(given, str, f"{param}: {kind}", param)
+            return GrammarSpec("regex" if kind == "regex" else "grammar", text)
 
 
 def _parsed(schema: Any) -> Any:
@@ -145,38 +133,26 @@ def _parsed(schema: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, whose objects have no properties but those that it names."""
+    """The schema, whose objects have no properties but those that it names. Raises RequestError for what is no JSON."""
 
-    def close(value: Any, depth: int) -> Any:
-        if depth > 200:  # refused by its depth, with its own message
-            return value
-        if isinstance(value, list):
-            return [close(item, depth + 1) for item in value]
-        if not isinstance(value, dict):
-            return value
-        inside = {key: close(item, depth + 1) for key, item in value.items()}
-        is_object = "properties" in inside and isinstance(inside["properties"], dict)
-        return {"additionalProperties": False, **inside} if is_object else inside
+    def close(inside: dict[str, Any]) -> dict[str, Any]:
+        return {"additionalProperties": False, **inside} if isinstance(inside.get("properties"), dict) else inside
 
-    return close(schema, 0)
+    return json.loads(dump_schema(schema), object_hook=close)
 
 
-def _object(value: Any, param: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise FieldError("invalid_grammar", f"{param} is a {_kind_of(value)}; expected an object", param=param)
+def _checked(value: Any, kind: type[T], name: str, param: str | None = None) -> T:
+    """The value, if it is of this kind. name: what an error calls it. param: the field that it names; None: `name`."""
+    if not isinstance(value, kind):
+        found = f"{name} is a {_kind_of(value)}; expected {_EXPECTED[kind]}"
+        raise FieldError("invalid_grammar", found, param=param or name)
     return value
 
 
-def _flag(value: Any, param: str) -> bool:
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise FieldError("invalid_grammar", f"{param} is a {_kind_of(value)}; expected true or false", param=param)
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:60] if isinstance(value, str) else _kind_of(value)
+def _flag(values: Mapping[str, Any], key: str, param: str) -> bool:
+    value = values.get(key)
+    return value is not None and _checked(value, bool, f"{param}.{key}")
 
 
 def _kind_of(value: Any) -> str:
-    names: Mapping[type, str] = {dict: "object", list: "list", str: "text", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+    return _NAMES.get(type(value), "number")

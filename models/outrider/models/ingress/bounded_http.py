@@ -4,7 +4,8 @@ uvicorn does not bound the bytes and the time of headers, the time of a body, or
 on one connection. Bytes are counted here as they are fed to the parser, in slices, so that one huge chunk is
 no way around; deadlines are only remembered here, and checked by `ConnectionTable`.
 
-Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that were tried, and `USED` what is used of it.
+Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that were tried, tests/test_cloud_ingress.py
+what is used of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sized
+from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 import httptools
@@ -23,31 +26,12 @@ from uvicorn.server import ServerState
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.bodies import too_many_bytes
+from outrider.models.http.errors import error_bytes
 from outrider.models.http.security import SUBJECT
-from outrider.models.ingress.connections import ConnectionTable, Ticket
-from outrider.models.ingress.refusals import answer_of, headers_too_large, malformed, too_slow, unknown_coding
+from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, Ticket
 from outrider.models.ingress.sockets import ClientName
 
-USED: Final = (
-    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
-    *("on_message_begin", "on_header", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
-    *("_unset_keepalive_if_required", "_should_upgrade"),
-)
-"""Methods of HttpToolsProtocol that are overridden or called here."""
-USED_FIELDS: Final = (
-    "parser",
-    "pipeline",
-    "flow",
-    "cycle",
-    "headers",
-    "url",
-    "transport",
-    "loop",
-    "scope",
-    "timeout_keep_alive_task",
-)
-"""Its fields that are read or replaced here."""
-
+TOO_MANY: Final = "too many connections"
 _CODINGS: Final = b"transfer-encoding"
 _FRAMING_PER_BYTE: Final = 8
 """A chunked body may have so many bytes around each byte of its own: chunks of one byte have five."""
@@ -62,13 +46,43 @@ _BODY: Final = 2
 _REFUSED: Final = 3
 
 
-class _Overrun(Exception):
-    """Raised in a parser's callback: the connection is to be closed. refusal: the answer, where one may be sent."""
+# Answers, never raised: one that was would keep the traceback of its last use.
+@lru_cache(maxsize=8)
+def refusals(limits: ConnectionLimits) -> dict[str, RequestError]:
+    """By cause, as the log names it; a connection that is closed for another gets no answer."""
+    late = "did not arrive in time; send the request again"
+    large = (
+        f"the request line and headers are larger than {limits.max_header_bytes} bytes or more than "
+        f"{limits.max_headers} lines; send fewer"
+    )
+    coding = "the request's Transfer-Encoding is not chunked alone; send the body as it is"
+    plain = "this is not an HTTP/1.1 request; compare the URL's scheme and port"
+    full = "the server has as many connections as it takes, in all or from this address; retry later"
+    return {
+        TOO_MANY: RequestError("too_many_connections", full, status=503),
+        "malformed requests": RequestError("malformed_http", plain),
+        "transfer codings": RequestError("unsupported_transfer_encoding", coding, status=501),
+        "large headers": RequestError("headers_too_large", large, status=431),
+        "slow headers": RequestError("request_timeout", f"the request line and headers {late}", status=408),
+        "slow bodies": RequestError("request_timeout", f"the body {late}", status=408),
+        "large bodies at once": too_many_bytes("unfinished"),
+    }
 
-    def __init__(self, cause: str, refusal: RequestError | None = None) -> None:
-        super().__init__(cause)
-        self.cause = cause
-        self.refusal = refusal
+
+def answer_of(refusal: RequestError) -> bytes:
+    """A whole HTTP answer."""
+    body = error_bytes(refusal)
+    phrase = HTTPStatus(refusal.status).phrase
+    retry = "retry-after: 1\r\n" if refusal.status == 503 else ""
+    head = (
+        f"HTTP/1.1 {refusal.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class _Overrun(Exception):
+    """Raised in a parser's callback: the connection is to be closed, for this cause."""
 
 
 class _Flow(FlowControl):
@@ -103,8 +117,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._ticket = ticket
         self._subject: ClientName | None = None  # of the client's certificate
         self._limits = table.limits
-        self._max_header_bytes = table.limits.max_header_bytes
-        self._max_headers = table.limits.max_headers
         self._phase = _IDLE
         self._slice_bytes = 0
         # Bytes fed to the parser since the phase began. May include the end of the message before.
@@ -131,11 +143,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if tls is not None and (certificate := tls.getpeercert()):
             self._subject = ClientName.of(certificate)
         self._since_s = self.loop.time()
-        self._table.watch(self.check)
+        self._table.checks.add(self.check)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives the connection's place back, and ends the request that runs, also while others wait behind it."""
-        self._table.forget(self.check)
+        self._table.checks.discard(self.check)
         self._ticket.release()
         super().connection_lost(exc)
         for cycle in self._earlier:
@@ -150,7 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, slice by slice, and checks the bounds after each."""
-        size = self._max_header_bytes
+        size = self._limits.max_header_bytes
         if len(data) <= size:
             self._feed(data)
         else:
@@ -201,11 +213,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The end of the headers: the request begins to run or to wait."""
         if self._has_coding:
-            raise _Overrun("transfer codings", unknown_coding())
-        if len(self.headers) > self._max_headers or (
-            self._fed_bytes > self._max_header_bytes and self._head_bytes() > self._max_header_bytes
+            raise _Overrun("transfer codings")
+        if len(self.headers) > self._limits.max_headers or (
+            self._fed_bytes > self._limits.max_header_bytes and self._head_bytes() > self._limits.max_header_bytes
         ):
-            raise _Overrun("large headers", headers_too_large(self._limits))
+            raise _Overrun("large headers")
         if self.timeout_keep_alive_task is not None:  # armed by an answer that ended since the first byte
             self._unset_keepalive_if_required()
         before = self.cycle
@@ -261,13 +273,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._phase == _BODY:
             missing = (waited_s - limits.body_grace_s) * limits.min_body_rate - (self._body_bytes - self._since_bytes)
             if missing > 0:
-                self._refuse("slow bodies", too_slow("body"))
+                self._refuse("slow bodies")
         elif self._phase == _REFUSED:
             if waited_s > limits.linger_s:
                 self.transport.abort()
         elif waited_s > limits.header_s:
             if self._fed_bytes:
-                self._refuse("slow headers", too_slow("request line and headers"))
+                self._refuse("slow headers")
             else:
                 self._table.note("silence")
                 self.transport.close()
@@ -291,28 +303,26 @@ class BoundedProtocol(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 self._refuse_unparsed(error)
                 return
-        if self._phase == _IDLE and self._fed_bytes <= self._max_header_bytes:
+        if self._phase == _IDLE and self._fed_bytes <= self._limits.max_header_bytes:
             return
         if self._phase == _BODY:
             framing = self._fed_bytes - self._body_bytes
             if (
-                framing > 2 * self._max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
-                or len(self.headers) + self._num_trailers > self._max_headers  # trailers come after the body
+                framing > 2 * self._limits.max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
+                or len(self.headers) + self._num_trailers > self._limits.max_headers  # trailers come after the body
             ):
-                self._refuse("large headers", headers_too_large(self._limits))
+                self._refuse("large headers")
             elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
-                self._refuse("large bodies at once", too_many_bytes("unfinished"))
-        elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
-            self._refuse("large headers", headers_too_large(self._limits))
+                self._refuse("large bodies at once")
+        elif self._fed_bytes > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
+            self._refuse("large headers")
 
     def _refuse_unparsed(self, error: httptools.HttpParserError) -> None:
         # Not in `_feed`: a variable there would be part of a circle with its own traceback.
         overrun = error.__context__
-        if not isinstance(overrun, _Overrun):
-            if not isinstance(overrun, httptools.HttpParserError | UnicodeError | None):
-                log_fault(overrun)  # ours, or uvicorn's
-            overrun = _Overrun("malformed requests", malformed())
-        self._refuse(overrun.cause, overrun.refusal)
+        if not isinstance(overrun, _Overrun | httptools.HttpParserError | UnicodeError | None):
+            log_fault(overrun)  # ours, or uvicorn's
+        self._refuse(str(overrun) if isinstance(overrun, _Overrun) else "malformed requests")
 
     def _hold(self, num_bytes: int) -> bool:
         self._is_holding = num_bytes > 0
@@ -322,13 +332,14 @@ class BoundedProtocol(HttpToolsProtocol):
         # "name: value\r\n", and "METHOD url HTTP/1.1\r\n" without its method
         return len(self.url) + 12 + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    def _refuse(self, cause: str, refusal: RequestError | None) -> None:
-        """Sends `refusal` if no other answer is under way, and closes the connection."""
+    def _refuse(self, cause: str) -> None:
+        """Answers if no other answer is under way and there is one for this cause, and closes the connection."""
         if self.transport.is_closing() or self._phase == _REFUSED:
             return
         self._table.note(cause)
         self._unset_keepalive_if_required()
         cycle = self.cycle
+        refusal = refusals(self._limits).get(cause)
         is_answered = self._phase == _BODY and cycle.response_complete
         if refusal is None or self.pipeline or is_answered:
             self.transport.close()

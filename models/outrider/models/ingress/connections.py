@@ -1,6 +1,7 @@
 """Counts connections, in all and by client, and closes those that have run out of time.
 
-Knows no HTTP: `bounded_http` tells what a connection waits for, `listener` asks whether there is room for another.
+Knows no HTTP: `bounded_http` tells what a connection waits for, `bounded_server` asks whether there is room for
+another.
 """
 
 from __future__ import annotations
@@ -10,11 +11,54 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from outrider.models.hosts import client_network
-from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.process.by_owner import Shares
+from outrider.models.wire.protocol import MAX_BODY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Bounds on connections and on requests that are still arriving. Times in seconds.
+
+    max_connections: open at once. max_per_client: of one client address (of a /64, for IPv6). The default has room for
+    the 256 sessions that one key may open, with a stream and a connection for drafts each.
+
+    max_header_bytes, max_headers: of the request line and headers together. header_s: from a request's first byte, or
+    from the connection's start, to the end of its headers.
+
+    max_body_bytes: of one body that no route reads; the application bounds the others. max_client_bodies, max_bodies:
+    how many times that may be held of bodies that are still arriving, of one client and in all. body_grace_s,
+    min_body_rate: after body_grace_s a body must have arrived at min_body_rate bytes per second. Not a time for the
+    whole body: a megabyte over a slow mobile network takes minutes, and what is held meanwhile is bounded.
+
+    max_pipelined: requests of one connection that may wait for the answer to the one before. write_s: how long a client
+    may leave a full write buffer (64 KiB; 512 KiB with TLS) or the rest of a closing connection unread. linger_s: how
+    long a refused client may go on sending before it is cut off. handshake_s: for TLS.
+    """
+
+    max_connections: int = 2048
+    max_per_client: int = 640
+    max_header_bytes: int = 32 << 10
+    max_headers: int = 100
+    header_s: float = 10.0
+    max_body_bytes: int = MAX_BODY_BYTES
+    body_grace_s: float = 10.0
+    min_body_rate: float = 1024.0
+    max_client_bodies: int = 32
+    max_bodies: int = 256
+    max_pipelined: int = 16
+    write_s: float = 60.0
+    linger_s: float = 2.0
+    handshake_s: float = 10.0
+
+    @property
+    def sweep_s(self) -> float:
+        """How often deadlines are checked."""
+        return min(1.0, min(self.header_s, self.body_grace_s, self.write_s, self.linger_s) / 4)
+
 
 _log = logging.getLogger("outrider.ingress")
 
@@ -70,8 +114,8 @@ class Ticket:
         """The connection is closed."""
         if self._client is not None:
             self.hold(0)
-            client, self._client = self._client, None
-            self._table.leave(client)
+            self._table.by_client.add(self._client, -1)
+            self._client = None
 
 
 class ConnectionTable:
@@ -86,7 +130,8 @@ class ConnectionTable:
             limits.max_client_bodies * limits.max_body_bytes, limits.max_bodies * limits.max_body_bytes
         )
         """Of bodies that are still arriving, by client."""
-        self._checks: set[Check] = set()
+        self.checks: set[Check] = set()
+        """Of the connections that are open."""
         self._closed_early: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s = float("-inf")
@@ -102,18 +147,6 @@ class ConnectionTable:
         is_full = len(self) >= self._max
         self.note("too many connections" if is_full else "too many connections of one client")
         return None
-
-    def leave(self, client: str) -> None:
-        """A ticket was released."""
-        self.by_client.add(client, -1)
-
-    def watch(self, check: Check) -> None:
-        """Checks a connection's deadlines from now on."""
-        self._checks.add(check)
-
-    def forget(self, check: Check) -> None:
-        """The connection is closed."""
-        self._checks.discard(check)
 
     def note(self, cause: str) -> None:
         """Counts a connection that the server closed or refused for `cause`; the log sums them up."""
@@ -140,7 +173,7 @@ class ConnectionTable:
         late_s = now - due
         if late_s < self.limits.sweep_s:
             late_s = 0.0
-        for check in list(self._checks):
+        for check in list(self.checks):
             check(now, late_s)
         if self._closed_early and now - self._logged_s >= _LOG_EVERY_S:
             self._logged_s = now
@@ -148,7 +181,3 @@ class ConnectionTable:
             self._closed_early.clear()
             _log.warning("connections closed or refused: %s", causes)
         self._arm(loop, now)
-
-
-MakeProtocol = Callable[[Ticket], asyncio.Protocol]
-"""Makes the protocol of an admitted connection, which releases the ticket when it is closed."""

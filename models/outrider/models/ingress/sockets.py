@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,22 +19,26 @@ READY_PREFIX: Final = "OUTRIDER_READY "
 """The line on standard output that says that a server is up begins with this; its URL follows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TlsFiles:
     """PEM files of the certificate chain and its private key. Raises ConfigError if they cannot be used.
 
-    client_ca: certificates of the authorities that clients must show a certificate of; None asks for none.
+    client_ca: certificates of the authorities that clients must show a certificate of; None asks for none. context: the
+    settings of new connections.
     """
 
     certificate: Path
     key: Path
     client_ca: Path | None = None
+    context: ssl.SSLContext = field(init=False)
 
     def __post_init__(self) -> None:
-        self.context()
+        self.reload()
 
-    def context(self) -> ssl.SSLContext:
-        """Settings for connections, from what the files hold now. Raises ConfigError."""
+    def reload(self) -> None:
+        """Takes what the files hold now; connections that are open keep theirs. Raises ConfigError, and keeps what it
+        has. Any thread.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             # An empty password: without one OpenSSL would ask at the terminal for that of an encrypted key.
@@ -53,7 +57,7 @@ class TlsFiles:
                     "of authorities, PEM"
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
-        return context
+        self.context = context
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -95,18 +99,6 @@ def _shown_part(part: tuple[str, str]) -> str:
     if value.endswith(" ") and len(value) > 1:
         escaped = escaped[:-1] + "\\ "
     return f"{_SHORT.get(name, name)}={escaped}"
-
-
-class ServedTls:
-    """The settings of new connections. `reload` reads the files again; connections that are open keep theirs."""
-
-    def __init__(self, files: TlsFiles) -> None:
-        self.files = files
-        self.context = files.context()
-
-    def reload(self) -> None:
-        """Takes what the files hold now. Raises ConfigError, and keeps what it has. Any thread."""
-        self.context = self.files.context()
 
 
 def tls_files(certificate: Path | None, key: Path | None, client_ca: Path | None = None) -> TlsFiles | None:
