@@ -20,7 +20,7 @@ from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess, model_guesses, shared_guess
 from outrider.edge.drafting.depth import DraftPlan, FixedDepth
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import CallTimes, Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
@@ -65,8 +65,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "one sequence": lambda: ModelDrafter(Unbranched()),
     "branches": lambda: ModelDrafter(branched(3)),
     "lookup": NgramDrafter,
-    "mixed": lambda: MixedDrafter(ModelDrafter(branched(8))),
-    "mixed, one sequence": lambda: MixedDrafter(ModelDrafter(Unbranched())),
+    "mixed": lambda: ModelDrafter(branched(8)).with_lookup(),
+    "mixed, one sequence": lambda: ModelDrafter(Unbranched()).with_lookup(),
 }
 
 
@@ -197,7 +197,7 @@ def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -
 def test_lookup_and_model_guess_into_one_tree() -> None:
     """What both guess counts as the model's and as surer; what only lookup guesses is beside it."""
     model, lookup = ModelDrafter(branched(8)), NgramDrafter()
-    mixed = MixedDrafter(ModelDrafter(branched(8)))
+    mixed = ModelDrafter(branched(8)).with_lookup()
     text = [1, 2, 3, 4, 9, 9, 1, 2, 3, 4]
     for drafter in (model, lookup, mixed):
         drafter.begin(text, SAMPLED)
@@ -217,7 +217,7 @@ def test_lookup_and_model_guess_into_one_tree() -> None:
 
 def test_lookup_alone_does_not_go_on_where_the_model_ends() -> None:
     """It would, token by token, beyond the model's longest sequence."""
-    mixed = MixedDrafter(ModelDrafter(branched(8)))
+    mixed = ModelDrafter(branched(8)).with_lookup()
     mixed.begin([1, 2] * 32, SAMPLED)
     assert mixed.guess([[], [1]], 4) == [[], []]
     mixed.begin([1, 2] * 31, SAMPLED)
@@ -228,7 +228,7 @@ def test_lookups_are_tested_where_the_model_ends_and_its_empty_calls_are_not_tim
     """Else nothing would be learned of them, and the next text's calls would be expected to take no time."""
 
     async def scenario() -> None:
-        driven = Driven(MixedDrafter(ModelDrafter(branched(8, max_positions=6))), DraftPlan(4), TreeLimits())
+        driven = Driven(ModelDrafter(branched(8, max_positions=6)).with_lookup(), DraftPlan(4), TreeLimits())
         driven.commit([1, 2, 3, 1])
         await driven.worker.run()
         driven.worker.close()

@@ -19,8 +19,7 @@ from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
-from outrider.edge.drafting.tree import GuessTree
-from outrider.edge.drafting.view import look
+from outrider.edge.drafting.tree import GuessTree, look
 from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
 from outrider.edge.serve.page_routes import GENERATE

@@ -22,7 +22,7 @@ from tests.test_bundle import make_manifest
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli import main as cli
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
-from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.retrieval.documents import Document, DocumentLimits, read_documents
 from outrider.edge.retrieval.index import words_of
 from outrider.edge.retrieval.passages import PASSAGE_CHARS, cut_passages
@@ -205,7 +205,7 @@ def test_documents_draft_and_are_calibrated_apart() -> None:
     assert [guess.rank for guess in drafter.guess([[1]], 1)[0]] == [QUOTE_RANK]
     drafter.begin([5, 5, 8, 9, 6, 5, 5, 8, 9], PARAMS)  # the text's own passage is longer
     assert drafter.continuation(1) == [lookup_guess(6, 4)] and drafter.continuation(1)[0].rank == LOOKUP_RANK
-    mixed = MixedDrafter(ModelDrafter(FakeSequenceRuntime(vocab_size=30, max_branches=4)), [document])
+    mixed = ModelDrafter(FakeSequenceRuntime(vocab_size=30, max_branches=4)).with_lookup([document])
     mixed.begin([8, 9], PARAMS)
     assert mixed.continuation(2) == [quoted_guess(1, 2), quoted_guess(2, 3)]
     calibration = Calibration()

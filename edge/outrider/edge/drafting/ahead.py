@@ -15,8 +15,7 @@ from dataclasses import replace
 from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.depth import DraftPlan
 from outrider.edge.drafting.price import SendPrice
-from outrider.edge.drafting.tree import GuessNode
-from outrider.edge.drafting.view import SeenGuess, look
+from outrider.edge.drafting.tree import GuessNode, SeenGuess, look
 from outrider.edge.drafting.worker import Demand, Drafting, DraftWorker
 from outrider.edge.results import GenerationRequest
 

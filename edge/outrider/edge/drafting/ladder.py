@@ -12,15 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.drafter import (
-    Drafter,
-    JoiningDrafter,
-    MixedDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    Propose,
-    ProposingDrafter,
-)
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter, Propose
 from outrider.models.breaker import Breaker
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
@@ -44,7 +36,7 @@ class Rung:
     breaker: Breaker = field(default_factory=Breaker)
 
 
-class LadderDrafter:
+class LadderDrafter(Drafter):
     """A Drafter made of several, the best first. Raises what the last one raises when none is left.
 
     on_step: called in the drafting thread with a sentence at each change. failed: rungs that raised, by index.
@@ -72,10 +64,11 @@ class LadderDrafter:
         self._plan = NO_PLAN
         self.failed: set[int] = set()
 
-    def look_up_too(self, quoted: Sequence[QuotedText] = ()) -> None:
-        """From the next text on, models also copy earlier passages, as MixedDrafter does. quoted: documents, too."""
+    def with_lookup(self, quoted: Sequence[QuotedText] = ()) -> LadderDrafter:
+        """Itself: from the next text on, each of its drafters does."""
         self._is_looked_up, self._quoted = True, quoted
         self._used.clear()
+        return self
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text with the best drafter that works now."""
@@ -121,14 +114,8 @@ class LadderDrafter:
         return found
 
     def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
-        """The present drafter's; none of one without a model."""
-
-        def ask(drafter: Drafter) -> list[list[Guess]]:
-            return (
-                drafter.guess_by(branches, propose) if isinstance(drafter, ProposingDrafter) else [[]] * len(branches)
-            )
-
-        found = self._do(ask)
+        """The present drafter's."""
+        found = self._do(lambda drafter: drafter.guess_by(branches, propose))
         self._note_success()
         return found
 
@@ -139,14 +126,12 @@ class LadderDrafter:
     @property
     def model_drafter(self) -> ModelDrafter | None:
         """The present drafter's."""
-        drafter = self._used[self._current] if self._current is not None else None
-        return drafter.model_drafter if isinstance(drafter, JoiningDrafter) else None
+        return self._used[self._current].model_drafter if self._current is not None else None
 
     def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The present drafter's."""
-        drafter = self._used[self._current] if self._current is not None else None
-        assert isinstance(drafter, JoiningDrafter), "this drafter guesses alone"
-        completed = drafter.complete(found, branches, width)
+        assert self._current is not None, "a ladder without a rung guesses alone"
+        completed = self._used[self._current].complete(found, branches, width)
         self._note_success()
         return completed
 
@@ -223,11 +208,7 @@ class LadderDrafter:
             self._opened[index] = drafter
         if index not in self._used:
             drafter = self._opened[index]
-            if self._is_looked_up and isinstance(drafter, ModelDrafter):
-                drafter = MixedDrafter(drafter, self._quoted)
-            elif self._quoted and isinstance(drafter, NgramDrafter):
-                drafter = NgramDrafter(self._quoted)
-            self._used[index] = drafter
+            self._used[index] = drafter.with_lookup(self._quoted) if self._is_looked_up else drafter
         return self._used[index]
 
     def _note_success(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.drafter import Drafter, JoiningDrafter, guess_together
+from outrider.edge.drafting.drafter import Drafter, guess_together
 from outrider.edge.drafting.tree import GuessNode
 
 THREAD_NAME = "outrider-draft"
@@ -183,10 +183,7 @@ class DraftScheduler:
 
     def _call_together(self, calls: Sequence[tuple[_Run, DraftCall]]) -> bool:
         """Runs them in one call; False where that fails: each is then tried alone."""
-        asked: list[tuple[JoiningDrafter, Sequence[Sequence[int]]]] = []
-        for run, call in calls:
-            assert isinstance(run.job.drafter, JoiningDrafter)
-            asked.append((run.job.drafter, call.branches))
+        asked = [(run.job.drafter, call.branches) for run, call in calls]
         try:
             found = guess_together(asked, calls[0][0].job.width)
         except Exception:
@@ -229,7 +226,5 @@ def _share(run: _Run, num_runs: int) -> int:
 
 def _model(job: DraftJob) -> object | None:
     """What texts must have in common to share a call; None for one that runs alone."""
-    drafter = job.drafter
-    if job.width < 2 or not isinstance(drafter, JoiningDrafter) or drafter.model_drafter is None:
-        return None
-    return (drafter.model_drafter.model,)
+    drafter = job.drafter.model_drafter if job.width > 1 else None
+    return (drafter.model,) if drafter is not None else None

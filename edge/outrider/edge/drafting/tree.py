@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, PROVISIONAL_RANK, Guess
 
@@ -324,3 +325,32 @@ def _uproot(root: GuessNode) -> None:
         node = stack.pop()
         stack += node.children.values()
         node.children.clear()
+
+
+class SeenGuess(NamedTuple):
+    """A guess. parent: its place in the list; -1: after the last known token. chance, reach, rank: as `GuessNode`."""
+
+    token: int
+    parent: int
+    chance: float
+    reach: float
+    rank: int
+    is_sent: bool
+
+
+def look(tree: GuessTree, most: int) -> list[SeenGuess]:
+    """At most `most` guesses, those that the target most likely reaches, parents first."""
+    order = itertools.count()
+    waiting: list[tuple[float, int, GuessNode, int]] = []
+
+    def add(node: GuessNode, place: int) -> None:
+        for child in node.children.values():
+            heapq.heappush(waiting, (-child.reach, next(order), child, place))
+
+    add(tree.root, -1)
+    seen: list[SeenGuess] = []
+    while waiting and len(seen) < most:
+        _, _, node, parent = heapq.heappop(waiting)
+        seen.append(SeenGuess(node.token, parent, node.chance, node.reach, node.rank, node.number is not None))
+        add(node, len(seen) - 1)
+    return seen

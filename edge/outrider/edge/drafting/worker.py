@@ -174,12 +174,12 @@ class DraftWorker:
         tree, depth = self._belief.tree, min(self._plan().depth, self._room())
         if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
             return []
-        if self._estimates.wants_one:
+        if self._estimates.calls.lacks_one:
             most = 1
         if most > 1:
             reaches = tree.reaches(most)
             sizes = [size for size in BRANCH_COUNTS if size <= most]
-            rates = {size: sum(reaches[:size]) / self._estimates.call_ms(size) for size in sizes}
+            rates = {size: sum(reaches[:size]) / self._estimates.calls.ms(size) for size in sizes}
             best = max(sizes, key=rates.__getitem__)
             # A change of size is dear where a runtime prepares for it.
             if self._size not in rates or rates[best] > _CLEARLY * rates[self._size]:
@@ -200,7 +200,7 @@ class DraftWorker:
         if answer and path >= answer:
             return True
         # If the answer will be complete soon, wait for it.
-        missing_s = (answer - path) * self._estimates.call_ms(1) / 1e3
+        missing_s = (answer - path) * self._estimates.calls.ms(1) / 1e3
         is_nearly_whole = answer > path and missing_s < self._limits.flush_s
         # But not for long: the best nodes may be alternatives, which do not make the path longer.
         return waited_s >= self._limits.flush_s * (2 if is_nearly_whole else 1)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from pydantic import BaseModel, Field
+
 from outrider.edge.link.origin import Served, mixed_targets
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import ClientOptions, VerifierClient
@@ -50,25 +52,25 @@ class _Member:
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     ready: ReadyAnswer | None = None
     looked_at: float | None = None
-    error: str | None = None
     look: asyncio.Task[Served | None] | None = None
     mending: asyncio.Task[None] | None = None
     has_served: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CloudState:
-    """One cloud, for people and probes. state: "up", "down" (left out), or "unknown". target: the model's digest."""
+class CloudState(BaseModel):
+    """One cloud, for probes. state: "up", "down" (left out), or "unknown". target: the model's digest.
 
-    url: str
+    url, step_ms: for this machine's user only.
+    """
+
+    url: str = Field(exclude=True)
     state: str
-    model: str | None
-    target: str | None
-    round_trip_ms: float | None
-    queue_depth: int | None
-    free_block_share: float | None
-    step_ms: float | None
-    error: str | None
+    model: str | None = None
+    target: str | None = None
+    round_trip_ms: float | None = None
+    queue_depth: int | None = None
+    free_block_share: float | None = None
+    step_ms: float | None = Field(default=None, exclude=True)
 
 
 class Fleet:
@@ -136,7 +138,6 @@ class Fleet:
         if isinstance(error, EndpointUnfit) or len(self._clients) == 1:
             return
         was_down = member.breaker.is_open
-        member.error = str(error)
         if was_down and member.mending is not None:
             return  # texts that still try it change nothing
         member.breaker.failed()
@@ -151,7 +152,7 @@ class Fleet:
         if member.mending is not None:
             member.mending.cancel()
             member.mending = None
-        member.error, member.has_served = None, True
+        member.has_served = True
         member.breaker.succeeded()
 
     def answered(self, url: str, ready: ReadyAnswer, took_ms: float) -> None:
@@ -227,7 +228,7 @@ class Fleet:
             except OutriderError:
                 pass  # an answer
             member.looked_at = self._clock()
-            member.error, member.mending = None, None
+            member.mending = None
             member.breaker.passed()
             self._on_change(f"{member.client.url} is back.")
             return
@@ -272,15 +273,10 @@ def _state(member: _Member) -> CloudState:
     ready = member.ready
     is_known = ready is not None or member.has_served or member.breaker.is_open
     return CloudState(
+        **(ready.model_dump(include=set(CloudState.model_fields)) if ready is not None else {}),
         url=member.client.url,
         state="down" if member.breaker.is_open else "up" if is_known else "unknown",
-        model=ready.model if ready is not None else None,
-        target=ready.target if ready is not None else None,
         round_trip_ms=round(min(member.round_trips), 1) if member.round_trips else None,
-        queue_depth=ready.queue_depth if ready is not None else None,
-        free_block_share=ready.free_block_share if ready is not None else None,
-        step_ms=ready.step_ms if ready is not None else None,
-        error=member.error,
     )
 
 

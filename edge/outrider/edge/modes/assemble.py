@@ -18,9 +18,8 @@ from outrider.edge.drafting.depth import (
     FixedDepth,
     ThresholdDepth,
 )
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter, ProposingDrafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.ladder import LadderDrafter
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.worker import TreeLimits
@@ -95,18 +94,14 @@ def make_agent(
     if mode is Mode.CLOUD_ONLY or drafter is None:
         return StreamAgent(endpoints)
     if terms.rule.needs_evidence:
-        if not isinstance(drafter, ProposingDrafter):
+        if isinstance(drafter, NgramDrafter):
             raise ConfigError(f"the rule {terms.rule.value} needs a draft with a model; lookup has no probabilities")
         assert mode is Mode.STOP_AND_WAIT, "sessions are coupled or greedy"
     if mode is Mode.STOP_AND_WAIT:
         controller = make_depth(depth, estimates, options.effort)
         return StopAndWaitAgent(endpoints, drafter, controller, estimates, terms=terms)
-    if options.is_looked_up and options.tree.width > 1 and isinstance(drafter, ModelDrafter):
-        drafter = MixedDrafter(drafter, quoted)
-    elif quoted and options.is_looked_up and isinstance(drafter, NgramDrafter):
-        drafter = NgramDrafter(quoted)
-    elif options.is_looked_up and options.tree.width > 1 and isinstance(drafter, LadderDrafter):
-        drafter.look_up_too(quoted)
+    if options.is_looked_up and (options.tree.width > 1 or isinstance(drafter, NgramDrafter)):
+        drafter = drafter.with_lookup(quoted)
     controller = make_depth(depth, estimates, options.effort)
     return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler)
 

@@ -20,7 +20,7 @@ from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.cached_text import Logits
 from outrider.edge.drafting.calibration import Guess, sampled_guess
 from outrider.edge.drafting.depth import DepthController
-from outrider.edge.drafting.drafter import Drafter, ProposingDrafter
+from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import Served, TextOrigin
@@ -61,7 +61,7 @@ Guesser = Callable[[Sequence[Sequence[int]]], list[list[Guess]]]
 class StopAndWaitAgent:
     """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token per round trip).
 
-    terms: how the target accepts; a rule that needs evidence needs a `ProposingDrafter`.
+    terms: how the target accepts; a rule that needs evidence needs a draft with a model.
     """
 
     endpoints: Endpoints
@@ -143,7 +143,6 @@ class StopAndWaitAgent:
     def _guesser(self, drafter: Drafter) -> Guesser:
         if not self.terms.rule.needs_evidence:
             return partial(drafter.guess, width=1)
-        assert isinstance(drafter, ProposingDrafter), "lookup has no probabilities"
         propose = propose_picked if self.terms.rule is Rule.TOLERANCE else propose_drawn
         return partial(drafter.guess_by, propose=propose)
 

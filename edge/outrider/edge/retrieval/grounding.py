@@ -75,7 +75,7 @@ class Library:
     def __init__(self, index: PassageIndex, tokenizer: Tokenizer, max_tokens: int = DOCS_TOKENS) -> None:
         self.index = index
         self.max_tokens = max_tokens
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._special = [
             spelling for each in sorted(tokenizer.special_ids) if (spelling := tokenizer.token(each)) is not None
         ]
@@ -111,7 +111,7 @@ class Library:
         return text
 
     def _count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _quoted_of(self, passages: Sequence[Passage]) -> tuple[QuotedText, ...]:
         """The documents of the passages, the best first; of a long one the part around the passage."""
@@ -129,7 +129,7 @@ class Library:
                 return self._quoted[place]
         document, start = place
         text = self.index.documents[document].text[start : start + _QUOTED_CHARS]
-        quoted = QuotedText(self._tokenizer.encode(text, add_special_tokens=False))
+        quoted = QuotedText(self.tokenizer.encode(text, add_special_tokens=False))
         with self._lock:
             self._quoted[place] = quoted
             while len(self._quoted) > _MAX_KEPT:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -113,8 +114,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         choice = self.choices[index]
         assert self._facts is not None
         choice.has_begun = True
-        work = self._generate(index, choice.request, self._facts, is_up=self._is_up)
-        choice.task = asyncio.get_running_loop().create_task(work)
+        choice.task = asyncio.get_running_loop().create_task(self._generate(index, choice.request, self._facts))
         self._num_places -= 1  # the task's own from here
         self.core.tasks.add(choice.task)
         choice.task.add_done_callback(partial(self._on_done, index))
@@ -123,15 +123,14 @@ class LocalTexts(CallTexts[_Text, _Event]):
         # Here and not in the task: one that is cancelled before it runs gives nothing back.
         self.core.tasks.discard(task)
         self.choices[index].task = None  # a cancelled one has the traceback of where it was, and that has this
-        self.core.places.release(self.owner)
+        self.core.places.add(self.owner, -1)
         if task.cancelled() and self.core.is_draining:
             self.reader.put((index, shutting_down()))
 
-    async def _generate(self, index: int, request: GenerationRequest, facts: ModelFacts, *, is_up: bool) -> None:
-        core = self.core
+    async def _generate(self, index: int, request: GenerationRequest, facts: ModelFacts) -> None:
+        core, metrics = self.core, self.core.metrics
         tokens: list[int] = []
-
-        metrics, timer, ended = core.metrics, core.metrics.text_timer(), False
+        timer, ended = metrics.commit_timer(time.monotonic()), False
 
         def on_tokens(batch: TokenBatch) -> None:
             tokens.extend(batch.tokens)
@@ -145,7 +144,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
             try:
                 # The draft alone has no logprobs of the target.
                 if core.offline is not None and loan.can_write and request.num_logprobs is None:
-                    result = await self._generate_offline_ok(index, agent, request, on_tokens, facts, is_up=is_up)
+                    result = await self._generate_offline_ok(index, agent, request, on_tokens, facts)
                 else:
                     result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                     core.upstream.confirm(facts)
@@ -185,10 +184,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
         request: GenerationRequest,
         on_tokens: OnTokens,
         facts: ModelFacts,
-        *,
-        is_up: bool,
     ) -> GenerationResult:
-        core = self.core
+        core, is_up = self.core, self._is_up
         assert core.offline is not None and agent.drafter is not None
         writer = OfflineWriter(
             agent, agent.drafter, frozenset(facts.eos_token_ids), max_positions=core.offline.max_positions
@@ -210,7 +207,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
             if choice.task is not None:
                 choice.task.cancel()
         for _ in range(self._num_places):
-            self.core.places.release(self.owner)
+            self.core.places.add(self.owner, -1)
         self._num_places = 0
 
     def _take(self, index: int, event: _Event) -> list[Delta]:
@@ -258,7 +255,7 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     try:
         choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
     finally:
-        core.places.release(owner)
+        core.places.add(owner, -1)
     return VerifiedAnswer(id=answer, model=facts.name, choices=choices)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -91,11 +91,6 @@ def page_routes() -> list[Route]:
     return [_route(file) for file in sorted(_SITE.iterdir()) if file.suffix in _TYPES]
 
 
-def page_paths(routes: Sequence[Route]) -> tuple[str, ...]:
-    """Where the files are."""
-    return tuple(route.path for route in routes)
-
-
 def _route(file: Path) -> Route:
     body, headers = file.read_bytes(), {**HEADERS, "content-type": _TYPES[file.suffix]}
 
@@ -114,7 +109,7 @@ COSTLY_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1
 def create_local_app(core: LocalCore) -> Starlette:
     """The application: the API and the page."""
     settings, page = core.settings, page_routes()
-    paths = GatePaths(frozenset(page_paths(page)), PROBE_PATHS, COSTLY_PATHS)
+    paths = GatePaths(frozenset(route.path for route in page), PROBE_PATHS, COSTLY_PATHS)
     layers = [
         Middleware(TracedRequests),
         Middleware(ServedRequests, tally=core.metrics, route_of=route_of, on_over=note_request),

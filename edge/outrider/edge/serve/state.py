@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from outrider.edge.devices.power import PowerWatch
@@ -40,26 +41,6 @@ _log = logging.getLogger("outrider.serve")
 NO_VERIFIER: Final = "no_verifier"
 _OWN_KEY: Final = frozenset({401, 403})
 """What a verifier answers because of the device's own key or address: the client cannot put it right."""
-
-
-def as_request_error(error: Exception, *, shows_details: bool) -> RequestError:
-    """What the client gets. shows_details: whether it may learn the verifiers' addresses; the log has them always."""
-    if isinstance(error, RequestError) and error.status not in _OWN_KEY:
-        return error
-    if not isinstance(error, OutriderError):
-        return internal_error()
-    if isinstance(error, TokenizerMismatch):
-        code, status, words = "tokenizer_mismatch", 502, "the draft was made for another target"
-    elif isinstance(error, RequestError):
-        code, status, words = "verifier_refused", 502, "the verifier refuses this device"
-    elif isinstance(error, CloudError):
-        code, status, words = NO_VERIFIER, 503, "no verifier can answer now"
-    else:
-        code, status, words = "device_failed", 500, "the device failed on this request"
-    _log.warning("%s: %s", code, visible(str(error)))
-    return RequestError(
-        code, str(error) if shows_details else f"{words}; the log of this server says why", status=status
-    )
 
 
 def shutting_down() -> RequestError:
@@ -117,10 +98,6 @@ class TextSlots(Shares[bytes]):
             "overloaded", f"{self.total} of {self.max_all} texts are in work; retry in a moment", status=503
         )
 
-    def release(self, owner: bytes) -> None:
-        """Frees one place."""
-        self.add(owner, -1)
-
 
 @dataclass(frozen=True, slots=True)
 class OfflineSettings:
@@ -158,8 +135,22 @@ class LocalCore:
     held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
 
     def request_error(self, error: Exception) -> RequestError:
-        """The error that a client gets for this one."""
-        return as_request_error(error, shows_details=self.settings.shows_details)
+        """What the client gets for this one; the log has the verifiers' addresses always."""
+        if isinstance(error, RequestError) and error.status not in _OWN_KEY:
+            return error
+        if not isinstance(error, OutriderError):
+            return internal_error()
+        if isinstance(error, TokenizerMismatch):
+            code, status, words = "tokenizer_mismatch", 502, "the draft was made for another target"
+        elif isinstance(error, RequestError):
+            code, status, words = "verifier_refused", 502, "the verifier refuses this device"
+        elif isinstance(error, CloudError):
+            code, status, words = NO_VERIFIER, 503, "no verifier can answer now"
+        else:
+            code, status, words = "device_failed", 500, "the device failed on this request"
+        _log.warning("%s: %s", code, visible(str(error)))
+        shown = str(error) if self.settings.shows_details else f"{words}; the log of this server says why"
+        return RequestError(code, shown, status=status)
 
     async def target_facts(self, model: str | None = None) -> ModelFacts:
         """The target's facts. model: the one that a request names. Raises RequestError, also where it is another."""
@@ -185,8 +176,16 @@ class LocalCore:
     def stream_agent(self, endpoints: Endpoints, loan: Loan, quoted: Sequence[QuotedText] = ()) -> StreamAgent:
         """What generates one text with a lent draft. quoted: documents that the text may quote."""
         options = self.settings.options if self.power.reason is None else eased(self.settings.options)
-        depth, scheduler = self.settings.depth, self.drafts.scheduler
-        agent = make_agent(Mode.STREAM, endpoints, loan.drafter, depth, options, scheduler, loan.estimates, quoted)
+        agent = make_agent(
+            Mode.STREAM,
+            endpoints,
+            loan.drafter,
+            self.settings.depth,
+            options,
+            self.drafts.scheduler,
+            loan.estimates,
+            quoted,
+        )
         assert isinstance(agent, StreamAgent)
         return agent
 
@@ -209,10 +208,8 @@ class LocalCore:
     def __post_init__(self) -> None:
         self.places = TextSlots(self.settings.max_own, self.settings.max_requests)
         self.bodies = Bodies(self.settings.max_body_bytes)
-        tokenizer = self.tokenizer
-        self.grammars = Grammars(
-            lambda: GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids), is_needed=False
-        )
+        compiler = partial(GrammarCompiler, self.tokenizer, self.tokenizer.size, self.tokenizer.eos_token_ids)
+        self.grammars = Grammars(compiler, is_needed=False)
 
     async def aclose(self) -> None:
         """Ends all texts, closes the connections and releases the draft."""

@@ -19,6 +19,7 @@ from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.process.by_owner import Bounds, OwnerStore
+from outrider.models.runtimes.base import num_shared
 from outrider.models.wire.fields import StrictMessage
 
 MAX_KEPT: Final = 64
@@ -137,9 +138,5 @@ class VerifiedAnswer(BaseModel):
 
 def compared(kept: KeptText, new: Sequence[int]) -> tuple[int, int]:
     """Local tokens that are the target's too, up to the first that is not; and the others."""
-    same = 0
-    for mine, its in zip(kept.local, new, strict=False):
-        if mine != its:
-            break
-        same += 1
+    same = num_shared(kept.local, new)
     return same, len(kept.local) - same

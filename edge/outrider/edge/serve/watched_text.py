@@ -7,12 +7,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.view import SeenGuess
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.sender import Posts
 from outrider.edge.modes.stream import StreamAgent
@@ -43,92 +42,20 @@ MAX_SPANS: Final = 256
 """Of each kind, kept until they are taken."""
 
 Span = tuple[float, float, int]
-"""When something began and ended, ms since the text's begin, and how many tokens it was about."""
-
-
-def _spans() -> deque[Span]:
-    return deque(maxlen=MAX_SPANS)
-
-
-@dataclass(slots=True)
-class TextWatch:
-    """Of one text. `drafted` may be called from another thread, the rest belongs to the event loop."""
-
-    estimates: Estimates = field(default_factory=Estimates)
-    clock: Callable[[], float] = time.perf_counter
-    drafts: deque[Span] = field(default_factory=_spans)
-    posts: deque[Span] = field(default_factory=_spans)
-    passes: deque[Span] = field(default_factory=_spans)
-    _ahead: DraftAhead | None = None
-    _began_s: float = field(init=False)
-    _passed_ms: float = 0.0  # the end of the last pass
-
-    def __post_init__(self) -> None:
-        self._began_s = self.clock()
-
-    def began(self, ahead: DraftAhead) -> None:
-        """The text begins."""
-        self._ahead = ahead
-
-    def drafted(self, began_s: float, ended_s: float, num_nodes: int) -> None:
-        """A call of the drafter has ended."""
-        self.drafts.append((self._ms(began_s), self._ms(ended_s), num_nodes))
-
-    def committed(self, batch: TokenBatch) -> None:
-        """A commit has arrived.
-
-        When its pass ran is not reported: it is estimated from the step's time, the round trip and the arrival.
-        """
-        ended_ms = self.now_ms - self.estimates.round_trip_ms / 2
-        took_ms = self.estimates.step_ms + self.estimates.extra_ms * batch.num_proposed
-        began_ms = max(self._passed_ms, ended_ms - took_ms)
-        self._passed_ms = max(began_ms, ended_ms)
-        self.passes.append((began_ms, self._passed_ms, len(batch.tokens)))
-
-    def around(self, posts: Posts) -> Posts:
-        """The same destination, watched."""
-        return _WatchedPosts(posts, self)
-
-    @property
-    def now_ms(self) -> float:
-        """Since the text's begin."""
-        return self._ms(self.clock())
-
-    @property
-    def depth(self) -> int:
-        """Tokens that the plan drafts ahead."""
-        return self._ahead.plan.depth if self._ahead is not None else 0
-
-    @property
-    def num_ahead(self) -> int:
-        """Guesses in the tree."""
-        return self._ahead.num_ahead if self._ahead is not None else 0
-
-    def guesses(self) -> list[SeenGuess]:
-        """The likeliest guesses of what follows."""
-        return self._ahead.look(MAX_GUESSES) if self._ahead is not None else []
-
-    def _ms(self, at_s: float) -> float:
-        return (at_s - self._began_s) * 1e3
+"""When something began and ended, ms since the text's begin, and how many tokens or bytes it was about."""
 
 
 class _WatchedPosts:
-    def __init__(self, posts: Posts, watch: TextWatch) -> None:
+    """The same destination, watched. on_posted: called with when a message went and arrived, and its bytes."""
+
+    def __init__(self, posts: Posts, on_posted: Callable[[float, float, int], None]) -> None:
         self._posts = posts
-        self._watch = watch
+        self._on_posted = on_posted
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
-        began_ms = self._watch.now_ms
+        began_s = time.perf_counter()
         await self._posts.post_drafts(session, message)
-        self._watch.posts.append((began_ms, self._watch.now_ms, len(message.body)))
-
-
-def take(spans: deque[Span]) -> list[Span]:
-    """Empties it; its thread may add meanwhile."""
-    taken: list[Span] = []
-    while spans:
-        taken.append(spans.popleft())
-    return taken
+        self._on_posted(began_s, time.perf_counter(), len(message.body))
 
 
 STATE_S: Final = 0.1
@@ -149,18 +76,24 @@ class WatchedText(LocalTexts):
         self.delay_s = 0.0
         self.dropped: DroppedEvent | None = None
         self.passages: PassagesEvent | None = None
-        self.watch = TextWatch()
+        self._estimates = Estimates()
+        self._ahead: DraftAhead | None = None
+        self._began_s = time.perf_counter()
+        self._passed_ms = 0.0  # the end of the last pass
+        self._drafts = deque[Span](maxlen=MAX_SPANS)  # added to in another thread
+        self._posts = deque[Span](maxlen=MAX_SPANS)
+        self._passes = deque[Span](maxlen=MAX_SPANS)
         self._ticks: asyncio.Task[None] | None = None
 
     def _lend(self, request: GenerationRequest) -> AbstractContextManager[Loan]:
-        return self._lend_own(request) if self.is_drafted else nullcontext(Loan(None, self.watch.estimates))
+        return self._lend_own(request) if self.is_drafted else nullcontext(Loan(None, self._estimates))
 
     @contextmanager
     def _lend_own(self, request: GenerationRequest) -> Iterator[Loan]:
         with self.core.drafts.lend(self.owner, request.prompt) as loan:
             if self.delay_s:  # other texts must not learn these times
                 loan.estimates = loan.estimates.for_other_link()
-            self.watch.estimates = loan.estimates
+            self._estimates = loan.estimates
             yield loan
 
     def _endpoints(self) -> Endpoints:
@@ -169,10 +102,16 @@ class WatchedText(LocalTexts):
 
     def _watch(self, agent: StreamAgent) -> None:
         if not self.is_drafted:
-            agent.estimates = self.watch.estimates
-        wrap = agent.wrap_posts
-        agent.wrap_posts = lambda client: self.watch.around(wrap(client))
-        agent.on_begin, agent.on_call = self.watch.began, self.watch.drafted
+            agent.estimates = self._estimates
+        wrap, on_posted = agent.wrap_posts, partial(self._span, self._posts)
+        agent.wrap_posts = lambda client: _WatchedPosts(wrap(client), on_posted)
+        agent.on_begin, agent.on_call = self._begins, partial(self._span, self._drafts)
+
+    def _begins(self, ahead: DraftAhead) -> None:
+        self._ahead = ahead
+
+    def _span(self, spans: deque[Span], began_s: float, ended_s: float, count: int) -> None:
+        spans.append((self._ms(began_s), self._ms(ended_s), count))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The event stream. Ends with the text, or when the client has left."""
@@ -217,8 +156,16 @@ class WatchedText(LocalTexts):
             await asyncio.sleep(TICK_S)
             self.reader.poke()
 
+    def _pass(self, batch: TokenBatch) -> None:
+        """Notes a pass. When it ran is not reported: that is estimated from step, round trip and arrival."""
+        ended_ms = self._ms() - self._estimates.round_trip_ms / 2
+        took_ms = self._estimates.step_ms + self._estimates.extra_ms * batch.num_proposed
+        began_ms = max(self._passed_ms, ended_ms - took_ms)
+        self._passed_ms = max(began_ms, ended_ms)
+        self._passes.append((round(began_ms, 1), round(self._passed_ms, 1), len(batch.tokens)))
+
     def _commit(self, batch: TokenBatch) -> CommitEvent:
-        self.watch.committed(batch)
+        self._pass(batch)
         push = self.choices[0].assembler.push
         ranks = [*batch.ranks, *[None] * (len(batch.tokens) - len(batch.ranks))]
         tokens = [
@@ -231,7 +178,7 @@ class WatchedText(LocalTexts):
             for index, (token, rank) in enumerate(zip(batch.tokens, ranks, strict=True))
         ]
         return CommitEvent(
-            at_ms=self._now_ms(),
+            at_ms=self._ms(),
             tokens=tokens,
             accepted=batch.num_accepted,
             proposed=batch.num_proposed,
@@ -239,7 +186,7 @@ class WatchedText(LocalTexts):
         )
 
     def _state(self) -> StateEvent:
-        watch, estimates, decode = self.watch, self.watch.estimates, self.core.tokenizer.decode
+        ahead, estimates, decode = self._ahead, self._estimates, self.core.tokenizer.decode
         tree = [
             ShownGuess(
                 id=guess.token,
@@ -250,16 +197,16 @@ class WatchedText(LocalTexts):
                 rank=guess.rank,
                 is_sent=guess.is_sent,
             )
-            for guess in watch.guesses()
+            for guess in (ahead.look(MAX_GUESSES) if ahead is not None else ())
         ]
         return StateEvent(
-            at_ms=self._now_ms(),
+            at_ms=self._ms(),
             tree=tree,
-            num_ahead=watch.num_ahead,
-            depth=watch.depth,
-            drafts=_short(take(watch.drafts)),
-            posts=_short(take(watch.posts)),
-            passes=_short(take(watch.passes)),
+            num_ahead=ahead.num_ahead if ahead is not None else 0,
+            depth=ahead.plan.depth if ahead is not None else 0,
+            drafts=_taken(self._drafts),
+            posts=_taken(self._posts),
+            passes=_taken(self._passes),
             round_trip_ms=finite(estimates.round_trip_ms) or None,
             step_ms=finite(estimates.step_ms),
             draft_ms=finite(estimates.draft_ms) if self.is_drafted else None,
@@ -271,7 +218,7 @@ class WatchedText(LocalTexts):
         num_unverified = result.sources.count(Source.UNVERIFIED)
         shows_details = self.core.settings.shows_details
         return EndEvent(
-            at_ms=self._now_ms(),
+            at_ms=self._ms(),
             text=choice.assembler.finish(),
             finish_reason=result.finish_reason,
             num_tokens=len(result.tokens),
@@ -289,9 +236,11 @@ class WatchedText(LocalTexts):
             failed_drafts=self.core.drafts.failed if shows_details else [],
         )
 
-    def _now_ms(self) -> float:
-        return round(self.watch.now_ms, 1)
+    def _ms(self, at_s: float | None = None) -> float:
+        """Since the text's begin. at_s: None means now."""
+        return round(((time.perf_counter() if at_s is None else at_s) - self._began_s) * 1e3, 1)
 
 
-def _short(spans: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
-    return [(round(began, 1), round(ended, 1), count) for began, ended, count in spans]
+def _taken(spans: deque[Span]) -> list[Span]:
+    """Empties it; its thread may add meanwhile."""
+    return [spans.popleft() for _ in range(len(spans))]
