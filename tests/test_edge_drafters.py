@@ -274,7 +274,6 @@ class Driven:
         self.woken: list[int] = []
         self._on_wake = on_wake
         self.worker = DraftWorker(
-            drafter,
             GenerationRequest((1, 2, 3), SAMPLED),
             Drafting(drafter, FixedDepth(0), estimates, limits, DraftScheduler(clock)),
             self.belief,

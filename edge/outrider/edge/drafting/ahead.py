@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
@@ -31,7 +30,7 @@ Send = Callable[[int, Sequence[GuessNode]], int]
 class DraftAhead:
     """The drafting side of one generation. Make it inside a running event loop; `aclose` it there.
 
-    Without a drafter only the known tokens are kept. is_free: whether `send` would send now.
+    is_free: whether `send` would send now.
     """
 
     def __init__(
@@ -51,11 +50,9 @@ class DraftAhead:
         # A path is drafted as far as the plan says, however unlikely.
         least = _LEAST_KEPT if drafting.limits.width > 1 else 0.0
         self._belief = Belief(drafting.estimates.calibration.chance, least)
-        self._worker: DraftWorker | None = None
-        if drafting.drafter is not None:
-            demand = Demand(self._plan_ahead, self._room, self._flush)
-            self._worker = DraftWorker(drafting.drafter, request, drafting, self._belief, demand)
-        self._lock = self._worker.lock if self._worker is not None else nullcontext()
+        demand = Demand(self._plan_ahead, self._room, self._flush)
+        self._worker = DraftWorker(request, drafting, self._belief, demand)
+        self._lock = self._worker.lock
         self._run: asyncio.Future[None] | None = None
         self._is_closed = False
         self._provisional: list[int] = []  # tokens after the known ones, which a cascade's mid has committed
@@ -76,12 +73,12 @@ class DraftAhead:
     @property
     def num_drafted(self) -> int:
         """Nodes that the drafter expanded."""
-        return self._worker.num_drafted if self._worker is not None else 0
+        return self._worker.num_drafted
 
     @property
     def plan(self) -> DraftPlan:
-        """What to draft now; nothing without a drafter or after its failure."""
-        return self._plan_ahead() if self._worker is not None and self.error is None else DraftPlan(0)
+        """What to draft now; nothing after the drafter's failure."""
+        return self._plan_ahead() if self.error is None else DraftPlan(0)
 
     def _plan_ahead(self) -> DraftPlan:
         """The controller's plan, counted from the end of the provisional tokens."""
@@ -118,9 +115,8 @@ class DraftAhead:
             return
         self._provisional[base - num_known :] = tokens
         del self._provisional[_MOST_PROVISIONAL:]
-        if self._worker is not None:
-            with self._lock:
-                self._belief.tree.add_trunk(self._provisional)
+        with self._lock:
+            self._belief.tree.add_trunk(self._provisional)
 
     def resend(self) -> None:
         """Takes the whole tree as not sent: a new session does not have it."""
@@ -147,15 +143,14 @@ class DraftAhead:
 
     def pump(self) -> None:
         """Sends what is worth it and is not sent yet, and goes on drafting."""
-        if self._is_closed or self._worker is None:
+        if self._is_closed or self._run is not None:
             return
-        if self._run is None:
-            self._flush()
-            with self._lock:
-                has_work = self.error is None and self._worker.has_work()
-            if has_work:
-                self._run = self._worker.run()
-                self._run.add_done_callback(self._on_run_done)
+        self._flush()
+        with self._lock:
+            has_work = self.error is None and self._worker.has_work()
+        if has_work:
+            self._run = self._worker.run()
+            self._run.add_done_callback(self._on_run_done)
 
     def close(self) -> None:
         """Stops drafting after the call in progress, without waiting for it: the text is over."""
@@ -163,8 +158,6 @@ class DraftAhead:
             return
         self._is_closed = True
         self._send, self._is_free = lambda num_known, nodes: 0, lambda: False  # the text's, which has this
-        if self._worker is None:
-            return
         self._worker.close()
         with self._lock:
             self._belief.tree.clear()
@@ -177,7 +170,7 @@ class DraftAhead:
 
     def _flush(self) -> None:
         """Sends unsent nodes that are worth their bytes, unless the plan is silent."""
-        if self._is_closed or self._worker is None or self.plan.silent or not self._is_free():
+        if self._is_closed or self.plan.silent or not self._is_free():
             return
         with self._lock:
             tree = self._belief.tree

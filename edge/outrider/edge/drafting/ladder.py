@@ -55,7 +55,6 @@ class LadderDrafter(Drafter):
         self._quoted: Sequence[QuotedText] = ()
         self._is_closed = False
         self._opened: dict[int, Drafter] = {} if opened is None else {0: opened}
-        self._used: dict[int, Drafter] = {}
         self._full: set[int] = set()  # without room for this text so far
         self._current: int | None = None
         self._text: list[int] = []
@@ -67,7 +66,7 @@ class LadderDrafter(Drafter):
     def with_lookup(self, quoted: Sequence[QuotedText] = ()) -> LadderDrafter:
         """Itself: from the next text on, each of its drafters does."""
         self._is_looked_up, self._quoted = True, quoted
-        self._used.clear()
+        self._opened = {index: drafter.with_lookup(quoted) for index, drafter in self._opened.items()}
         return self
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
@@ -86,7 +85,7 @@ class LadderDrafter(Drafter):
     @property
     def max_branches(self) -> int:
         """The present drafter's."""
-        return self._used[self._current].max_branches if self._current is not None else 1
+        return self._opened[self._current].max_branches if self._current is not None else 1
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens. A better drafter that may be tried again, or has room now, takes over here."""
@@ -103,7 +102,7 @@ class LadderDrafter(Drafter):
 
     def read_on(self) -> None:
         """The present drafter reads a piece."""
-        drafter = self._used.get(self._current) if self._current is not None else None
+        drafter = self._opened.get(self._current) if self._current is not None else None
         # One that takes over in here may have nothing to read.
         self._do(lambda present: present.read_on() if present is drafter or present.is_behind else None)
 
@@ -126,12 +125,12 @@ class LadderDrafter(Drafter):
     @property
     def model_drafter(self) -> ModelDrafter | None:
         """The present drafter's."""
-        return self._used[self._current].model_drafter if self._current is not None else None
+        return self._opened[self._current].model_drafter if self._current is not None else None
 
     def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The present drafter's."""
         assert self._current is not None, "a ladder without a rung guesses alone"
-        completed = self._used[self._current].complete(found, branches, width)
+        completed = self._opened[self._current].complete(found, branches, width)
         self._note_success()
         return completed
 
@@ -149,18 +148,23 @@ class LadderDrafter(Drafter):
             index = self._current
             assert index is not None, "a ladder without a rung that works raises"
             try:
-                return call(self._used[index])
+                return call(self._opened[index])
             except Exception as error:  # each runtime has its own types
                 if self._is_closed:
                     raise
                 self._fall(index, error)
 
     def _fall(self, index: int, error: Exception) -> None:
-        self.failed.add(index)
-        self._rungs[index].breaker.failed()
         self._current = None
-        logger.warning("drafting with %s failed: %s", self._rungs[index].words, error, exc_info=error)
-        self._climb(error, f"{self._rungs[index].words} failed ({type(error).__name__}: {error})")
+        self._climb(error, self._failed(index, error))
+
+    def _failed(self, index: int, error: Exception) -> str:
+        """Leaves out a rung that raised; says so in words."""
+        rung = self._rungs[index]
+        self.failed.add(index)
+        rung.breaker.failed()
+        logger.warning("drafting with %s failed: %s", rung.words, error, exc_info=error)
+        return f"{rung.words} failed ({type(error).__name__}: {error})"
 
     def _climb(self, error: Exception | None, why: str = "") -> None:
         """Goes to the best rung that may be used now, if it is not the present one. Raises where none is left."""
@@ -185,10 +189,7 @@ class LadderDrafter(Drafter):
                 drafter.begin(self._text, self._params, plan)
             except Exception as failure:
                 self._full.discard(index)
-                self.failed.add(index)
-                rung.breaker.failed()
-                logger.warning("drafting with %s failed: %s", rung.words, failure, exc_info=failure)
-                why, last = f"{rung.words} failed ({type(failure).__name__}: {failure})", failure
+                why, last = self._failed(index, failure), failure
                 continue
             is_change = (self._current is not None and not is_waiting) or bool(why)
             self._current = index
@@ -205,11 +206,8 @@ class LadderDrafter(Drafter):
             drafter = self._rungs[index].open()
             if drafter is None:
                 return None
-            self._opened[index] = drafter
-        if index not in self._used:
-            drafter = self._opened[index]
-            self._used[index] = drafter.with_lookup(self._quoted) if self._is_looked_up else drafter
-        return self._used[index]
+            self._opened[index] = drafter.with_lookup(self._quoted) if self._is_looked_up else drafter
+        return self._opened[index]
 
     def _note_success(self) -> None:
         if self._current is not None:

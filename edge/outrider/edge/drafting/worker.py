@@ -44,11 +44,9 @@ class TreeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What drafts a text. drafter: None never drafts. scheduler: its thread drafts. on_call: called there after
-    each call.
-    """
+    """What drafts a text. scheduler: its thread drafts. on_call: called there after each call."""
 
-    drafter: Drafter | None
+    drafter: Drafter
     depth: DepthController
     estimates: Estimates
     limits: TreeLimits
@@ -72,12 +70,10 @@ class DraftWorker:
     belief: shared with the loop; both hold `lock` to touch it.
     """
 
-    def __init__(
-        self, drafter: Drafter, request: GenerationRequest, drafting: Drafting, belief: Belief, demand: Demand
-    ) -> None:
+    def __init__(self, request: GenerationRequest, drafting: Drafting, belief: Belief, demand: Demand) -> None:
         self.lock = threading.Lock()
         self.num_drafted = 0  # nodes that the drafter had guesses of what follows
-        self.drafter = drafter
+        self.drafter = drafting.drafter
         self.width = drafting.limits.width
         self._request = request
         self._belief = belief

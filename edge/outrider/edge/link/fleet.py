@@ -189,28 +189,39 @@ class Fleet:
 
     async def _ask(self, member: _Member) -> Served | None:
         """Asks a cloud for its readiness, twice at first: the first answer's time has the connection's in it."""
-        took_ms = 0.0
+        try:
+            took_ms = await self._take_ready(member, 1 if member.round_trips else 2)
+        except EndpointLost as error:
+            self.failed(member.client.url, error)
+            return None
+        if took_ms is None or member.ready is None:
+            return None
+        member.round_trips.append(took_ms)
+        return Served(member.client.url, member.ready.model, member.ready.target)
+
+    async def _take_ready(self, member: _Member, num_times: int = 1) -> float | None:
+        """Takes a cloud's readiness: ms of the last answer. None for a gateway: whether it works, texts will show.
+
+        Raises EndpointLost.
+        """
+        took_ms = None
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                for _ in range(1 if member.round_trips else 2):
+                for _ in range(num_times):
                     asked_at = self._clock()
-                    ready = await member.client.ready()
+                    member.ready = await member.client.ready()
                     took_ms = (self._clock() - asked_at) * 1e3
         except TimeoutError:
-            self.failed(member.client.url, EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s"))
-            return None
+            raise EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s") from None
         except EndpointLost as error:
-            if error.status == 404:  # a gateway; whether it works, texts will show
-                return None
-            self.failed(member.client.url, error)
+            if error.status != 404:
+                raise
             return None
         except OutriderError:  # a gateway may refuse what is not below /v1
             return None
         finally:
             member.looked_at = self._clock()
-        member.ready = ready
-        member.round_trips.append(took_ms)
-        return Served(member.client.url, ready.model, ready.target)
+        return took_ms
 
     async def _mend(self, member: _Member) -> None:
         """Tries a cloud that is left out after each pause, until it answers: never with a user's text."""
@@ -219,15 +230,10 @@ class Fleet:
             if not member.breaker.allows():
                 continue
             try:
-                async with asyncio.timeout(LOOK_TIMEOUT_S):
-                    member.ready = await member.client.ready()
-            except (EndpointLost, TimeoutError) as error:
-                if not isinstance(error, EndpointLost) or error.status != 404:
-                    member.breaker.failed()
-                    continue
-            except OutriderError:
-                pass  # an answer
-            member.looked_at = self._clock()
+                await self._take_ready(member)
+            except EndpointLost:
+                member.breaker.failed()
+                continue
             member.mending = None
             member.breaker.passed()
             self._on_change(f"{member.client.url} is back.")

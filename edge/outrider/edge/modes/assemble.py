@@ -130,13 +130,15 @@ class OpenModel:
     num_ids: int | None
     placement: Placement
 
+    def drafter(self) -> Drafter:
+        """What drafts one text at a time with it."""
+        return NgramDrafter() if self.runtime is None else ModelDrafter(self.runtime, self.num_ids)
+
 
 def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0) -> OpenDraft:
     """Loads what drafts one text at a time; the caller closes it. Raises as `open_draft_model`."""
     model = open_draft_model(bundle, choice, num_threads)
-    if model.runtime is None:
-        return OpenDraft(NgramDrafter(), model.placement)
-    return OpenDraft(ModelDrafter(model.runtime, model.num_ids), model.placement)
+    return OpenDraft(model.drafter(), model.placement)
 
 
 def open_draft_model(

@@ -15,7 +15,7 @@ from typing import Any
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
-from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.drafter import Drafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
@@ -123,13 +123,16 @@ class _Generation:
         self._origin = origin
         self._request = request
         options, estimates = agent.options, agent.estimates
-        mode = Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY
+        mode, drafter, depth = Mode.STREAM, agent.drafter, agent.depth
+        if drafter is None:
+            mode, drafter, depth = Mode.CLOUD_ONLY, NgramDrafter(), FixedDepth(0)
         self._recorder = Recorder(mode, on_tokens, agent.clock, options.terms.rule)
         self._result = self._recorder.result
         self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, lambda: self._ahead.pump())
         self._ahead = DraftAhead(
             request,
-            Drafting(agent.drafter, agent.depth, estimates, options.tree, agent.scheduler, agent.on_call),
+            # Without a drafter only the known tokens are kept.
+            Drafting(drafter, depth, estimates, options.tree, agent.scheduler, agent.on_call),
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             self._send,
             lambda: self._posts is not None and self._sender.is_free,
@@ -225,21 +228,22 @@ class _Generation:
         """Whether the refusal is of what can be done without: a prefix's hash, hints, and stop strings, which the
         caller cuts at too. Logprobs are not among them.
         """
-        assert self._asked is not None
-        if error.code == "invalid_parameter" and (self._asked.stop or self._asked.prediction):
-            self._agent.without_texts.add(url)
-            return True
-        if error.code == "prefix_not_held" and self._asked.prefix_hash is not None:
+        asked, agent = self._asked, self._agent
+        assert asked is not None
+        if error.code == "prefix_not_held" and asked.prefix_hash is not None:
             self._held = None
-            return True
-        if error.code == "invalid_parameter" and self._asked.provisional:
-            self._agent.with_mid.discard(url)
-            return True
-        if error.code == "invalid_parameter" and (self._asked.prefix_hash is not None or self._asked.keep_prefix):
+        elif error.code != "invalid_parameter":
+            return False
+        elif asked.stop or asked.prediction:
+            agent.without_texts.add(url)
+        elif asked.provisional:
+            agent.with_mid.discard(url)
+        elif asked.prefix_hash is not None or asked.keep_prefix:
             self._held = None
-            self._agent.without_prefixes.add(url)
-            return True
-        return False
+            agent.without_prefixes.add(url)
+        else:
+            return False
+        return True
 
     def _over(self) -> str | None:
         """Why nothing is left to generate, in the server's words; None if something is."""
