@@ -32,8 +32,7 @@ from outrider.edge.retrieval.index import PassageIndex, default_index_cache
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
-from outrider.edge.store.shelf import Pulled, find_pulled_from
-from outrider.edge.store.use import in_use
+from outrider.edge.store.shelf import Pulled, find_pulled_from, in_use
 from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes

@@ -34,11 +34,6 @@ class CommitOutcome:
     tested: tuple[Tested, ...] = ()
     hits: tuple[GuessNode, ...] = ()
 
-    @property
-    def num_matched(self) -> int:
-        """First tokens that were in the tree."""
-        return len(self.hits)
-
     def contradicts_at(self, index: int) -> bool:
         """Whether the token at `index` was not the first guess; also where nothing was guessed of the commit at all."""
         if not self.tested:

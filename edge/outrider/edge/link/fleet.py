@@ -74,7 +74,7 @@ class CloudState(BaseModel):
 
 
 class Fleet:
-    """The clouds, the preferred one first. Belongs to one event loop; `aclose` ends its looks, not the clients.
+    """The clouds, `clients`, the preferred one first. Belongs to one event loop; `aclose` ends its looks, not the clients.
 
     on_change: called with a sentence when a cloud is left out and when it is back.
     """
@@ -88,15 +88,10 @@ class Fleet:
         on_change: Callable[[str], None] = lambda words: None,
     ) -> None:
         self._members = {client.url: _Member(client, Breaker(first_pause_s, clock=clock)) for client in clients}
-        self._clients = list(clients)
+        self.clients = list(clients)
         self._clock = clock
         self._sleep = sleep
         self._on_change = on_change
-
-    @property
-    def clients(self) -> Sequence[VerifierClient]:
-        """All clouds, in the order of preference."""
-        return tuple(self._clients)
 
     def ranked(self) -> list[VerifierClient]:
         """All clouds, in the order in which the next text tries them. Starts looks at those whose figures are old.
@@ -104,16 +99,16 @@ class Fleet:
         First the preferred one of those that cost about the least, then the others by cost, then those that are known
         to serve another target than the first that is up, then those that are down.
         """
-        if len(self._clients) == 1:
-            return list(self._clients)
+        if len(self.clients) == 1:
+            return list(self.clients)
         now = self._clock()
         for member in self._members.values():
             is_old = member.looked_at is None or now - member.looked_at >= FRESH_S
             if is_old and member.look is None and not member.breaker.is_open:
                 self._look(member)
         costs = self._costs()
-        up = [client for client in self._clients if client.url in costs]
-        down = [client for client in self._clients if client.url not in costs]
+        up = [client for client in self.clients if client.url in costs]
+        down = [client for client in self.clients if client.url not in costs]
         # Speed chooses among replicas. Which model answers is the user's choice, by the order.
         replicas = [client for client in up if self._may_replace(up[0].url, client.url)]
         others = [client for client in up if client not in replicas]
@@ -135,7 +130,7 @@ class Fleet:
     def failed(self, url: str, error: EndpointLost) -> None:
         """Records that a cloud failed a text, or a question. One that is unfit for one text may suit others."""
         member = self._members[url]
-        if isinstance(error, EndpointUnfit) or len(self._clients) == 1:
+        if isinstance(error, EndpointUnfit) or len(self.clients) == 1:
             return
         was_down = member.breaker.is_open
         if was_down and member.mending is not None:
@@ -169,7 +164,7 @@ class Fleet:
 
     async def mixed_targets(self) -> str | None:
         """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""
-        return mixed_targets(await self.look(COMPARE_TIMEOUT_S)) if len(self._clients) > 1 else None
+        return mixed_targets(await self.look(COMPARE_TIMEOUT_S)) if len(self.clients) > 1 else None
 
     def states(self) -> list[CloudState]:
         """Each cloud as it is known, in the order of preference."""

@@ -12,7 +12,6 @@ from outrider.edge.drafting.calibration import MAX_WIDTH
 from outrider.edge.drafting.depth import (
     MAX_DEPTH,
     CostModelDepth,
-    CostModelOptions,
     DepthController,
     Effort,
     FixedDepth,
@@ -45,7 +44,7 @@ class Agent(Protocol):
 def make_depth(name: str, estimates: Estimates, effort: Effort = Effort.NORMAL) -> DepthController:
     """ "auto" (the cost model), "threshold", or a number of tokens, 0 to 64. Raises ConfigError for anything else."""
     if name == "auto":
-        return CostModelDepth(estimates, CostModelOptions(effort=effort))
+        return CostModelDepth(estimates, effort)
     if name == "threshold":
         return ThresholdDepth()
     if name.isdecimal():

@@ -113,7 +113,7 @@ class StopAndWaitAgent:
                 drafter.extend(outcome.tokens)
             recorder.depth(len(block))
             # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
-            num_run = result.accepted if outcome.num_matched > result.accepted else len(block)
+            num_run = result.accepted if len(outcome.hits) > result.accepted else len(block)
             if result.tested is not None:
                 num_run = result.tested
             recorder.commit(outcome.tokens, result.accepted, num_run)

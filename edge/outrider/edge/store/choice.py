@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final, cast, get_args
 
 from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, find_runtime, install_advice
 from outrider.models.bundle.manifest import Device, Precision
@@ -62,8 +62,8 @@ def judge(
     found: dict[str, FoundRuntime] = {}
 
     def runs_not(draft: OfferedDraft) -> str | None:
-        runtime, device = _known_runtime(draft.runtime), _known_device(draft.device)
-        if runtime is None or device is None:
+        runtime, device = cast(ModelRuntime, draft.runtime), cast(Device, draft.device)
+        if runtime not in RUNTIME_NAMES or device not in get_args(Device):
             return f"this version knows no drafts for {draft.runtime} on {draft.device}"
         if runtime not in found:
             found[runtime] = find(runtime)
@@ -129,11 +129,3 @@ def _why(best: Sequence[OfferedDraft], num_fitting: int, num_offered: int) -> st
     if first.device != second.device:
         return f"{among}, {alike}, and the {first.device.upper()} comes before the {second.device.upper()}"
     return f"{among}, {alike}, and it is the smallest for the {first.device.upper()}"
-
-
-def _known_runtime(name: str) -> ModelRuntime | None:
-    return next((runtime for runtime in RUNTIME_NAMES if runtime == name), None)
-
-
-def _known_device(name: str) -> Device | None:
-    return next((device for device in get_args(Device) if device == name), None)
