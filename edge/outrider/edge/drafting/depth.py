@@ -107,8 +107,8 @@ class Effort(StrEnum):
 MAX_BLOCK: Final = 32
 """Most tokens that a pass verifies."""
 MAX_PROBE_GAP: Final = 16
-"""Most commits between two probes. The gap starts at one, doubles when all of a probe is rejected and is one again after
-an accepted token."""
+"""Most commits between two probes. The gap starts at one, doubles when all of a probe is rejected, and is one again
+after an accepted token."""
 _PROBE_DEPTH: Final = 2
 """Tokens of a silent probe at depth 0."""
 _MAX_SILENCE: Final = 64

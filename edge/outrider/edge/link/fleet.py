@@ -74,9 +74,10 @@ class CloudState(BaseModel):
 
 
 class Fleet:
-    """The clouds, `clients`, the preferred one first. Belongs to one event loop; `aclose` ends its looks, not the clients.
+    """The clouds, the preferred one first. Belongs to one event loop; `aclose` ends its looks, not the clients.
 
-    on_change: called with a sentence when a cloud is left out and when it is back.
+    clients: all clouds, in the order of preference. on_change: called with a sentence when a cloud is left out and when
+    it is back.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Keeps pulled drafts in the user's cache, finds the one that fits a server, and marks those in use.
 
 A bundle's directory is named by the hash of its manifest, which covers every file. Beside it lies a record of the
-targets that it was pulled for. The mark is a shared lock on the bundle's manifest, which the system drops when a process
-ends: no other process removes the draft. On Windows the open file is the mark: its directory cannot be renamed.
+targets that it was pulled for. The mark is a shared lock on the bundle's manifest, which the system drops when a
+process ends: no other process removes the draft. On Windows the open file is the mark: its directory cannot be renamed.
 """
 
 from __future__ import annotations
