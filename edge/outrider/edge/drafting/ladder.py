@@ -152,11 +152,8 @@ class LadderDrafter(Drafter):
             except Exception as error:  # each runtime has its own types
                 if self._is_closed:
                     raise
-                self._fall(index, error)
-
-    def _fall(self, index: int, error: Exception) -> None:
-        self._current = None
-        self._climb(error, self._failed(index, error))
+                self._current = None
+                self._climb(error, self._failed(index, error))
 
     def _failed(self, index: int, error: Exception) -> str:
         """Leaves out a rung that raised; says so in words."""
