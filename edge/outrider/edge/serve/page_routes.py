@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from outrider.edge.chat.messages import KEPT_SHARE, MAX_RESERVED_SHARE, TOO_LONG, turns_of, without_oldest
+from outrider.edge.chat.messages import render_fitting
 from outrider.edge.results import GenerationRequest
 from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.serve.grounded_calls import ground_messages, ground_prompts, sources_of
@@ -20,7 +20,6 @@ from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest,
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.upstream import conversation_to_render
 from outrider.edge.serve.watched_text import WatchedText
-from outrider.models.errors import RequestError
 from outrider.models.http import sse
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
@@ -96,26 +95,16 @@ async def _prompt_ids(
     if sources is not None:
         plain, grounding = await core.workers.run(owner, ground_messages, sources, messages, facts, body.max_tokens)
         messages = [ChatMessage.model_validate(each) for each in plain]
-    reserved = min(body.max_tokens, int(limit * MAX_RESERVED_SHARE))
-    kept = [_Sent(message, message.role, message.for_template()["content"]) for message in messages]
-    num_turns = 0
-    while True:
-        is_last, length = len(turns_of(kept)) < 2, None
-        try:
-            tokens = await _render(core, owner, [each.message for each in kept], facts, is_up=is_up)
-        except RequestError as error:
-            if error.code not in TOO_LONG or is_last:
-                raise
-        else:
-            length = len(tokens)
-            if is_last or length + reserved <= limit:
-                break
-        kept, num_dropped = without_oldest(kept, length, int(limit * KEPT_SHARE))
-        num_turns += num_dropped
-    num_messages = len(messages) - len(kept)
-    if not num_turns:
-        return tokens, None, grounding
-    dropped = DroppedEvent(num_turns=num_turns, num_messages=num_messages, max_positions=limit)
+    asked = [_Sent(message, message.role, message.for_template()["content"]) for message in messages]
+
+    async def render(kept: list[_Sent]) -> list[int]:
+        return await _render(core, owner, [each.message for each in kept], facts, is_up=is_up)
+
+    kept, tokens, num_turns = await render_fitting(asked, render, limit, body.max_tokens)
+    dropped = None
+    if num_turns:
+        num_messages = len(messages) - len(kept)
+        dropped = DroppedEvent(num_turns=num_turns, num_messages=num_messages, max_positions=limit)
     return tokens, dropped, grounding
 
 
