@@ -18,12 +18,11 @@ from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.serve.grounded_calls import ground_messages, ground_prompts, sources_of
 from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest, PassagesEvent
 from outrider.edge.serve.state import LocalCore
-from outrider.edge.serve.upstream import conversation_to_render
 from outrider.edge.serve.watched_text import WatchedText
 from outrider.models.http import sse
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
-from outrider.models.http.encoding import check_length, encode_chat, no_chat_template
+from outrider.models.http.encoding import check_length, no_chat_template
 from outrider.models.http.openai import ChatMessage, RenderRequest
 from outrider.models.wire.protocol import ModelFacts
 
@@ -98,7 +97,8 @@ async def _prompt_ids(
     asked = [_Sent(message, message.role, message.for_template()["content"]) for message in messages]
 
     async def render(kept: list[_Sent]) -> list[int]:
-        return await _render(core, owner, [each.message for each in kept], facts, is_up=is_up)
+        conversation = RenderRequest(messages=[each.message for each in kept])
+        return await core.rendered(owner, conversation, facts, is_up=is_up)
 
     kept, tokens, num_turns = await render_fitting(asked, render, limit, body.max_tokens)
     dropped = None
@@ -106,13 +106,3 @@ async def _prompt_ids(
         num_messages = len(messages) - len(kept)
         dropped = DroppedEvent(num_turns=num_turns, num_messages=num_messages, max_positions=limit)
     return tokens, dropped, grounding
-
-
-async def _render(
-    core: LocalCore, owner: bytes, messages: list[ChatMessage], facts: ModelFacts, *, is_up: bool
-) -> list[int]:
-    if not is_up:  # the draft bundle's own template
-        conversation = RenderRequest(messages=messages)
-        return await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, conversation)
-    content = await core.workers.run(owner, conversation_to_render, messages, core.fingerprint)
-    return (await core.upstream.render(content, facts)).tokens

@@ -31,7 +31,6 @@ from outrider.edge.serve.grounded_calls import (
 from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
-from outrider.edge.serve.upstream import conversation_to_render
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
@@ -41,7 +40,6 @@ from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs,
 from outrider.models.http.encoding import (
     check_prediction,
     check_prompts,
-    encode_chat,
     encode_prediction,
     encode_prompts,
     no_chat_template,
@@ -133,16 +131,14 @@ def local_routes(core: LocalCore) -> list[Route]:
         max_tokens = body.max_completion_tokens or body.max_tokens
 
         async def encode() -> Encoded:
-            messages, groundings = list(body.messages), None
+            asked, groundings = body, None
             if sources is not None:
-                plain, found = await core.workers.run(owner, ground_messages, sources, messages, facts, max_tokens)
-                messages, groundings = [openai.ChatMessage.model_validate(each) for each in plain], [found]
-            if not is_up:  # the draft bundle's own template: no server is there to use the target's
-                local = body.model_copy(update={"messages": messages})
-                prompt = await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, local)
-                return [prompt], groundings
-            content = await core.workers.run(owner, conversation_to_render, messages, core.fingerprint, body)
-            tokens = (await core.upstream.render(content, facts)).tokens
+                plain, found = await core.workers.run(owner, ground_messages, sources, body.messages, facts, max_tokens)
+                messages = [openai.ChatMessage.model_validate(each) for each in plain]
+                asked, groundings = body.model_copy(update={"messages": messages}), [found]
+            tokens = await core.rendered(owner, asked, facts, is_up=is_up)
+            if not is_up:
+                return [tokens], groundings
             if body.add_special_tokens and core.tokenizer.begins_with_bos:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings

@@ -19,7 +19,7 @@ from outrider.edge.retrieval.grounding import Library
 from outrider.edge.serve.lent_drafts import DraftSequences, Loan
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
-from outrider.edge.serve.upstream import Upstream
+from outrider.edge.serve.upstream import Upstream, conversation_to_render
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
@@ -27,8 +27,9 @@ from outrider.models.http.answers import HeldLogprobs, require_model
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_grammar import Grammars
 from outrider.models.http.call_plan import dialect_of
-from outrider.models.http.encoding import Workers
+from outrider.models.http.encoding import Workers, encode_chat
 from outrider.models.http.errors import internal_error
+from outrider.models.http.openai import Conversation
 from outrider.models.http.security import GateSettings
 from outrider.models.process.by_owner import Shares
 from outrider.models.runtimes.ngram import QuotedText
@@ -172,6 +173,13 @@ class LocalCore:
             if error.code != NO_VERIFIER or self.offline is None:
                 raise
             return self.offline_facts, False
+
+    async def rendered(self, owner: bytes, conversation: Conversation, facts: ModelFacts, *, is_up: bool) -> list[int]:
+        """A conversation's token ids, by the target's chat template; without a cloud by the draft bundle's own."""
+        if not is_up:
+            return await self.workers.run(owner, encode_chat, self.tokenizer, facts.max_positions - 1, conversation)
+        content = await self.workers.run(owner, conversation_to_render, conversation, self.fingerprint)
+        return (await self.upstream.render(content, facts)).tokens
 
     def stream_agent(self, endpoints: Endpoints, loan: Loan, quoted: Sequence[QuotedText] = ()) -> StreamAgent:
         """What generates one text with a lent draft. quoted: documents that the text may quote."""

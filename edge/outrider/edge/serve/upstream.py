@@ -18,7 +18,7 @@ from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import OutriderError, TokenizerMismatch
-from outrider.models.http.openai import ChatMessage, Conversation
+from outrider.models.http.openai import Conversation
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 
@@ -178,18 +178,15 @@ def quick(num_clouds: int) -> RetryPolicy:
     return RetryPolicy(max_failures=max(2, num_clouds), max_outage_s=0.0, max_loading_s=0.0, max_asked_s=0.0)
 
 
-def conversation_to_render(
-    messages: Sequence[ChatMessage], fingerprint: str, conversation: Conversation | None = None
-) -> bytes:
-    """The body of /v1/render. conversation: whose tools and template variables it has. Blocking: half a megabyte takes
-    tens of milliseconds.
-    """
-    plain = [message.model_dump(exclude_unset=True) for message in messages]
-    document: dict[str, Any] = {"messages": plain, "tokenizer": fingerprint}
-    if conversation is not None:
-        document["chat_template_kwargs"] = conversation.chat_template_kwargs
-        if (tools := conversation.tools_for_template()) is not None:  # older servers ignore what they do not know
-            document["tools"] = tools
+def conversation_to_render(conversation: Conversation, fingerprint: str) -> bytes:
+    """The body of /v1/render. Blocking: half a megabyte takes tens of milliseconds."""
+    document: dict[str, Any] = {
+        "messages": [message.model_dump(exclude_unset=True) for message in conversation.messages],
+        "tokenizer": fingerprint,
+        "chat_template_kwargs": conversation.chat_template_kwargs,
+    }
+    if (tools := conversation.tools_for_template()) is not None:  # older servers ignore what they do not know
+        document["tools"] = tools
     return json.dumps(document).encode()
 
 
