@@ -169,7 +169,7 @@ def test_the_likeliest_guesses_are_visible() -> None:
     tree = GuessTree(lambda cell: (0.5, 0.3, 0.1)[cell])
     first, second = tree.expand(tree.take_best(1, 0.0, 8)[0], [Guess(7, 0, 0), Guess(8, 1, 1)])
     tree.expand(tree.take_best(1, 0.0, 8)[0], [Guess(9, 0, 1)])
-    assert [(guess.token, guess.parent, guess.rank) for guess in look(tree, 8)] == [(7, -1, 0), (8, -1, 1), (9, 0, 0)]
+    assert [(node.token, parent, node.rank) for node, parent in look(tree, 8)] == [(7, -1, 0), (8, -1, 1), (9, 0, 0)]
     assert len(look(tree, 2)) == 2 and first.number is None and second.number is None
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibrat
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.retrieval.documents import Document, DocumentLimits, read_documents
 from outrider.edge.retrieval.index import words_of
-from outrider.edge.retrieval.passages import PASSAGE_CHARS, cut_passages
+from outrider.edge.retrieval.passages import PASSAGE_CHARS, Passage, cut_passages
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
@@ -309,8 +309,8 @@ def test_a_text_that_quotes_is_drafted_from_its_document() -> None:
     class Told(Library):
         """One document, which holds what the target writes; the fake language's tokens are no text of their own."""
 
-        def _quoted_at(self, place: tuple[int, int]) -> QuotedText:
-            return QuotedText([*ids, *written])
+        def _quoted_of(self, passages: Sequence[Passage]) -> tuple[QuotedText, ...]:
+            return tuple(QuotedText([*ids, *written]) for _ in passages[:1])
 
     settings = LocalSettings(depth="8", docs_tokens=10)
     with serve_fake(config=SURE, gate=gate) as cloud, serve_local(cloud.url, settings, max_sequences=0) as local:

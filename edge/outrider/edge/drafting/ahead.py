@@ -14,7 +14,7 @@ from dataclasses import replace
 from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.depth import DraftPlan
 from outrider.edge.drafting.price import SendPrice
-from outrider.edge.drafting.tree import GuessNode, SeenGuess, look
+from outrider.edge.drafting.tree import GuessNode, look
 from outrider.edge.drafting.worker import Demand, Drafting, DraftWorker
 from outrider.edge.results import GenerationRequest
 
@@ -136,8 +136,8 @@ class DraftAhead:
         """The likeliest path, for a server that takes no trees."""
         return [node.token for node in self._belief.tree.likeliest()]
 
-    def look(self, most: int) -> list[SeenGuess]:
-        """The likeliest guesses of what follows the known tokens."""
+    def look(self, most: int) -> list[tuple[GuessNode, int]]:
+        """The likeliest guesses of what follows the known tokens, as `look`. Their chances may change meanwhile."""
         with self._lock:
             return look(self._belief.tree, most)
 

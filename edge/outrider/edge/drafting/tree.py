@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, PROVISIONAL_RANK, Guess
 
@@ -56,7 +55,7 @@ class GuessNode:
         self.number: int | None = None
         self.anchor = 0
         self.state = _WAITING
-        self.epoch = 0
+        self.epoch = parent.epoch if parent is not None else 0
 
     def path(self) -> list[int]:
         """The tokens from the root, which is left out, to this node."""
@@ -153,7 +152,6 @@ class GuessTree:
             child = node.children.get(token)
             if child is None:
                 child = GuessNode(token, node.depth + 1, node, Guess(token, PROVISIONAL_RANK, 0), _TRUNK)
-                child.epoch = self._epoch
                 node.children[token] = child
                 self.unsent.append(child)
                 self._push(child)
@@ -184,7 +182,6 @@ class GuessTree:
                 known.rank, known.cell, known.chance = guess.rank, guess.cell, chance
             elif node.reach * chance >= self._least:
                 child = GuessNode(guess.token, node.depth + 1, node, guess, chance)
-                child.epoch = self._epoch
                 node.children[guess.token] = child
                 self.unsent.append(child)
                 self._push(child)
@@ -327,19 +324,11 @@ def _uproot(root: GuessNode) -> None:
         node.children.clear()
 
 
-class SeenGuess(NamedTuple):
-    """A guess. parent: its place in the list; -1: after the last known token. chance, reach, rank: as `GuessNode`."""
+def look(tree: GuessTree, most: int) -> list[tuple[GuessNode, int]]:
+    """At most `most` guesses, those that the target most likely reaches, parents first.
 
-    token: int
-    parent: int
-    chance: float
-    reach: float
-    rank: int
-    is_sent: bool
-
-
-def look(tree: GuessTree, most: int) -> list[SeenGuess]:
-    """At most `most` guesses, those that the target most likely reaches, parents first."""
+    With each, its parent's place in the list; -1: it follows the last known token.
+    """
     order = itertools.count()
     waiting: list[tuple[float, int, GuessNode, int]] = []
 
@@ -348,9 +337,9 @@ def look(tree: GuessTree, most: int) -> list[SeenGuess]:
             heapq.heappush(waiting, (-child.reach, next(order), child, place))
 
     add(tree.root, -1)
-    seen: list[SeenGuess] = []
+    seen: list[tuple[GuessNode, int]] = []
     while waiting and len(seen) < most:
         _, _, node, parent = heapq.heappop(waiting)
-        seen.append(SeenGuess(node.token, parent, node.chance, node.reach, node.rank, node.number is not None))
+        seen.append((node, parent))
         add(node, len(seen) - 1)
     return seen

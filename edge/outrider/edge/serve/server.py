@@ -17,7 +17,6 @@ from typing import Final
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -92,12 +91,8 @@ def page_routes() -> list[Route]:
 
 
 def _route(file: Path) -> Route:
-    body, headers = file.read_bytes(), {**HEADERS, "content-type": _TYPES[file.suffix]}
-
-    async def serve(_: Request) -> Response:
-        return Response(body, headers=headers)
-
-    return Route("/" if file.name == "index.html" else f"/page/{file.name}", serve, methods=["GET"])
+    answer = Response(file.read_bytes(), headers={**HEADERS, "content-type": _TYPES[file.suffix]})
+    return Route("/" if file.name == "index.html" else f"/page/{file.name}", answer, methods=["GET"])
 
 
 PROBE_PATHS: Final = frozenset({"/health/live", "/health/ready"})

@@ -189,15 +189,15 @@ class WatchedText(LocalTexts):
         ahead, estimates, decode = self._ahead, self._estimates, self.core.tokenizer.decode
         tree = [
             ShownGuess(
-                id=guess.token,
-                text=decode([guess.token], skip_special_tokens=False),
-                parent=guess.parent,
-                chance=round(guess.chance, 3),
-                reach=round(guess.reach, 3),
-                rank=guess.rank,
-                is_sent=guess.is_sent,
+                id=node.token,
+                text=decode([node.token], skip_special_tokens=False),
+                parent=parent,
+                chance=round(node.chance, 3),
+                reach=round(node.reach, 3),
+                rank=node.rank,
+                is_sent=node.number is not None,
             )
-            for guess in (ahead.look(MAX_GUESSES) if ahead is not None else ())
+            for node, parent in (ahead.look(MAX_GUESSES) if ahead is not None else ())
         ]
         return StateEvent(
             at_ms=self._ms(),
