@@ -92,7 +92,7 @@ def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: lis
         known += len(fresh)
         while late and chance.random() < 0.6:
             expand(*late.pop())
-        assert list(belief.known) == truth[:known] and belief.num_known == known
+        assert list(belief.known) == truth[:known] and len(belief.known) == known
         expected = {
             (*text[known:], token)
             for text, tokens in guessed.items()

@@ -291,7 +291,7 @@ class Driven:
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes a commit, as the loop does."""
         with self.worker.lock:
-            self.belief.on_commit(self.belief.num_known, tokens)
+            self.belief.on_commit(len(self.belief.known), tokens)
             self.belief.tree.replant()
 
 

@@ -40,7 +40,6 @@ from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.process.extras import require_packages
 from outrider.models.process.heap import bound_heaps
@@ -103,7 +102,6 @@ def serve_local(options: ServeOptions) -> None:
         server = LocalServer(
             core,
             drain_s=DRAIN_S,
-            limits=ConnectionLimits(max_body_bytes=settings.max_body_bytes),
             tls=tls,
             on_ready=lambda: _announce(url, core),
         )

@@ -139,5 +139,4 @@ _METAL: Final = (
 
 
 def _named(nodes: Sequence[Path]) -> str:
-    node = nodes[0]
-    return "/" + "/".join(node.parts[-3:])
+    return "/" + "/".join(nodes[0].parts[-3:])

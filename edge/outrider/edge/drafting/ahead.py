@@ -30,7 +30,7 @@ Send = Callable[[int, Sequence[GuessNode]], int]
 class DraftAhead:
     """The drafting side of one generation. Make it inside a running event loop; `aclose` it there.
 
-    is_free: whether `send` would send now.
+    is_free: whether `send` would send now. known: committed tokens, in order.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class DraftAhead:
         # A path is drafted as far as the plan says, however unlikely.
         least = _LEAST_KEPT if drafting.limits.width > 1 else 0.0
         self._belief = Belief(drafting.estimates.calibration.chance, least)
+        self.known: Sequence[int] = self._belief.known
         demand = Demand(self._plan_ahead, self._room, self._flush)
         self._worker = DraftWorker(request, drafting, self._belief, demand)
         self._lock = self._worker.lock
@@ -59,11 +60,6 @@ class DraftAhead:
         self.num_sent = 0
         self.hits: Counter[int] = Counter()  # tokens of the text that were in the tree, by rank
         self.error: str | None = None
-
-    @property
-    def known(self) -> Sequence[int]:
-        """Committed tokens, in order."""
-        return self._belief.known
 
     @property
     def num_ahead(self) -> int:
@@ -108,7 +104,7 @@ class DraftAhead:
 
         They are no text: the draft goes on after them, and a commit confirms or replaces them.
         """
-        num_known = self._belief.num_known
+        num_known = len(self._belief.known)
         if base < num_known:
             tokens, base = tokens[num_known - base :], num_known
         if not tokens or base - num_known > len(self._provisional):
@@ -166,7 +162,7 @@ class DraftAhead:
 
     def _room(self) -> int:
         """How many guessed tokens the rest of the text can use: its last token is always the target's own."""
-        return self._request.max_tokens - self._belief.num_known - 1
+        return self._request.max_tokens - len(self._belief.known) - 1
 
     def _flush(self) -> None:
         """Sends unsent nodes that are worth their bytes, unless the plan is silent."""
@@ -176,7 +172,7 @@ class DraftAhead:
             tree = self._belief.tree
             nodes = tree.take_unsent(self._price.floor, MAX_SENT)
             self._worker.sent()
-            if nodes and (num_bytes := self._send(self._belief.num_known, nodes)):
+            if nodes and (num_bytes := self._send(len(self._belief.known), nodes)):
                 self._price.sent(num_bytes)
                 self.num_sent += len(nodes)
 

@@ -52,11 +52,6 @@ class Belief:
         self.known: list[int] = []
         self.tree = GuessTree(chance, least)
 
-    @property
-    def num_known(self) -> int:
-        """Number of committed tokens."""
-        return len(self.known)
-
     def on_commit(self, base: int, tokens: Sequence[int]) -> CommitOutcome:
         """Takes a commit of `tokens` after `base` others; skips what is already known.
 

@@ -154,7 +154,7 @@ class DraftWorker:
 
     def _catch_up(self) -> None:
         """Gives the drafter the tokens committed since its last call."""
-        num_new = len(self._request.prompt) + self._belief.num_known - self.drafter.length
+        num_new = len(self._request.prompt) + len(self._belief.known) - self.drafter.length
         if num_new:
             self.drafter.extend(self._belief.known[-num_new:])
         tree = self._belief.tree

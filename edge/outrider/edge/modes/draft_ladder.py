@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -78,15 +79,12 @@ def candidates_of(
         runtime: ModelRuntime = "openvino" if bundle.manifest.runtime == "openvino" else "onnxruntime"
         here = runtimes.setdefault(runtime, runtimes.get(runtime) or find(runtime))
         for device in DEVICE_ORDER:
-            if any(each.bundle is bundle and each.placement.device == device for each in found):
-                continue
-            if not here.has(device):
+            is_known = any(each.bundle is bundle and each.placement.device == device for each in found)
+            if is_known or not here.has(device):
                 continue
             other = replace(choice, device=device)
-            try:
+            with suppress(ConfigError, RuntimeUnavailable, BundleError):
                 found.append(Candidate(bundle, other, place_draft(bundle.manifest, other, here)))
-            except (ConfigError, RuntimeUnavailable, BundleError):
-                continue
     if not found:
         raise reasons[0]
     return found

@@ -103,7 +103,7 @@ class StopAndWaitAgent:
             for index in range(result.tested or 0):
                 self.calibrator.observe(index < result.accepted)
             belief.tree.add_path(block)
-            outcome = belief.on_commit(belief.num_known, result.tokens)
+            outcome = belief.on_commit(len(belief.known), result.tokens)
             # The server may run fewer drafted tokens than were sent: the rest is drafted again, not kept.
             belief.tree.clear()
             self.estimates.on_commit(outcome, None)
@@ -118,15 +118,15 @@ class StopAndWaitAgent:
                 num_run = result.tested
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
-            if reason is None and belief.num_known >= request.max_tokens:
+            if reason is None and len(belief.known) >= request.max_tokens:
                 reason = "length"
         recorder.result.hits = dict(hits)
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
     async def _draft(self, drafter: Drafter, request: GenerationRequest, belief: Belief) -> list[Guess]:
-        if not belief.num_known:
+        if not len(belief.known):
             await asyncio.to_thread(drafter.begin, request.prompt, request.params, request.plan)
-        room = request.max_tokens - belief.num_known - 1
+        room = request.max_tokens - len(belief.known) - 1
         count = min(self.depth.block(), room)
         if count < 1:
             return []
@@ -136,7 +136,7 @@ class StopAndWaitAgent:
             block = await asyncio.to_thread(_block, drafter, self._guesser(drafter), count, is_over)
         finally:
             is_over.set()  # a thread cannot be cancelled; without this, Ctrl-C would wait for a long prompt
-        if belief.num_known and block:  # the first block's time includes the prompt
+        if len(belief.known) and block:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
         return block
 
@@ -158,8 +158,8 @@ class StopAndWaitAgent:
         whole = VerifyItem(
             prefix=[*request.prompt, *belief.known],
             draft=[guess.token for guess in block],
-            max_tokens=request.max_tokens - belief.num_known,
-            **request.wire_fields(belief.num_known),
+            max_tokens=request.max_tokens - len(belief.known),
+            **request.wire_fields(len(belief.known)),
             **self._rule_fields(block),
         )
         if prefix_hash is not None:

@@ -140,7 +140,6 @@ class LocalServer(BoundedServer):
         core: LocalCore,
         *,
         drain_s: float,
-        limits: ConnectionLimits | None = None,
         tls: TlsFiles | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
@@ -149,7 +148,7 @@ class LocalServer(BoundedServer):
         self._num_signals = 0
         self._look: asyncio.Task[None] | None = None
         self._ends_at: float | None = None
-        limits = limits or ConnectionLimits(max_body_bytes=core.settings.max_body_bytes)
+        limits = ConnectionLimits(max_body_bytes=core.settings.max_body_bytes)
         super().__init__(create_local_app(core), limits, tls=tls, on_ready=on_ready)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
