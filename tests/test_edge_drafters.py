@@ -19,13 +19,13 @@ from tests.fake_runtime import FakeSequenceRuntime
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess, model_guesses, shared_guess
-from outrider.edge.drafting.depth import DraftPlan, FixedDepth
+from outrider.edge.drafting.depth import DepthController, DraftPlan, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import CallTimes, Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
-from outrider.edge.drafting.worker import Demand, Drafting, DraftWorker, TreeLimits
+from outrider.edge.drafting.worker import Drafting, DraftWorker, TreeLimits
 from outrider.edge.results import GenerationRequest
 from outrider.models.picks.sampling import Candidates, SamplingParams, pick
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
@@ -274,10 +274,9 @@ class Driven:
         self.woken: list[int] = []
         self._on_wake = on_wake
         self.worker = DraftWorker(
-            GenerationRequest((1, 2, 3), SAMPLED),
-            Drafting(drafter, FixedDepth(0), estimates, limits, DraftScheduler(clock)),
+            GenerationRequest((1, 2, 3), SAMPLED, 1001),
+            Drafting(drafter, DepthController(plan), estimates, limits, DraftScheduler(clock)),
             self.belief,
-            Demand(lambda: plan, lambda: 1000, lambda: None),
         )
         self.worker._loop = types.SimpleNamespace(call_soon_threadsafe=self._sent)  # type: ignore[assignment]
 
@@ -285,7 +284,7 @@ class Driven:
         with self.worker.lock:
             self.woken.append(len(self.belief.tree.likeliest()))
             self.belief.tree.take_unsent(0.0, 1000)
-            self.worker.sent()
+            self.worker._unsent_since = None
         self._on_wake()
 
     def commit(self, tokens: Sequence[int]) -> None:
@@ -454,7 +453,7 @@ def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
             lambda: is_free,
         )
         ahead.pump()
-        while ahead._run is not None:
+        while ahead._running is not None:
             await asyncio.sleep(0.001)
         is_free = True
         ahead.pump()

@@ -11,7 +11,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Guess
@@ -54,31 +53,22 @@ class Drafting:
     on_call: OnCall | None = None
 
 
-class Demand(NamedTuple):
-    """What a text's loop asks of its worker. plan: what to draft now (thread-safe). room: tokens that the rest of the
-    text can use. wake: called on the loop when guesses should be sent.
-    """
-
-    plan: Callable[[], DraftPlan]
-    room: Callable[[], int]
-    wake: Callable[[], None]
-
-
 class DraftWorker:
-    """Owns a drafter while a text is generated. Make it inside a running event loop.
+    """The side of one text's drafting that runs in the scheduler's thread. Make it inside a running event loop.
 
-    belief: shared with the loop; both hold `lock` to touch it.
+    belief: shared with the loop's side, `DraftAhead`; both hold `lock` to touch it. num_drafted: nodes that the drafter
+    had guesses of what follows.
     """
 
-    def __init__(self, request: GenerationRequest, drafting: Drafting, belief: Belief, demand: Demand) -> None:
+    def __init__(self, request: GenerationRequest, drafting: Drafting, belief: Belief) -> None:
         self.lock = threading.Lock()
-        self.num_drafted = 0  # nodes that the drafter had guesses of what follows
+        self.num_drafted = 0
         self.drafter = drafting.drafter
         self.width = drafting.limits.width
         self._request = request
         self._belief = belief
+        self._depth = drafting.depth
         self._estimates = drafting.estimates
-        self._plan, self._room, self._wake = demand
         self._limits = drafting.limits
         self._on_call = drafting.on_call
         self._loop = asyncio.get_running_loop()
@@ -100,8 +90,6 @@ class DraftWorker:
         if not self._is_closed:
             self._is_closed = True
             self._scheduler.leave()
-            # Those of a text, which has this worker: what it holds would stay until the collector runs.
-            self._plan, self._room, self._wake = lambda: DraftPlan(0), lambda: 0, lambda: None
 
     def has_work(self) -> bool:
         """Whether a run would expand anything; hold the lock."""
@@ -110,9 +98,16 @@ class DraftWorker:
         reach = tree.best_reach(depth) if depth > 0 and tree.num_nodes < self._limits.max_nodes else 0.0
         return reach > 0.0 and reach >= self._floor()
 
-    def sent(self) -> None:
-        """Records that everything worth sending was sent; hold the lock."""
-        self._unsent_since = None
+    def _plan(self) -> DraftPlan:
+        """What to draft now; thread-safe."""
+        return self._depth.plan()
+
+    def _room(self) -> int:
+        """How many guessed tokens the rest of the text can use: its last token is always the target's own."""
+        return self._request.max_tokens - len(self._belief.known) - 1
+
+    def _flush(self) -> None:
+        """Called on the loop when guesses should be sent."""
 
     # -- in the scheduler's thread -------------------------------------------------------------------------------------
 
@@ -150,7 +145,7 @@ class DraftWorker:
             is_due = self._is_due(before, now)
         self._has_guessed = True
         if is_due:
-            self._loop.call_soon_threadsafe(self._wake)
+            self._loop.call_soon_threadsafe(self._flush)
 
     def _catch_up(self) -> None:
         """Gives the drafter the tokens committed since its last call."""
@@ -168,7 +163,7 @@ class DraftWorker:
     def _next_nodes(self, most: int) -> list[GuessNode]:
         """The nodes of the next call: as many as give the most chance of being reached per millisecond."""
         tree, depth = self._belief.tree, min(self._plan().depth, self._room())
-        if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
+        if self._is_closed or depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
             return []
         if self._estimates.calls.lacks_one:
             most = 1

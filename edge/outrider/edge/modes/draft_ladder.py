@@ -13,7 +13,6 @@ from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
 from outrider.edge.drafting.drafter import Drafter, NgramDrafter
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.modes.assemble import OpenDraft, OpenModel, open_draft_model
-from outrider.models.breaker import Breaker
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
@@ -128,5 +127,5 @@ def open_ladder(
     rungs = [Rung(model.placement.words, lambda: first)]
     rungs += [Rung(each.words, each.drafter) for each in others]
     if is_looked_up:
-        rungs.append(Rung(LOOKUP_WORDS, NgramDrafter, Breaker()))
+        rungs.append(Rung(LOOKUP_WORDS, NgramDrafter))
     return OpenDraft(LadderDrafter(rungs, on_step, first), model.placement)

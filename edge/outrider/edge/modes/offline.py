@@ -128,14 +128,8 @@ class OfflineWriter:
             text.verified += tokens[same:]
             on_tokens(_without_first(batch, same))
 
-        rest = replace(
-            request,
-            prompt=(*request.prompt, *text.verified),
-            max_tokens=request.max_tokens - len(text.verified),
-            num_generated=request.num_generated + len(text.verified),
-        )
         try:
-            text.result = await self.agent.generate(rest, take, origin)
+            text.result = await self.agent.generate(request.after(text.verified), take, origin)
         except EndpointUnfit:
             raise
         except CloudError as error:

@@ -104,18 +104,16 @@ def ground_prompts(
 ) -> tuple[list[list[int]], list[Grounding]]:
     """The token ids of each prompt with its passages. Blocking. A prompt of ids stays as it is."""
     library = sources()
-    ids: list[list[int]] = []
-    groundings: list[Grounding] = []
-    for prompt in prompts:
+
+    def grounded(prompt: str | list[int]) -> tuple[list[int], Grounding]:
         if isinstance(prompt, list):
-            ids.append(prompt)
-            groundings.append(Grounding())
-            continue
+            return prompt, Grounding()
         plain = library.tokenizer.encode(prompt)
         found = library.ground(prompt, room_for_passages(facts, len(plain), max_tokens))
-        ids.append(library.tokenizer.encode(found.before + prompt) if found.before else plain)
-        groundings.append(found)
-    return ids, groundings
+        return library.tokenizer.encode(found.before + prompt) if found.before else plain, found
+
+    both = [grounded(prompt) for prompt in prompts]
+    return [ids for ids, _ in both], [found for _, found in both]
 
 
 def ground_messages(

@@ -88,7 +88,6 @@ class DraftSequences:
         self._pools = [_Pool(each, max_sequences, self._lock, self.scheduler, first_pause_s) for each in models]
         if self._pools:
             self._pools[0].load()
-        self._lookup = Breaker()
         self._experience: list[Estimates] = []
 
     @property
@@ -119,7 +118,7 @@ class DraftSequences:
             Rung(pool.words, partial(self._open, text, index), pool.breaker) for index, pool in enumerate(self._pools)
         ]
         if self._is_looked_up:
-            rungs.append(Rung(LOOKUP_WORDS, NgramDrafter, self._lookup))
+            rungs.append(Rung(LOOKUP_WORDS, NgramDrafter))
         elif not has_model and not self.failed:
             rungs.append(Rung("nothing", WaitingDrafter))
         drafter = LadderDrafter(rungs, on_step=_note)

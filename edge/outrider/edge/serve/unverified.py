@@ -53,12 +53,8 @@ class KeptText:
         kept = self
         if self.began is None or self.began.target != target:
             kept = replace(self, verified=(), local=(*self.verified, *self.local))
-        max_tokens = self.request.max_tokens - len(kept.verified)
-        if max_tokens < 1:
-            return kept, None
-        num_generated = self.request.num_generated + len(kept.verified)
-        prompt = (*self.request.prompt, *kept.verified)
-        return kept, replace(self.request, prompt=prompt, max_tokens=max_tokens, num_generated=num_generated)
+        has_rest = len(kept.verified) < self.request.max_tokens
+        return kept, self.request.after(kept.verified) if has_rest else None
 
 
 KeptAnswer = dict[int, KeptText]
