@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
@@ -63,7 +63,7 @@ def candidates_of(
         raise ConfigError(f"the drafts {names} have different tokenizers; give --draft bundles made for one target")
     found: list[Candidate] = []
     reasons: list[OutriderError] = []
-    runtimes: dict[str, FoundRuntime] = {}
+    find = cache(find)
     for bundle in bundles:
         try:
             found.append(Candidate(bundle, choice, place_draft(bundle.manifest, choice)))
@@ -76,7 +76,7 @@ def candidates_of(
         if choice.runtime == "ngram" or choice.emulate_npu or choice.provider:
             continue
         runtime: ModelRuntime = "openvino" if bundle.manifest.runtime == "openvino" else "onnxruntime"
-        here = runtimes.setdefault(runtime, runtimes.get(runtime) or find(runtime))
+        here = find(runtime)
         for device in DEVICE_ORDER:
             is_known = any(each.bundle is bundle and each.placement.device == device for each in found)
             if is_known or not here.has(device):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Final, cast, get_args
 
 from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, find_runtime, install_advice
@@ -59,17 +60,15 @@ def judge(
     find: Callable[[ModelRuntime], FoundRuntime] = find_runtime,
 ) -> list[Judged]:
     """Each draft with the reason against it, in the server's order."""
-    found: dict[str, FoundRuntime] = {}
+    find = cache(find)
 
     def runs_not(draft: OfferedDraft) -> str | None:
         runtime, device = cast(ModelRuntime, draft.runtime), cast(Device, draft.device)
         if runtime not in RUNTIME_NAMES or device not in get_args(Device):
             return f"this version knows no drafts for {draft.runtime} on {draft.device}"
-        if runtime not in found:
-            found[runtime] = find(runtime)
-        if found[runtime].version is None:
+        if find(runtime).version is None:
             return f"{RUNTIME_NAMES[runtime]} is {install_advice(runtime)}"
-        if not found[runtime].has(device):
+        if not find(runtime).has(device):
             return f"{RUNTIME_NAMES[runtime]} sees no {device.upper()} here"
         return None
 
