@@ -22,10 +22,9 @@ from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.tree import GuessTree, look
 from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
-from outrider.edge.serve.page_routes import GENERATE
+from outrider.edge.serve.page_routes import GENERATE, MAX_GUESSES
 from outrider.edge.serve.server import COSTLY_PATHS
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
-from outrider.edge.serve.watched_text import MAX_GUESSES
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.http.security import KeyRing

@@ -23,9 +23,15 @@ from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli import main as cli
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
-from outrider.edge.retrieval.documents import Document, DocumentLimits, read_documents
+from outrider.edge.retrieval.documents import (
+    PASSAGE_CHARS,
+    Document,
+    DocumentLimits,
+    Passage,
+    cut_passages,
+    read_documents,
+)
 from outrider.edge.retrieval.index import words_of
-from outrider.edge.retrieval.passages import PASSAGE_CHARS, Passage, cut_passages
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Final
 
-from outrider.edge.retrieval.documents import DOCS_TOKENS
+from outrider.edge.retrieval.documents import DOCS_TOKENS, Passage
 from outrider.edge.retrieval.index import PassageIndex
-from outrider.edge.retrieval.passages import Passage
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.tokenizer import Tokenizer
 

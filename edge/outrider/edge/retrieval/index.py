@@ -18,8 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from outrider.edge.retrieval.documents import Document
-from outrider.edge.retrieval.passages import PASSAGE_CHARS, Passage, cut_passages
+from outrider.edge.retrieval.documents import PASSAGE_CHARS, Document, Passage, cut_passages
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.process.extras import require_packages
 
