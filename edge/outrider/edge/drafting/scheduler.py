@@ -121,7 +121,7 @@ class DraftScheduler:
         for run in others if model is not None else ():
             if num_left < 1:
                 break
-            if _model(run.job) != model or run.job.width != first.job.width or run.job.drafter.is_behind:
+            if _model(run.job) != model or run.job.drafter.is_behind:
                 continue
             share = min(num_left, _share(run, len(runs)))
             if (call := self._prepare(run, len(runs), share)) is not None:
@@ -135,20 +135,18 @@ class DraftScheduler:
     def _prepare(self, run: _Run, num_runs: int, share: int | None = None) -> DraftCall | None:
         """The run's next call; None where it has ended, or read on instead."""
         try:
-            if not run.job.is_wanted():
-                self._end(run)
-                return None
-            if run.job.drafter.is_behind:
+            is_wanted = run.job.is_wanted()
+            if is_wanted and run.job.drafter.is_behind:
                 if share is None:
                     run.job.drafter.read_on()
                     run.since = self.clock()
                 return None
-            call = run.job.next_call(share or _share(run, num_runs))
-            if call is None:
-                self._end(run)
+            call = run.job.next_call(share or _share(run, num_runs)) if is_wanted else None
         except Exception as error:
             self._end(run, error)
             return None
+        if call is None:
+            self._end(run)
         return call
 
     def _call_together(self, calls: Sequence[tuple[_Run, DraftCall]]) -> bool:
@@ -197,4 +195,4 @@ def _share(run: _Run, num_runs: int) -> int:
 def _model(job: DraftWorker) -> object | None:
     """What texts must have in common to share a call; None for one that runs alone."""
     drafter = job.drafter.model_drafter if job.width > 1 else None
-    return (drafter.model,) if drafter is not None else None
+    return (drafter.model, job.width) if drafter is not None else None

@@ -113,9 +113,8 @@ class StopAndWaitAgent:
                 drafter.extend(outcome.tokens)
             recorder.depth(len(block))
             # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
-            num_run = result.accepted if len(outcome.hits) > result.accepted else len(block)
-            if result.tested is not None:
-                num_run = result.tested
+            num_ran = result.accepted if len(outcome.hits) > result.accepted else len(block)
+            num_run = num_ran if result.tested is None else result.tested
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and len(belief.known) >= request.max_tokens:
@@ -124,7 +123,7 @@ class StopAndWaitAgent:
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
     async def _draft(self, drafter: Drafter, request: GenerationRequest, belief: Belief) -> list[Guess]:
-        if not len(belief.known):
+        if not belief.known:
             await asyncio.to_thread(drafter.begin, request.prompt, request.params, request.plan)
         room = request.max_tokens - len(belief.known) - 1
         count = min(self.depth.block(), room)
@@ -136,7 +135,7 @@ class StopAndWaitAgent:
             block = await asyncio.to_thread(_block, drafter, self._guesser(drafter), count, is_over)
         finally:
             is_over.set()  # a thread cannot be cancelled; without this, Ctrl-C would wait for a long prompt
-        if len(belief.known) and block:  # the first block's time includes the prompt
+        if belief.known and block:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
         return block
 

@@ -49,14 +49,13 @@ from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, le
 class AgentOptions:
     """What a device drafts and sends.
 
-    tree: its limits. bytes_per_token: of draft messages, at most. max_posts: messages in flight. terms: how the
-    target accepts; in stream mode coupled or greedy. For `make_agent` only: effort: how much the cost model drafts.
+    tree: its limits. bytes_per_token: of draft messages, at most. terms: how the target accepts; in stream mode coupled
+    or greedy. For `make_agent` only: effort: how much the cost model drafts.
     is_looked_up: a tree also has what followed the same tokens before.
     """
 
     tree: TreeLimits = field(default_factory=TreeLimits)
     bytes_per_token: float = BYTES_PER_TOKEN
-    max_posts: int = 8
     effort: Effort = Effort.NORMAL
     is_looked_up: bool = True
     terms: RuleTerms = PLAIN_TERMS
@@ -128,7 +127,7 @@ class _Generation:
             mode, drafter, depth = Mode.CLOUD_ONLY, NgramDrafter(), FixedDepth(0)
         self._recorder = Recorder(mode, on_tokens, agent.clock, options.terms.rule)
         self._result = self._recorder.result
-        self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, lambda: self._ahead.pump())
+        self._sender = DraftSender(estimates.on_posted, clock=agent.clock, on_free=lambda: self._ahead.pump())
         self._ahead = DraftAhead(
             request,
             # Without a drafter only the known tokens are kept.
