@@ -10,7 +10,7 @@ import importlib.metadata
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice, provider_advice
+from outrider.edge.devices.advice import gpu_advice, has_intel_plugins, npu_advice, provider_advice
 from outrider.models.bundle.manifest import Device
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.process.extras import has_openvino_package, no_openvino_advice
@@ -125,7 +125,7 @@ def advice(runtime: ModelRuntime, device: Device) -> str:
         return provider_advice(device)
     if device == "gpu":
         return gpu_advice()
-    if not can_emulate_npu():
+    if not has_intel_plugins():
         return npu_advice()
     return f"{npu_advice()} To try the NPU path without one, add --emulate-npu: it then runs on the CPU."
 

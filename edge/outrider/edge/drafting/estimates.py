@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from dataclasses import dataclass, field
 
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.calibration import Calibration
@@ -43,15 +44,15 @@ class ForgettingRatio:
         return self._top / self._bottom
 
 
+@dataclass(slots=True)
 class _EndpointTimes:
     """Times of one endpoint and of the way to it."""
 
-    def __init__(self) -> None:
-        self.interval = ForgettingRatio(40.0, 0.01, keep=0.9)
-        self.round_trips: deque[float] = deque(maxlen=24)
-        self.opened_in_ms = 0.0
-        self.step_ms: float | None = None
-        self.extra_ms: float | None = None
+    interval: ForgettingRatio = field(default_factory=lambda: ForgettingRatio(40.0, 0.01, keep=0.9))
+    round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=24))
+    opened_in_ms: float = 0.0
+    step_ms: float | None = None
+    extra_ms: float | None = None
 
 
 class Estimates:

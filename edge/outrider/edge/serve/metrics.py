@@ -48,15 +48,14 @@ class LocalMetrics(RequestTally):
     def ended(self, result: GenerationResult) -> None:
         """Counts a text that came to its end."""
         self.texts[result.finish_reason] += 1
-        for name, count in (
-            ("drafted", result.num_drafted),
-            ("sent", result.num_sent),
-            ("posts", result.num_posts),
-            ("failed_posts", result.num_failed_posts),
-            ("resumed", result.num_sessions - 1),
-            ("draft_failures", int(result.draft_error is not None)),
-        ):
-            self.counts[name] += count
+        self.counts.update(
+            drafted=result.num_drafted,
+            sent=result.num_sent,
+            posts=result.num_posts,
+            failed_posts=result.num_failed_posts,
+            resumed=result.num_sessions - 1,
+            draft_failures=int(result.draft_error is not None),
+        )
         for rank, count in result.hits.items():
             self.hits[_source(rank)] += count
 

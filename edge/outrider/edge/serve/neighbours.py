@@ -68,7 +68,6 @@ def owner_of(local: tuple[IpAddress, int], remote: tuple[IpAddress, int]) -> int
 _log = logging.getLogger("outrider.serve")
 
 TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_ESTABLISHED: Final = "01"
 _ROOT: Final = 0
 
 
@@ -119,7 +118,7 @@ class OwnUser:
                 if fields[1] in own and fields[2].endswith(f":{server_port:04X}"):
                     user = int(fields[7])
                     # A socket that was closed belongs to nobody, which is written as root.
-                    return None if user == _ROOT and fields[3] != _ESTABLISHED else user
+                    return None if user == _ROOT and int(fields[3], 16) != _TCP_ESTABLISHED else user
         return None
 
 

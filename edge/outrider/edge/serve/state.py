@@ -172,7 +172,18 @@ class LocalCore:
         except RequestError as error:
             if error.code != NO_VERIFIER or self.offline is None:
                 raise
-            return self.offline_facts, False
+            dialect = dialect_of(self.tokenizer)
+            draft = ModelFacts(
+                name=self.offline.name,
+                tokenizer=self.fingerprint,
+                vocab_size=self.tokenizer.size,
+                max_positions=self.offline.max_positions or _ANY_POSITIONS,
+                eos_token_ids=sorted(self.tokenizer.eos_token_ids),
+                has_chat_template=self.tokenizer.has_chat_template,
+                tool_calls=dialect.tools,
+                has_reasoning=dialect.has_reasoning,
+            )
+            return draft, False
 
     async def rendered(self, owner: bytes, conversation: Conversation, facts: ModelFacts, *, is_up: bool) -> list[int]:
         """A conversation's token ids, by the target's chat template; without a cloud by the draft bundle's own."""
@@ -196,22 +207,6 @@ class LocalCore:
         )
         assert isinstance(agent, StreamAgent)
         return agent
-
-    @property
-    def offline_facts(self) -> ModelFacts:
-        """What serves while no cloud answers: the draft itself."""
-        assert self.offline is not None
-        dialect = dialect_of(self.tokenizer)
-        return ModelFacts(
-            name=self.offline.name,
-            tokenizer=self.fingerprint,
-            vocab_size=self.tokenizer.size,
-            max_positions=self.offline.max_positions or _ANY_POSITIONS,
-            eos_token_ids=sorted(self.tokenizer.eos_token_ids),
-            has_chat_template=self.tokenizer.has_chat_template,
-            tool_calls=dialect.tools,
-            has_reasoning=dialect.has_reasoning,
-        )
 
     def __post_init__(self) -> None:
         self.places = TextSlots(self.settings.max_own, self.settings.max_requests)
