@@ -192,7 +192,7 @@ def _drafting_runtime(manifest: Manifest) -> ModelRuntime:
         raise BundleError(
             f"{manifest.name} was made for {manifest.runtime}, which runs no drafts; export it as a draft"
         )
-    return cast(ModelRuntime, manifest.runtime)
+    return manifest.runtime
 
 
 def _other_bundle(manifest: Manifest, runtime: str, device: Device) -> ConfigError:

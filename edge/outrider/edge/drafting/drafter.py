@@ -180,7 +180,7 @@ class ModelDrafter(Drafter):
         with self._lock:
             able = self._with_forced(branches, found)
             if self._branching is not None and width > 1 and able:
-                able = self._run_together(branches, able, found, width)
+                able = self._run_together(self._branching, branches, able, found, width)
             for index in able:
                 found[index] = self._best(self._text.run(branches[index]), branches[index], width)
         return self.complete(found, branches, width)
@@ -234,11 +234,14 @@ class ModelDrafter(Drafter):
         return model_guesses(candidates(row, self._params, position, width, self._processors.narrowing), width)
 
     def _run_together(
-        self, branches: Sequence[Sequence[int]], indices: Sequence[int], found: list[list[Guess]], width: int
+        self,
+        runtime: BranchingRuntime,
+        branches: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        found: list[list[Guess]],
+        width: int,
     ) -> list[int]:
         """Runs branches as such; the runtime's sequence stays a beginning of the text. Returns those that are left."""
-        runtime = self._branching
-        assert runtime is not None
         missing = self._text.cut_to_text()
         ends = [index for index in indices if not branches[index]]
         if missing and (ends or len(missing) > MAX_BEHIND):
@@ -271,13 +274,12 @@ def guess_together(asked: Sequence[tuple[Drafter, Sequence[Sequence[int]]]], wid
 
     At most `max_branches` branches in all; only for drafters that have a `model_drafter`.
     """
-    drafters = [drafter.model_drafter for drafter, _ in asked]
+    drafters = [model for drafter, _ in asked if (model := drafter.model_drafter) is not None]
     found: list[list[list[Guess]]] = [[[] for _ in branches] for _, branches in asked]
     groups: list[tuple[SequenceRuntime, list[list[int]]]] = []
     places: list[tuple[int, int]] = []  # of the rows: whose, and which branch
     with ExitStack() as stack:
         for index, (drafter, (_, branches)) in enumerate(zip(drafters, asked, strict=True)):
-            assert drafter is not None, "this drafter guesses alone"
             stack.enter_context(drafter._lock)
             if able := drafter._with_forced(branches, found[index]):
                 missing = drafter._text.catch_up()
@@ -287,10 +289,8 @@ def guess_together(asked: Sequence[tuple[Drafter, Sequence[Sequence[int]]]], wid
             runtime = groups[0][0]
             assert isinstance(runtime, JoiningRuntime)
             for (index, place), row in zip(places, runtime.extend_branches_of(groups), strict=True):
-                drafter = drafters[index]
-                assert drafter is not None
-                found[index][place] = drafter._best(row, asked[index][1][place], width)
-    return [drafter.complete(own, branches, width) for own, (drafter, branches) in zip(found, asked, strict=True)]
+                found[index][place] = drafters[index]._best(row, asked[index][1][place], width)
+    return [each.complete(own, branches, width) for own, (each, branches) in zip(found, asked, strict=True)]
 
 
 class NgramDrafter(Drafter):

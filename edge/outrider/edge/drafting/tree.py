@@ -55,7 +55,7 @@ class GuessNode:
         self.number: int | None = None
         self.anchor = 0
         self.state = _WAITING
-        self.epoch = parent.epoch if parent is not None else 0
+        self.epoch: int = parent.epoch if parent is not None else 0
 
     def path(self) -> list[int]:
         """The tokens from the root, which is left out, to this node."""

@@ -5,7 +5,7 @@ Two targets may share a tokenizer: their ids mean the same, but the text would s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.models.client.errors import EndpointLost, EndpointWrong, TargetMismatch, short
 
@@ -27,15 +27,15 @@ class Served:
         return f"{short(self.model)} ({identity}) at {self.url}"
 
 
+@dataclass(slots=True, eq=False)
 class TextOrigin:
     """Of one text. began: the target of its first token, as far as it is known. unfit: the endpoints that cannot go on
     with it, by URL.
     """
 
-    def __init__(self) -> None:
-        self.unfit: dict[str, EndpointLost] = {}
-        self.began: Served | None = None
-        self._last_url = ""
+    unfit: dict[str, EndpointLost] = field(default_factory=dict)
+    began: Served | None = None
+    _last_url: str = ""
 
     @property
     def target(self) -> str | None:
