@@ -108,15 +108,11 @@ class LadderDrafter(Drafter):
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The present drafter's guesses."""
-        found = self._do(lambda drafter: drafter.guess(branches, width))
-        self._note_success()
-        return found
+        return self._do(lambda drafter: drafter.guess(branches, width), is_guess=True)
 
     def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
         """The present drafter's."""
-        found = self._do(lambda drafter: drafter.guess_by(branches, propose))
-        self._note_success()
-        return found
+        return self._do(lambda drafter: drafter.guess_by(branches, propose), is_guess=True)
 
     def continuation(self, max_tokens: int) -> list[Guess]:
         """The present drafter's."""
@@ -131,7 +127,7 @@ class LadderDrafter(Drafter):
         """The present drafter's."""
         assert self._current is not None, "a ladder without a rung guesses alone"
         completed = self._opened[self._current].complete(found, branches, width)
-        self._note_success()
+        self._rungs[self._current].breaker.succeeded()
         return completed
 
     def close(self) -> None:
@@ -140,20 +136,24 @@ class LadderDrafter(Drafter):
         for drafter in self._opened.values():
             drafter.close()
 
-    def _do(self, call: Callable[[Drafter], Found]) -> Found:
-        """The call's result by the best drafter that does not fail."""
+    def _do(self, call: Callable[[Drafter], Found], *, is_guess: bool = False) -> Found:
+        """The call's result by the best drafter that does not fail. is_guess: one that guesses works again."""
         while True:
             if self._current is None:
                 self._climb(None)
             index = self._current
             assert index is not None, "a ladder without a rung that works raises"
             try:
-                return call(self._opened[index])
+                found = call(self._opened[index])
             except Exception as error:  # each runtime has its own types
                 if self._is_closed:
                     raise
                 self._current = None
                 self._climb(error, self._failed(index, error))
+            else:
+                if is_guess:
+                    self._rungs[index].breaker.succeeded()
+                return found
 
     def _failed(self, index: int, error: Exception) -> str:
         """Leaves out a rung that raised; says so in words."""
@@ -205,10 +205,6 @@ class LadderDrafter(Drafter):
                 return None
             self._opened[index] = drafter.with_lookup(self._quoted) if self._is_looked_up else drafter
         return self._opened[index]
-
-    def _note_success(self) -> None:
-        if self._current is not None:
-            self._rungs[self._current].breaker.succeeded()
 
 
 class WaitingDrafter(NgramDrafter):
