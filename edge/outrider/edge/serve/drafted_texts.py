@@ -41,7 +41,7 @@ _USAGE_S: Final = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class _Text(Choice):
-    """A text. quoted: documents that it may quote. style: how it is cut and shown. facts: its target's.
+    """A text. quoted: documents that it may quote. style: how it is cut and shown. facts: its target's, or the draft's.
 
     task: while it runs. is_cut: its stop string came, and the end of its session has not.
     """
@@ -69,7 +69,6 @@ class LocalTexts(CallTexts[_Text, _Event]):
         self.answer_id = ""
         core.places.take(owner, num_choices)
         self._num_places = num_choices
-        self._is_up = True
 
     def begin(
         self,
@@ -77,18 +76,16 @@ class LocalTexts(CallTexts[_Text, _Event]):
         style: TextStyle,
         facts: ModelFacts,
         quoted: Sequence[Sequence[QuotedText]] = (),
-        *,
-        is_up: bool = True,
         num_each: int = 1,
     ) -> None:
         """Begins a text for each request. style: how they are cut and shown. facts: their target's.
 
-        quoted: for each request, documents that its text may quote. is_up: False has the draft write alone. Raises
-        RequestError, and begins none, for a prompt that does not fit the target.
+        quoted: for each request, documents that its text may quote. Raises RequestError, and begins none, for a prompt
+        that does not fit the target.
         """
         for request in requests:  # first: what a draft keeps of a prompt grows with it
             check_tokens(facts.max_positions, request.prompt)
-        self.num_each, self._is_up = num_each, is_up
+        self.num_each = num_each
         for request, documents in zip(requests, quoted or [()] * len(requests), strict=True):
             for index in range(num_each):
                 each = replace(request, params=choice_params(request.params, index)) if index else request
@@ -183,7 +180,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
     async def _generate_offline_ok(
         self, index: int, choice: _Text, agent: StreamAgent, on_tokens: OnTokens
     ) -> GenerationResult:
-        core, request, facts, is_up = self.core, choice.request, choice.facts, self._is_up
+        core, request, facts = self.core, choice.request, choice.facts
+        is_up = facts is not core.draft_facts
         assert core.offline is not None and agent.drafter is not None
         writer = OfflineWriter(
             agent, agent.drafter, frozenset(facts.eos_token_ids), max_positions=core.offline.max_positions

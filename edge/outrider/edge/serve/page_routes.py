@@ -63,10 +63,10 @@ def watching_routes(core: LocalCore) -> list[Route]:
     """What the page asks."""
 
     async def info(_: Request) -> Response:
-        facts, is_up = await core.facts_or_draft()
+        facts = await core.facts_or_draft()
         message = PageInfo(
             model=facts.name,
-            is_up=is_up,
+            is_up=facts is not core.draft_facts,
             has_chat_template=facts.has_chat_template,
             max_positions=facts.max_positions,
             draft=core.placement,
@@ -77,17 +77,17 @@ def watching_routes(core: LocalCore) -> list[Route]:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, PageRequest, await read_body(request.receive))
         params = sampling_of(body.params)
-        facts, is_up = await core.facts_or_draft()
+        facts = await core.facts_or_draft()
         text = WatchedText(core, owner, 1)
         with text.closing_on_error():
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
             text.answer_id = f"page-{secrets.token_urlsafe(12)}"
-            prompt, text.dropped, grounding = await _prompt_ids(core, owner, body, facts, is_up=is_up)
+            prompt, text.dropped, grounding = await _prompt_ids(core, owner, body, facts)
             if grounding.passages:
                 text.passages = PassagesEvent.model_validate({"passages": grounding.as_json()})
             stop_ids = frozenset(facts.eos_token_ids)
             wanted = GenerationRequest(tuple(prompt), params, body.max_tokens, tokenizer=core.fingerprint)
-            text.begin([wanted], TextStyle(stop_ids=stop_ids), facts, [grounding.quoted], is_up=is_up)
+            text.begin([wanted], TextStyle(stop_ids=stop_ids), facts, [grounding.quoted])
         return sse.EventStream(text.events(), text.reader, text.close, keep_alive_s=core.settings.keep_alive_s)
 
     return [Route(INFO, info, methods=["GET"]), Route(GENERATE, generate, methods=["POST"])]
@@ -103,7 +103,7 @@ class _Sent:
 
 
 async def _prompt_ids(
-    core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts, *, is_up: bool
+    core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts
 ) -> tuple[list[int], DroppedEvent | None, Grounding]:
     """The prompt's ids, with passages of the server's documents.
 
@@ -127,7 +127,7 @@ async def _prompt_ids(
 
     async def render(kept: list[_Sent]) -> list[int]:
         conversation = RenderRequest(messages=[each.message for each in kept])
-        return await core.rendered(owner, conversation, facts, is_up=is_up)
+        return await core.rendered(owner, conversation, facts)
 
     kept, tokens, num_turns = await render_fitting(asked, render, limit, body.max_tokens)
     dropped = None

@@ -97,7 +97,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     async def complete(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
-        facts, is_up = await core.facts_or_draft(body.model)
+        facts = await core.facts_or_draft(body.model)
         prompts = body.prompts()
         check_prompts(core.tokenizer, facts.max_positions - 1, body)
         sources = sources_of(core, body.documents)
@@ -118,12 +118,12 @@ def local_routes(core: LocalCore) -> list[Route]:
                 return await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body), None
             return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
 
-        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, is_up)
+        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens)
 
     async def chat(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalChatRequest, await read_body(request.receive))
-        facts, is_up = await core.facts_or_draft(body.model)
+        facts = await core.facts_or_draft(body.model)
         if not facts.has_chat_template:
             raise no_chat_template(facts.name)
 
@@ -136,14 +136,14 @@ def local_routes(core: LocalCore) -> list[Route]:
                 plain, found = await core.workers.run(owner, ground_messages, sources, body.messages, facts, max_tokens)
                 messages = [openai.ChatMessage.model_validate(each) for each in plain]
                 asked, groundings = body.model_copy(update={"messages": messages}), [found]
-            tokens = await core.rendered(owner, asked, facts, is_up=is_up)
-            if not is_up:
+            tokens = await core.rendered(owner, asked, facts)
+            if facts is core.draft_facts:
                 return [tokens], groundings
             if body.add_special_tokens and core.tokenizer.begins_with_bos:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings
 
-        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, is_up)
+        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions)
 
     async def verify(request: Request) -> Response:
         owner = owner_of(request)
@@ -218,7 +218,6 @@ async def _answer(
     num_prompts: int,
     encode: Callable[[], Awaitable[Encoded]],
     max_tokens: int,
-    is_up: bool,
 ) -> Response:
     body.require_few(num_prompts)
     check_prediction(core.tokenizer, body)
@@ -262,7 +261,7 @@ async def _answer(
         if groundings is not None:
             add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]
-        texts.begin(requests, cut, facts, quoted, is_up=is_up, num_each=body.num_each)
+        texts.begin(requests, cut, facts, quoted, num_each=body.num_each)
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
     return await answer(texts, num_prompts, shape, body, request, core.held_logprobs, core.settings.keep_alive_s)

@@ -114,6 +114,7 @@ class LocalCore:
 
     library: documents whose passages go before every prompt; None: only documents that a request brings.
     power: says when texts are drafted with half the work. offline: None: a text without a cloud is an error.
+    draft_facts: the facts of a text that the draft writes alone.
     """
 
     tokenizer: Tokenizer
@@ -130,6 +131,7 @@ class LocalCore:
     metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    draft_facts: ModelFacts | None = field(init=False, default=None)
     places: TextSlots = field(init=False)
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
@@ -165,29 +167,18 @@ class LocalCore:
             require_model(facts.name, model)
         return facts
 
-    async def facts_or_draft(self, model: str | None = None) -> tuple[ModelFacts, bool]:
-        """The target's facts, and whether a cloud answers. Without one, with --offline-ok, the draft's."""
+    async def facts_or_draft(self, model: str | None = None) -> ModelFacts:
+        """The target's facts. Where no cloud answers, with --offline-ok, the draft's: it writes alone."""
         try:
-            return await self.target_facts(model), True
+            return await self.target_facts(model)
         except RequestError as error:
-            if error.code != NO_VERIFIER or self.offline is None:
+            if error.code != NO_VERIFIER or self.draft_facts is None:
                 raise
-            dialect = dialect_of(self.tokenizer)
-            draft = ModelFacts(
-                name=self.offline.name,
-                tokenizer=self.fingerprint,
-                vocab_size=self.tokenizer.size,
-                max_positions=self.offline.max_positions or _ANY_POSITIONS,
-                eos_token_ids=sorted(self.tokenizer.eos_token_ids),
-                has_chat_template=self.tokenizer.has_chat_template,
-                tool_calls=dialect.tools,
-                has_reasoning=dialect.has_reasoning,
-            )
-            return draft, False
+            return self.draft_facts
 
-    async def rendered(self, owner: bytes, conversation: Conversation, facts: ModelFacts, *, is_up: bool) -> list[int]:
+    async def rendered(self, owner: bytes, conversation: Conversation, facts: ModelFacts) -> list[int]:
         """A conversation's token ids, by the target's chat template; without a cloud by the draft bundle's own."""
-        if not is_up:
+        if facts is self.draft_facts:
             return await self.workers.run(owner, encode_chat, self.tokenizer, facts.max_positions - 1, conversation)
         content = await self.workers.run(owner, conversation_to_render, conversation, self.fingerprint)
         return (await self.upstream.render(content, facts)).tokens
@@ -213,6 +204,18 @@ class LocalCore:
         self.bodies = Bodies(self.settings.max_body_bytes)
         compiler = partial(GrammarCompiler, self.tokenizer, self.tokenizer.size, self.tokenizer.eos_token_ids)
         self.grammars = Grammars(compiler, is_needed=False)
+        if self.offline is not None:
+            dialect = dialect_of(self.tokenizer)
+            self.draft_facts = ModelFacts(
+                name=self.offline.name,
+                tokenizer=self.fingerprint,
+                vocab_size=self.tokenizer.size,
+                max_positions=self.offline.max_positions or _ANY_POSITIONS,
+                eos_token_ids=sorted(self.tokenizer.eos_token_ids),
+                has_chat_template=self.tokenizer.has_chat_template,
+                tool_calls=dialect.tools,
+                has_reasoning=dialect.has_reasoning,
+            )
 
     async def aclose(self) -> None:
         """Ends all texts, closes the connections and releases the draft."""
