@@ -18,7 +18,7 @@ from typing import Final
 
 from pydantic import BaseModel, Field
 
-from outrider.edge.link.origin import Served, mixed_targets
+from outrider.edge.link.origin import Served
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
@@ -165,7 +165,15 @@ class Fleet:
 
     async def mixed_targets(self) -> str | None:
         """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""
-        return mixed_targets(await self.look(COMPARE_TIMEOUT_S)) if len(self.clients) > 1 else None
+        looked = await self.look(COMPARE_TIMEOUT_S) if len(self.clients) > 1 else []
+        known = [each for each in looked if each.target is not None]
+        other = next((each for each in known if each.target != known[0].target), None)
+        if other is None:
+            return None
+        return (
+            f"{known[0]} and {other} are different targets: a text that one begins cannot go on at the other. Give "
+            "--cloud replicas of one target only."
+        )
 
     def states(self) -> list[CloudState]:
         """Each cloud as it is known, in the order of preference."""

@@ -62,15 +62,3 @@ class TextOrigin:
         """Call once tokens from there are used; what comes first is the text's target."""
         self.began = self.began or served
         self._last_url = served.url
-
-
-def mixed_targets(served: list[Served]) -> str | None:
-    """A warning where endpoints serve different targets; None where none is known to."""
-    known = [each for each in served if each.target is not None]
-    other = next((each for each in known if each.target != known[0].target), None)
-    if other is None:
-        return None
-    return (
-        f"{known[0]} and {other} are different targets: a text that one begins cannot go on at the other. Give --cloud "
-        "replicas of one target only."
-    )

@@ -118,19 +118,19 @@ def ground_prompts(
 
 def ground_messages(
     sources: Sources, messages: Sequence[openai.ChatMessage], facts: ModelFacts, max_tokens: int | None
-) -> tuple[list[dict[str, Any]], Grounding]:
+) -> tuple[list[openai.ChatMessage], Grounding]:
     """The conversation with passages before the last words of the user. Blocking."""
-    plain = [message.model_dump(exclude_unset=True) for message in messages]
+    kept = list(messages)
     last = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role == "user"), None)
     if last is None:
-        return plain, Grounding()
+        return kept, Grounding()
     texts = [str(message.for_template()["content"]) for message in messages]
     library = sources()
     num_prompt = sum(len(library.tokenizer.encode(text)) + _TURN_TOKENS for text in texts)
     found = library.ground(texts[last], room_for_passages(facts, num_prompt, max_tokens))
     if found.before:
-        plain[last]["content"] = found.before + texts[last]
-    return plain, found
+        kept[last] = kept[last].model_copy(update={"content": found.before + texts[last]})
+    return kept, found
 
 
 _TURN_TOKENS: Final = 16

@@ -121,8 +121,7 @@ async def _prompt_ids(
     assert body.messages is not None
     messages, grounding = body.messages, Grounding()
     if sources is not None:
-        plain, grounding = await core.workers.run(owner, ground_messages, sources, messages, facts, body.max_tokens)
-        messages = [ChatMessage.model_validate(each) for each in plain]
+        messages, grounding = await core.workers.run(owner, ground_messages, sources, messages, facts, body.max_tokens)
     asked = [_Sent(message, message.role, message.for_template()["content"]) for message in messages]
 
     async def render(kept: list[_Sent]) -> list[int]:

@@ -133,9 +133,8 @@ def local_routes(core: LocalCore) -> list[Route]:
         async def encode() -> Encoded:
             asked, groundings = body, None
             if sources is not None:
-                plain, found = await core.workers.run(owner, ground_messages, sources, body.messages, facts, max_tokens)
-                messages = [openai.ChatMessage.model_validate(each) for each in plain]
-                asked, groundings = body.model_copy(update={"messages": messages}), [found]
+                kept, found = await core.workers.run(owner, ground_messages, sources, body.messages, facts, max_tokens)
+                asked, groundings = body.model_copy(update={"messages": kept}), [found]
             tokens = await core.rendered(owner, asked, facts)
             if facts is core.draft_facts:
                 return [tokens], groundings
