@@ -129,21 +129,19 @@ class StopAndWaitAgent:
         count = min(self.depth.block(), room)
         if count < 1:
             return []
+        guess: Guesser = partial(drafter.guess, width=1)
+        if self.terms.rule.needs_evidence:
+            propose = propose_picked if self.terms.rule is Rule.TOLERANCE else propose_drawn
+            guess = partial(drafter.guess_by, propose=propose)
         started = self.clock()
         is_over = threading.Event()
         try:
-            block = await asyncio.to_thread(_block, drafter, self._guesser(drafter), count, is_over)
+            block = await asyncio.to_thread(_block, drafter, guess, count, is_over)
         finally:
             is_over.set()  # a thread cannot be cancelled; without this, Ctrl-C would wait for a long prompt
         if belief.known and block:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
         return block
-
-    def _guesser(self, drafter: Drafter) -> Guesser:
-        if not self.terms.rule.needs_evidence:
-            return partial(drafter.guess, width=1)
-        propose = propose_picked if self.terms.rule is Rule.TOLERANCE else propose_drawn
-        return partial(drafter.guess_by, propose=propose)
 
     async def _verify(
         self,

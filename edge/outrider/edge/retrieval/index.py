@@ -67,12 +67,9 @@ class PassageIndex:
         require_packages(["bm25s"], "finding passages in documents", "docs")
         self.documents = tuple(documents)
         self.passages = [passage for index, each in enumerate(documents) for passage in cut_passages(each, index)]
-        self.was_cached = False
-        self._scorer: Any = None
         place = cache / content_hash(documents) if cache is not None else None
-        if place is not None and place.is_dir():
-            self._scorer = _load(place, len(self.passages))
-            self.was_cached = self._scorer is not None
+        self._scorer: Any = _load(place, len(self.passages)) if place is not None and place.is_dir() else None
+        self.was_cached = self._scorer is not None
         if self._scorer is None:
             self._scorer = _build(self.passages)
             if place is not None and self._scorer is not None:

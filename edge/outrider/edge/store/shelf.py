@@ -170,10 +170,6 @@ def _read_record(path: Path) -> Record:
         return Record()  # lost: the bundle itself says what it is for
 
 
-class InUse(OSError):
-    """Another process uses the draft."""
-
-
 @contextlib.contextmanager
 def in_use(place: Path) -> Iterator[None]:
     """Marks the bundle at `place` as in use. One that is missing is not marked: whoever opens it reports that."""
@@ -193,7 +189,7 @@ def in_use(place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unused(place: Path) -> Iterator[None]:
-    """Keeps other processes from marking the bundle. Raises InUse where one has, OSError where that is unknown."""
+    """Keeps other processes from marking the bundle. Raises OSError where one has, or where that is unknown."""
     if sys.platform == "win32":
         yield
         return
@@ -202,7 +198,7 @@ def unused(place: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise InUse(error.errno, "a running process uses it") from None
+            raise OSError(error.errno, "a running process uses it") from None
         yield
     finally:
         os.close(descriptor)
