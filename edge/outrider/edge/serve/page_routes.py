@@ -40,6 +40,7 @@ from outrider.edge.serve.page_events import (
     PassagesEvent,
     ShownGuess,
     ShownToken,
+    Span,
     StateEvent,
     finite,
     origin_of,
@@ -140,9 +141,6 @@ MAX_GUESSES: Final = 32
 """Of the tree, shown at a time."""
 MAX_SPANS: Final = 256
 """Of each kind, kept until they are taken."""
-
-Span = tuple[float, float, int]
-"""When something began and ended, ms since the text's begin, and how many tokens or bytes it was about."""
 
 
 class _WatchedPosts:
