@@ -160,13 +160,13 @@ class _Generation:
             self._ahead.pump()  # the draft reads the prompt while the target does
             stream = self._agent.endpoints.session_events(self._next_request, self._origin, self._can_ask_again)
             async with aclosing(stream) as events:
-                async for item in events:
-                    if isinstance(item.event, SessionOpen):
-                        self._on_open(item.event, item.client)
-                    elif isinstance(item.event, Commit):
-                        self._on_commit(item.event)
+                async for event, client in events:
+                    if isinstance(event, SessionOpen):
+                        self._on_open(event, client)
+                    elif isinstance(event, Commit):
+                        self._on_commit(event)
                     else:
-                        reason = self._on_end(item.event, item.client)
+                        reason = self._on_end(event, client)
                     self._ahead.pump()
         finally:
             self._ahead.close()

@@ -197,12 +197,12 @@ class BundleFetch:
 
     async def _append(self, file: OfferedFile, path: Path, has: int) -> None:
         """One attempt."""
-        async with self._client.download(self._draft.name, file, has) as arriving:
+        async with self._client.download(self._draft.name, file, has) as (start, pieces):
             with _naming_a_full_disk(self._destination), path.open("ab") as out:
-                if arriving.start != has:
-                    self._progress.add(arriving.start - has)
-                    out.truncate(arriving.start)
-                async for piece in arriving.pieces:
+                if start != has:
+                    self._progress.add(start - has)
+                    out.truncate(start)
+                async for piece in pieces:
                     out.write(piece)
                     self._progress.add(len(piece))
 
