@@ -39,7 +39,8 @@ class DraftClient(VerifierClient):
     ) -> AsyncIterator[tuple[int, AsyncGenerator[bytes, None]]]:
         """GET /v1/drafts/{draft}/{path}, from byte `start` on if the server can; it may also begin at 0.
 
-        Gives the first byte's place, and the bytes from there on in pieces as they come. The pieces never exceed the announced size; fewer bytes are no error here.
+        Gives the first byte's place, and the bytes from there on in pieces, as they come. These never exceed the
+        announced size; fewer bytes are no error here.
         """
         headers: Headers = list(PLAIN)  # compressed, a file's hash would be of other bytes
         if start:
