@@ -242,6 +242,7 @@ class WatchedText(LocalTexts):
     def close(self) -> None:
         """As `LocalTexts.close`."""
         self._end_ticks()
+        self._ahead = None  # it calls this text
         LocalTexts.close(self)
 
     def _end_ticks(self) -> None:
