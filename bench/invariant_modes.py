@@ -19,7 +19,7 @@ from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy
 
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter
+from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
@@ -52,7 +52,7 @@ def _streaming(endpoints: Endpoints, drafter: Drafter, width: int) -> Agent:
 
 def _mixed(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
     """Model and prompt lookup in one tree."""
-    return StreamAgent(endpoints, MixedDrafter(drafter), FixedDepth(DEPTH))
+    return StreamAgent(endpoints, drafter.with_lookup(), FixedDepth(DEPTH))
 
 
 def _stop_and_wait(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:

@@ -106,9 +106,9 @@ class Device:
             nodes = tree.take_best(1, 0.0, MAX_DEPTH)
             if not nodes:
                 break
-            tree.expand(nodes[0], self._recorded.guess(self._belief.num_known, nodes[0].path()))
+            tree.expand(nodes[0], self._recorded.guess(len(self._belief.known), nodes[0].path()))
         unsent = tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
-        return tree_message(self._belief.num_known, unsent).body if unsent else None
+        return tree_message(len(self._belief.known), unsent).body if unsent else None
 
 
 @dataclass(slots=True)

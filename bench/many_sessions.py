@@ -86,7 +86,7 @@ class Device:
         unsent = tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
         if not unsent:
             return None
-        body = tree_message(self._belief.num_known, unsent).body
+        body = tree_message(len(self._belief.known), unsent).body
         self.num_sent += len(unsent)
         self.bytes_sent += len(body)
         return decode_tree(body)

@@ -12,10 +12,11 @@ from bench.beside import EmulatedPair, RealPair, open_beside
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.round_trips import Subject
 from bench.verifier import VLLM, Verifier, add_verifier_options, verifier_of
+from tests.always_wrong import WrappedDrafter
 
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter
+from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
 from outrider.edge.modes.assemble import open_draft_bundle
@@ -140,25 +141,13 @@ def widened_draft(megabytes: float, root: Path) -> Path:
     return export_model(root / "source", root / "bundle", ExportOptions("draft", "int8", "openvino")).path
 
 
-class OneNodeDrafter:
+class OneNodeDrafter(WrappedDrafter):
     """Another drafter, one branch per call."""
 
-    max_branches = 1
-
-    def __init__(self, inner: Drafter) -> None:
-        self._inner = inner
-        self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
-        self.continuation, self.read_on = inner.continuation, inner.read_on
-
     @property
-    def is_behind(self) -> bool:
+    def max_branches(self) -> int:
         """See `Drafter`."""
-        return self._inner.is_behind
-
-    @property
-    def length(self) -> int:
-        """See `Drafter`."""
-        return self._inner.length
+        return 1
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """See `Drafter`."""

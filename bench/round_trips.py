@@ -20,7 +20,7 @@ from bench.server_clock import ServerClock, ServerTimes
 from tests.always_wrong import AlwaysWrongDrafter
 
 from outrider.edge.drafting.depth import CostModelDepth
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter
+from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.cores import CorePlan
@@ -219,7 +219,7 @@ class Place:
         extra_ms: see `measured_extra_ms`. The draft's times are the agent's estimates.
         """
         estimates, most = self.estimates[name], self.modes[name].drafter.max_branches  # type: ignore[attr-defined]
-        one_ms, most_ms = estimates.call_ms(1), estimates.call_ms(most)
+        one_ms, most_ms = estimates.calls.ms(1), estimates.calls.ms(most)
         return Times(
             step_ms=self.cells[CLOUD_ONLY].ms_per_token,
             extra_ms=extra_ms,
@@ -289,7 +289,7 @@ async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, lef
     }
     if subject.lookup_url is not None:
         others = await stack.enter_async_context(connected(subject.lookup_url, subject.cores, rtt_ms))
-        streams[LOOKUP] = stream_agent(others, MixedDrafter(subject.drafter))  # as `outrider run` drafts
+        streams[LOOKUP] = stream_agent(others, subject.drafter.with_lookup())  # as `outrider run` drafts
     modes |= {name: agent for name, (agent, _) in streams.items()}
     modes = {name: agent for name, agent in modes.items() if name not in left_out}
     estimates = {name: found for name, (_, found) in streams.items()}

@@ -1,4 +1,4 @@
-"""Provides the worst possible draft, for tests and benches."""
+"""Provides drafters that change what another one does, and the worst possible draft, for tests and benches."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import Drafter
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
 
 
-class AlwaysWrongDrafter:
-    """Replaces every guess of another drafter by an id that it did not guess: the worst case, for tests and benches.
+class WrappedDrafter(Drafter):
+    """Does what another drafter does."""
 
-    The inner drafter sees the wrong tokens, as it would had it drafted them.
-    """
-
-    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+    def __init__(self, inner: Drafter) -> None:
         self._inner = inner
-        self._vocab_size = vocab_size
-        self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
-        self.read_on = inner.read_on
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
+        """As the inner drafter's."""
+        self._inner.begin(prompt, params, plan)
 
     @property
     def length(self) -> int:
@@ -26,14 +26,45 @@ class AlwaysWrongDrafter:
         return self._inner.length
 
     @property
+    def max_branches(self) -> int:
+        """As the inner drafter's."""
+        return self._inner.max_branches
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """As the inner drafter's."""
+        self._inner.extend(tokens)
+
+    @property
     def is_behind(self) -> bool:
         """As the inner drafter's."""
         return self._inner.is_behind
 
-    @property
-    def max_branches(self) -> int:
+    def read_on(self) -> None:
         """As the inner drafter's."""
-        return self._inner.max_branches
+        self._inner.read_on()
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """As the inner drafter's."""
+        return self._inner.guess(branches, width)
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """As the inner drafter's."""
+        return self._inner.continuation(max_tokens)
+
+    def close(self) -> None:
+        """As the inner drafter's."""
+        self._inner.close()
+
+
+class AlwaysWrongDrafter(WrappedDrafter):
+    """Replaces every guess of another drafter by an id that it did not guess: the worst case, for tests and benches.
+
+    The inner drafter sees the wrong tokens, as it would had it drafted them.
+    """
+
+    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+        super().__init__(inner)
+        self._vocab_size = vocab_size
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The inner drafter's guesses, each moved to the next id that is none of them."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.always_wrong import AlwaysWrongDrafter
+from tests.always_wrong import AlwaysWrongDrafter, WrappedDrafter
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
@@ -26,7 +26,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
@@ -233,9 +233,9 @@ def test_the_text_is_the_targets_whatever_the_tree_is_made_of(kind: str, depth: 
     drafts: dict[str, Drafter] = {
         "model": drafter(0.8),
         "n-gram": NgramDrafter(),
-        "mixed": MixedDrafter(drafter(0.8)),
+        "mixed": drafter(0.8).with_lookup(),
         "wrong": AlwaysWrongDrafter(drafter(1.0), VOCAB),
-        "wrong lookup": AlwaysWrongDrafter(MixedDrafter(drafter(1.0)), VOCAB),
+        "wrong lookup": AlwaysWrongDrafter(drafter(1.0).with_lookup(), VOCAB),
     }
     with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pacing.step)) as server:
         controller = make_depth(depth, estimates := Estimates())
@@ -484,18 +484,12 @@ def test_a_key_opens_the_server() -> None:
             run(generate([server.url], request, None, options=ClientOptions(api_key="another-long-secret-key")))
 
 
-class FailingDrafter:
+class FailingDrafter(WrappedDrafter):
     """Guesses a few times and then raises."""
 
     def __init__(self, inner: ModelDrafter, num_good: int) -> None:
-        self._inner, self._num_good = inner, num_good
-        self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
-        self.continuation, self.max_branches = inner.continuation, inner.max_branches
-        self.is_behind, self.read_on = False, inner.read_on
-
-    @property
-    def length(self) -> int:
-        return self._inner.length
+        super().__init__(inner)
+        self._num_good = num_good
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         self._num_good -= 1

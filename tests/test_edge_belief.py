@@ -83,7 +83,7 @@ def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: lis
         outcome = belief.on_commit(base, truth[base:end])
         belief.tree.replant()
 
-        assert (outcome.tokens, outcome.num_matched) == (tuple(fresh), right)
+        assert (outcome.tokens, len(outcome.hits)) == (tuple(fresh), right)
         assert (len(outcome.tested) > len(outcome.hits)) == is_wrong
         assert [node.token for node in outcome.hits] == fresh[:right]
         assert [token for _, token in outcome.tested] == fresh[: right + is_wrong]
@@ -92,7 +92,7 @@ def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: lis
         known += len(fresh)
         while late and chance.random() < 0.6:
             expand(*late.pop())
-        assert list(belief.known) == truth[:known] and belief.num_known == known
+        assert list(belief.known) == truth[:known] and len(belief.known) == known
         expected = {
             (*text[known:], token)
             for text, tokens in guessed.items()

@@ -29,7 +29,7 @@ from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_line
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, ThresholdDepth
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.link.endpoints import Endpoints
@@ -185,7 +185,11 @@ def test_an_agent_drafts_as_its_options_say() -> None:
         return agent
 
     usual = made(model)
-    assert isinstance(usual.drafter, MixedDrafter) and usual.options == make_options() == AgentOptions()
+    assert (
+        isinstance(usual.drafter, ModelDrafter)
+        and usual.drafter.lookup
+        and usual.options == make_options() == AgentOptions()
+    )
     assert (usual.options.tree.width, usual.options.bytes_per_token) == (4, 150.0)
     assert made(model, make_options("1")).drafter is model
     assert made(model, make_options("8", is_looked_up=False)).drafter is model

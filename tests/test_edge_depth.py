@@ -14,9 +14,10 @@ from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.calibration import Guess, model_guesses
 from outrider.edge.drafting.depth import (
     LEAST_REACH,
+    MAX_BLOCK,
     MAX_DEPTH,
+    MAX_PROBE_GAP,
     CostModelDepth,
-    CostModelOptions,
     DraftPlan,
     Effort,
     FixedDepth,
@@ -139,7 +140,7 @@ def test_the_answer_is_what_one_pass_verifies_and_the_depth_is_more() -> None:
     """So a pass that accepts all its drafts finds the next ones waiting."""
     e = estimates_at(0.8, rtt_ms=0.0)
     plan = CostModelDepth(e).plan()
-    assert plan.answer == best_verified(e.acceptance, e.step_ms, e.extra_ms, CostModelOptions().max_block) < plan.depth
+    assert plan.answer == best_verified(e.acceptance, e.step_ms, e.extra_ms, MAX_BLOCK) < plan.depth
 
 
 def test_cost_model_does_not_run_ahead_for_nothing() -> None:
@@ -172,7 +173,7 @@ def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rar
     assert 1 <= num_on <= 20
     assert num_sent == 1  # of 100
     gaps = [b - a for a, b in pairwise(probed_at)]
-    assert gaps[:4] == [2, 4, 8, 16] and set(gaps[4:]) == {CostModelOptions().max_probe_gap}
+    assert gaps[:4] == [2, 4, 8, 16] and set(gaps[4:]) == {MAX_PROBE_GAP}
 
 
 def test_a_draft_that_becomes_good_is_used_again() -> None:
@@ -206,7 +207,7 @@ def test_a_draft_that_was_slow_for_a_while_is_timed_again(
     and mostly far fewer, in this text and in later ones, which begin with what this process has measured.
     """
     estimates = estimates_at(0.7, step_ms=8.0, draft_ms=slow_ms)
-    controller = CostModelDepth(estimates, CostModelOptions(effort=effort))
+    controller = CostModelDepth(estimates, effort)
     if is_new_text:
         assert controller.plan().floor <= 1.0  # a root has a reach of 1: it is run
     for _ in range(16 * 16):
@@ -283,7 +284,7 @@ def test_a_node_must_be_worth_its_cost() -> None:
 
     def floor(effort: Effort = Effort.NORMAL, draft_ms: float = 10.0, step_ms: float = 40.0) -> float:
         estimates = estimates_at(0.7, draft_ms=draft_ms, step_ms=step_ms)
-        return CostModelDepth(estimates, CostModelOptions(effort=effort)).plan().floor
+        return CostModelDepth(estimates, effort).plan().floor
 
     assert floor(draft_ms=2.0) < floor() < floor(draft_ms=40.0)
     assert floor(step_ms=200.0) < floor() < floor(step_ms=10.0)

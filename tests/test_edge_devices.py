@@ -24,7 +24,7 @@ from outrider.edge.cli import main as cli
 from outrider.edge.cli.devices_screen import DRAFTS, devices_as_json, show_devices
 from outrider.edge.cli.summary import draft_lines
 from outrider.edge.devices import discovery
-from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice, provider_advice
+from outrider.edge.devices.advice import gpu_advice, has_intel_plugins, npu_advice, provider_advice
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, find_runtime, install_advice, require_device
 from outrider.edge.devices.placement import AS_BUNDLED, EMULATED_NPU, DraftChoice, Placement, opened_as, place_draft
 from outrider.edge.drafting.drafter import ModelDrafter
@@ -298,7 +298,7 @@ def test_elsewhere_the_vendors_driver_is_named() -> None:
 )
 def test_where_intels_plugins_are_not_built_nothing_of_theirs_is_advised(platform: str, machine: str) -> None:
     """No driver of Intel's, no emulation; a Mac's GPU is Metal's, and CUDA is named where NVIDIA's GPUs are."""
-    assert not can_emulate_npu(platform, machine)
+    assert not has_intel_plugins(platform, machine)
     said = [npu_advice(platform, machine=machine), gpu_advice(platform, machine=machine)]
     said += [provider_advice("npu", platform, machine), provider_advice("gpu", platform, machine)]
     words = " ".join(said)
@@ -311,9 +311,9 @@ def test_where_intels_plugins_are_not_built_nothing_of_theirs_is_advised(platfor
 
 def test_emulation_is_advised_only_where_its_plugin_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And asking for it elsewhere is one clear error."""
-    monkeypatch.setattr(discovery, "can_emulate_npu", lambda: True)
+    monkeypatch.setattr(discovery, "has_intel_plugins", lambda: True)
     assert "--emulate-npu" in discovery.advice("openvino", "npu")
-    monkeypatch.setattr(discovery, "can_emulate_npu", lambda: False)
+    monkeypatch.setattr(discovery, "has_intel_plugins", lambda: False)
     assert "--emulate-npu" not in discovery.advice("openvino", "npu")
     monkeypatch.setattr(openvino.Core, "get_versions", lambda core, device: {})
     with pytest.raises(RuntimeUnavailable, match=r"no NPU plugin, .* draft with a bundle for the CPU"):

@@ -19,13 +19,13 @@ from tests.fake_runtime import FakeSequenceRuntime
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess, model_guesses, shared_guess
-from outrider.edge.drafting.depth import DraftPlan, FixedDepth
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.depth import DepthController, DraftPlan, FixedDepth
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import CallTimes, Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
-from outrider.edge.drafting.worker import Demand, Drafting, DraftWorker, TreeLimits
+from outrider.edge.drafting.worker import Drafting, DraftWorker, TreeLimits
 from outrider.edge.results import GenerationRequest
 from outrider.models.picks.sampling import Candidates, SamplingParams, pick
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
@@ -65,8 +65,8 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "one sequence": lambda: ModelDrafter(Unbranched()),
     "branches": lambda: ModelDrafter(branched(3)),
     "lookup": NgramDrafter,
-    "mixed": lambda: MixedDrafter(ModelDrafter(branched(8))),
-    "mixed, one sequence": lambda: MixedDrafter(ModelDrafter(Unbranched())),
+    "mixed": lambda: ModelDrafter(branched(8)).with_lookup(),
+    "mixed, one sequence": lambda: ModelDrafter(Unbranched()).with_lookup(),
 }
 
 
@@ -197,7 +197,7 @@ def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -
 def test_lookup_and_model_guess_into_one_tree() -> None:
     """What both guess counts as the model's and as surer; what only lookup guesses is beside it."""
     model, lookup = ModelDrafter(branched(8)), NgramDrafter()
-    mixed = MixedDrafter(ModelDrafter(branched(8)))
+    mixed = ModelDrafter(branched(8)).with_lookup()
     text = [1, 2, 3, 4, 9, 9, 1, 2, 3, 4]
     for drafter in (model, lookup, mixed):
         drafter.begin(text, SAMPLED)
@@ -217,7 +217,7 @@ def test_lookup_and_model_guess_into_one_tree() -> None:
 
 def test_lookup_alone_does_not_go_on_where_the_model_ends() -> None:
     """It would, token by token, beyond the model's longest sequence."""
-    mixed = MixedDrafter(ModelDrafter(branched(8)))
+    mixed = ModelDrafter(branched(8)).with_lookup()
     mixed.begin([1, 2] * 32, SAMPLED)
     assert mixed.guess([[], [1]], 4) == [[], []]
     mixed.begin([1, 2] * 31, SAMPLED)
@@ -228,7 +228,7 @@ def test_lookups_are_tested_where_the_model_ends_and_its_empty_calls_are_not_tim
     """Else nothing would be learned of them, and the next text's calls would be expected to take no time."""
 
     async def scenario() -> None:
-        driven = Driven(MixedDrafter(ModelDrafter(branched(8, max_positions=6))), DraftPlan(4), TreeLimits())
+        driven = Driven(ModelDrafter(branched(8, max_positions=6)).with_lookup(), DraftPlan(4), TreeLimits())
         driven.commit([1, 2, 3, 1])
         await driven.worker.run()
         driven.worker.close()
@@ -274,11 +274,9 @@ class Driven:
         self.woken: list[int] = []
         self._on_wake = on_wake
         self.worker = DraftWorker(
-            drafter,
-            GenerationRequest((1, 2, 3), SAMPLED),
-            Drafting(drafter, FixedDepth(0), estimates, limits, DraftScheduler(clock)),
+            GenerationRequest((1, 2, 3), SAMPLED, 1001),
+            Drafting(drafter, DepthController(plan), estimates, limits, DraftScheduler(clock)),
             self.belief,
-            Demand(lambda: plan, lambda: 1000, lambda: None),
         )
         self.worker._loop = types.SimpleNamespace(call_soon_threadsafe=self._sent)  # type: ignore[assignment]
 
@@ -286,13 +284,13 @@ class Driven:
         with self.worker.lock:
             self.woken.append(len(self.belief.tree.likeliest()))
             self.belief.tree.take_unsent(0.0, 1000)
-            self.worker.sent()
+            self.worker._unsent_since = None
         self._on_wake()
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Takes a commit, as the loop does."""
         with self.worker.lock:
-            self.belief.on_commit(self.belief.num_known, tokens)
+            self.belief.on_commit(len(self.belief.known), tokens)
             self.belief.tree.replant()
 
 
@@ -455,7 +453,7 @@ def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
             lambda: is_free,
         )
         ahead.pump()
-        while ahead._run is not None:
+        while ahead._running is not None:
             await asyncio.sleep(0.001)
         is_free = True
         ahead.pump()

@@ -19,14 +19,12 @@ from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
-from outrider.edge.drafting.tree import GuessTree
-from outrider.edge.drafting.view import look
+from outrider.edge.drafting.tree import GuessTree, look
 from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
-from outrider.edge.serve.page_routes import GENERATE
+from outrider.edge.serve.page_routes import GENERATE, MAX_GUESSES
 from outrider.edge.serve.server import COSTLY_PATHS
 from outrider.edge.serve.state import LocalSettings, OfflineSettings
-from outrider.edge.serve.watched_text import MAX_GUESSES
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.http.security import KeyRing
@@ -170,7 +168,7 @@ def test_the_likeliest_guesses_are_visible() -> None:
     tree = GuessTree(lambda cell: (0.5, 0.3, 0.1)[cell])
     first, second = tree.expand(tree.take_best(1, 0.0, 8)[0], [Guess(7, 0, 0), Guess(8, 1, 1)])
     tree.expand(tree.take_best(1, 0.0, 8)[0], [Guess(9, 0, 1)])
-    assert [(guess.token, guess.parent, guess.rank) for guess in look(tree, 8)] == [(7, -1, 0), (8, -1, 1), (9, 0, 0)]
+    assert [(node.token, parent, node.rank) for node, parent in look(tree, 8)] == [(7, -1, 0), (8, -1, 1), (9, 0, 0)]
     assert len(look(tree, 2)) == 2 and first.number is None and second.number is None
 
 

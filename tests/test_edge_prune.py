@@ -15,8 +15,7 @@ from tests.serving import FakeServer, serve_fake
 from tests.test_edge_cli import run_main
 
 from outrider.edge.store.prune import find_outdated, prune
-from outrider.edge.store.shelf import PulledFor, Shelf
-from outrider.edge.store.use import in_use
+from outrider.edge.store.shelf import PulledFor, Shelf, in_use
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.wire.protocol import DraftList, OfferedDraft, OfferedFile
 
@@ -85,7 +84,7 @@ def test_what_is_in_use_or_being_pulled_stays(shelf: Shelf) -> None:
     used, pulled, free = (put(shelf, name, t="a") for name in (b"used", b"pulled", b"free"))
     new = put(shelf, b"new", t="a")
     code = (
-        "import sys, pathlib\nfrom outrider.edge.store.use import in_use\n"
+        "import sys, pathlib\nfrom outrider.edge.store.shelf import in_use\n"
         "with in_use(pathlib.Path(sys.argv[1])): print('ready', flush=True); sys.stdin.read()"
     )
     notes: list[str] = []

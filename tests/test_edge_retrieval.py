@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,16 @@ from tests.test_bundle import make_manifest
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli import main as cli
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
-from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter, NgramDrafter
-from outrider.edge.retrieval.documents import Document, DocumentLimits, read_documents
+from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
+from outrider.edge.retrieval.documents import (
+    PASSAGE_CHARS,
+    Document,
+    DocumentLimits,
+    Passage,
+    cut_passages,
+    read_documents,
+)
 from outrider.edge.retrieval.index import words_of
-from outrider.edge.retrieval.passages import PASSAGE_CHARS, cut_passages
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
@@ -205,7 +211,7 @@ def test_documents_draft_and_are_calibrated_apart() -> None:
     assert [guess.rank for guess in drafter.guess([[1]], 1)[0]] == [QUOTE_RANK]
     drafter.begin([5, 5, 8, 9, 6, 5, 5, 8, 9], PARAMS)  # the text's own passage is longer
     assert drafter.continuation(1) == [lookup_guess(6, 4)] and drafter.continuation(1)[0].rank == LOOKUP_RANK
-    mixed = MixedDrafter(ModelDrafter(FakeSequenceRuntime(vocab_size=30, max_branches=4)), [document])
+    mixed = ModelDrafter(FakeSequenceRuntime(vocab_size=30, max_branches=4)).with_lookup([document])
     mixed.begin([8, 9], PARAMS)
     assert mixed.continuation(2) == [quoted_guess(1, 2), quoted_guess(2, 3)]
     calibration = Calibration()
@@ -309,8 +315,8 @@ def test_a_text_that_quotes_is_drafted_from_its_document() -> None:
     class Told(Library):
         """One document, which holds what the target writes; the fake language's tokens are no text of their own."""
 
-        def _quoted_at(self, place: tuple[int, int]) -> QuotedText:
-            return QuotedText([*ids, *written])
+        def _quoted_of(self, passages: Sequence[Passage]) -> tuple[QuotedText, ...]:
+            return tuple(QuotedText([*ids, *written]) for _ in passages[:1])
 
     settings = LocalSettings(depth="8", docs_tokens=10)
     with serve_fake(config=SURE, gate=gate) as cloud, serve_local(cloud.url, settings, max_sequences=0) as local:

@@ -14,10 +14,11 @@ from tests.serving import StepGate, fake_tokenizer, serve_fake
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import FixedDepth
-from outrider.edge.drafting.drafter import JoiningDrafter, MixedDrafter, ModelDrafter, NgramDrafter, guess_together
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter, guess_together
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
+from outrider.edge.drafting.worker import DraftCall
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
@@ -202,12 +203,12 @@ def test_a_shared_call_gives_the_guesses_of_calls_alone(seed: int) -> None:
     chance = random.Random(seed)
     model = FakeSequenceRuntime(vocab_size=VOCAB, max_positions=90, agreement=0.7)
     sequences = [model, model.open_sequence(), model.open_sequence()]
-    together: list[JoiningDrafter] = [ModelDrafter(sequences[0]), MixedDrafter(ModelDrafter(sequences[1]))]
+    together: list[Drafter] = [ModelDrafter(sequences[0]), ModelDrafter(sequences[1]).with_lookup()]
     together.append(ModelDrafter(sequences[2]))
 
-    def plain(index: int) -> ModelDrafter | MixedDrafter:
+    def plain(index: int) -> ModelDrafter:
         drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=90, agreement=0.7))
-        return MixedDrafter(drafter) if index == 1 else drafter
+        return drafter.with_lookup() if index == 1 else drafter
 
     alone = [plain(index) for index in range(3)]
     texts: list[list[int]] = [[] for _ in range(3)]
@@ -217,15 +218,13 @@ def test_a_shared_call_gives_the_guesses_of_calls_alone(seed: int) -> None:
             if not text or chance.random() < 0.1 or len(text) > 86:
                 text[:] = [chance.randrange(6) for _ in range(chance.randint(1, 60))]
                 for each in pair:
-                    assert isinstance(each, ModelDrafter | MixedDrafter)
                     each.begin(text, SAMPLED)
             elif chance.random() < 0.7:
                 new = [chance.randrange(6) for _ in range(chance.randint(1, 3))]
                 text += new
                 for each in pair:
-                    assert isinstance(each, ModelDrafter | MixedDrafter)
                     each.extend(new)
-        asked: list[tuple[JoiningDrafter, list[list[int]]]] = []
+        asked: list[tuple[Drafter, list[list[int]]]] = []
         expected = []
         for index in range(3):
             branches = [[chance.randrange(6) for _ in range(chance.randint(0, 3))] for _ in range(chance.randint(1, 2))]
@@ -263,7 +262,7 @@ def run_jobs(jobs: Sequence[Job]) -> tuple[DraftScheduler, list[BaseException | 
             scheduler.enter()
         go = threading.Event()
         scheduler.do(lambda: assert_set(go))  # so that all are there at the first turn
-        runs = [scheduler.run(job) for job in jobs]
+        runs = [scheduler.run(job) for job in jobs]  # type: ignore[arg-type]
         go.set()
         found = await asyncio.gather(*runs, return_exceptions=True)
         for _ in jobs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -98,6 +98,15 @@ class GenerationRequest:
             raise ConfigError(f"max_tokens is {self.max_tokens}; expected at least 1")
         if self.held is not None and self.held.length >= len(self.prompt):
             raise ConfigError(f"{self.held.length} of {len(self.prompt)} tokens are held; expected at least one more")
+
+    def after(self, tokens: Sequence[int]) -> GenerationRequest:
+        """For the rest of the text, which begins with these tokens; it must have a rest."""
+        return dataclasses.replace(
+            self,
+            prompt=(*self.prompt, *tokens),
+            max_tokens=self.max_tokens - len(tokens),
+            num_generated=self.num_generated + len(tokens),
+        )
 
     def wire_fields(self, num_known: int) -> dict[str, Any]:
         """The fields that every message with this request repeats: sampling parameters, processors, what ends the text.

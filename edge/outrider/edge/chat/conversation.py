@@ -15,14 +15,10 @@ from typing import Final
 
 from outrider.edge.chat.messages import (
     ASSISTANT,
-    KEPT_SHARE,
-    MAX_RESERVED_SHARE,
     SYSTEM,
-    TOO_LONG,
     USER,
     Message,
-    turns_of,
-    without_oldest,
+    render_fitting,
 )
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import Served, TextOrigin
@@ -152,7 +148,7 @@ class Conversation:
         try:
             rendered, num_dropped = await self._render_fitting(question, max_tokens)
             is_asked = True
-            prompt, sent_again = self._prompt(rendered.tokens)
+            prompt, sent_again = self._prompt(rendered)
             on_tokens = show(prompt)
             request = GenerationRequest(
                 prompt=tuple(prompt),
@@ -204,29 +200,20 @@ class Conversation:
             return ids, "the template ends an answer with another token than the model"
         return rendered, "the template writes the turns before in another way"
 
-    async def _render_fitting(self, question: str, max_tokens: int) -> tuple[RenderAnswer, int]:
+    async def _render_fitting(self, question: str, max_tokens: int) -> tuple[list[int], int]:
         """The ids of the conversation with a question, and how many turns had to be dropped for them."""
         limit = self.facts.max_positions
-        reserved = min(max_tokens, int(limit * MAX_RESERVED_SHARE))
-        messages, num_dropped = [*self.messages, Message(role=USER, content=question)], 0
-        while True:
-            is_last, length = len(turns_of(messages)) == 1, None
-            try:
-                rendered = await self._render(messages)
-            except RequestError as error:
-                if error.code not in TOO_LONG or is_last:
-                    raise
-            else:
-                length = len(rendered.tokens)
-                if length + reserved <= limit or (is_last and length < limit):
-                    break
-                if is_last:
-                    raise ConfigError(
-                        f"this message has {length} tokens with the template's; {self.model} takes at most "
-                        f"{limit - 1}; send a shorter one"
-                    )
-            messages, dropped = without_oldest(messages, length, int(limit * KEPT_SHARE))
-            num_dropped += dropped
+
+        async def render(messages: list[Message]) -> list[int]:
+            return (await self._render(messages)).tokens
+
+        asked = [*self.messages, Message(role=USER, content=question)]
+        messages, tokens, num_dropped = await render_fitting(asked, render, limit, max_tokens)
+        if len(tokens) >= limit:
+            raise ConfigError(
+                f"this message has {len(tokens)} tokens with the template's; {self.model} takes at most {limit - 1}; "
+                "send a shorter one"
+            )
         self.messages = messages
         if num_dropped:
             self._forget("the oldest turns were dropped")
@@ -235,7 +222,7 @@ class Conversation:
             self.on_note(
                 f"The context of {limit} tokens is full: the {what}. The model no longer sees what is dropped."
             )
-        return rendered, num_dropped
+        return tokens, num_dropped
 
     async def _render(self, messages: list[Message]) -> RenderAnswer:
         dumped = [message.model_dump() for message in messages]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RequestError
 
 SYSTEM: Final = "system"
 USER: Final = "user"
@@ -88,6 +88,32 @@ def without_oldest(messages: Sequence[AnyMessage], length: int | None, goal: int
         total -= sizes[dropped]
         dropped += 1
     return [*system, *(message for turn in turns[dropped:] for message in turn)], dropped
+
+
+async def render_fitting(
+    messages: list[AnyMessage],
+    render: Callable[[list[AnyMessage]], Awaitable[list[int]]],
+    max_positions: int,
+    max_tokens: int,
+) -> tuple[list[AnyMessage], list[int], int]:
+    """The messages whose ids leave room for an answer of `max_tokens`, their ids, and how many turns were dropped.
+
+    render: gives the ids, or raises RequestError. The last turn stays, whatever its length.
+    """
+    reserved, num_dropped = min(max_tokens, int(max_positions * MAX_RESERVED_SHARE)), 0
+    while True:
+        is_last, length = len(turns_of(messages)) < 2, None
+        try:
+            tokens = await render(messages)
+        except RequestError as error:
+            if error.code not in TOO_LONG or is_last:
+                raise
+        else:
+            length = len(tokens)
+            if is_last or length + reserved <= max_positions:
+                return messages, tokens, num_dropped
+        messages, dropped = without_oldest(messages, length, int(max_positions * KEPT_SHARE))
+        num_dropped += dropped
 
 
 def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:

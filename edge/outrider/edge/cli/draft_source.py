@@ -24,7 +24,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.assemble import OpenDraft, eased, make_depth, make_options
-from outrider.edge.modes.draft_ladder import Candidate, candidates_of, open_ladder
+from outrider.edge.modes.draft_ladder import Candidate, candidates_of, lazy_model, open_ladder
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.retrieval.documents import read_documents
 from outrider.edge.retrieval.grounding import Library
@@ -32,8 +32,7 @@ from outrider.edge.retrieval.index import PassageIndex, default_index_cache
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
-from outrider.edge.store.shelf import Pulled, find_pulled_from
-from outrider.edge.store.use import in_use
+from outrider.edge.store.shelf import Pulled, find_pulled_from, in_use
 from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
@@ -209,16 +208,13 @@ def open_draft(
     on_step: Callable[[str], None],
     max_positions: int = 0,
 ) -> OpenDraft:
-    """What drafts one text at a time; the caller closes it. on_step, max_positions, and raises: as `open_ladder`."""
+    """What drafts one text at a time; the caller closes it. on_step, and raises: as `open_ladder`.
+
+    max_positions: tokens of a text that a model holds; 0: its own.
+    """
     is_asked, is_looked_up = options.choice.wanted_device is not None, options.is_looked_up
-    draft = open_ladder(
-        candidates,
-        options.threads,
-        on_step,
-        is_asked=is_asked,
-        is_looked_up=is_looked_up,
-        max_positions=max_positions,
-    )
+    models = [lazy_model(each, options.threads, max_positions=max_positions) for each in candidates]
+    draft = open_ladder(models, on_step, is_asked=is_asked, is_looked_up=is_looked_up)
     show_notes(draft.placement, notes)
     return draft
 

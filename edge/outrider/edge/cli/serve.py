@@ -27,7 +27,7 @@ from outrider.edge.cli.draft_source import (
 )
 from outrider.edge.cli.placing import measured_link
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
+from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.edge.modes.draft_ladder import lazy_model, open_first
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
@@ -40,7 +40,6 @@ from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.process.extras import require_packages
 from outrider.models.process.heap import bound_heaps
@@ -103,7 +102,6 @@ def serve_local(options: ServeOptions) -> None:
         server = LocalServer(
             core,
             drain_s=DRAIN_S,
-            limits=ConnectionLimits(max_body_bytes=settings.max_body_bytes),
             tls=tls,
             on_ready=lambda: _announce(url, core),
         )
@@ -129,12 +127,8 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     num_sequences = min(options.max_drafting, options.max_requests)
     tokenizer = bundle.tokenizer()
     library = open_library(options.docs, tokenizer, about) if options.docs is not None else None
-    model, others = open_first(
-        candidates,
-        lambda each: open_draft_model(each.bundle, each.choice, options.threads, num_sequences, options.draft_context),
-        notes.line,
-        is_asked=options.choice.wanted_device is not None,
-    )
+    models = [lazy_model(each, options.threads, num_sequences, options.draft_context) for each in candidates]
+    model, others = open_first(models, notes.line, is_asked=options.choice.wanted_device is not None)
     show_notes(model.placement, notes)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
     clients = [VerifierClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
@@ -147,7 +141,7 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
             model,
             num_sequences,
             is_looked_up=options.is_looked_up,
-            others=[lazy_model(each, options.threads, num_sequences, options.draft_context) for each in others],
+            others=others,
         ),
         settings=settings,
         placement=model.placement.words,

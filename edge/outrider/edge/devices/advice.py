@@ -23,13 +23,11 @@ def _may_use(node: Path) -> bool:
 
 
 def has_intel_plugins(platform: str = sys.platform, machine: str | None = None) -> bool:
-    """Whether OpenVINO's packages for this system drive Intel's GPUs and NPUs. machine: as `platform.machine()`."""
+    """Whether OpenVINO's packages for this system drive Intel's GPUs and NPUs, or run the NPU path on the CPU.
+
+    machine: as `platform.machine()`.
+    """
     return platform in ("linux", "win32") and (machine or this_machine()).lower() in ("x86_64", "amd64")
-
-
-def can_emulate_npu(platform: str = sys.platform, machine: str | None = None) -> bool:
-    """Whether the NPU path can run on the CPU: it is the NPU plugin's, also without an NPU."""
-    return has_intel_plugins(platform, machine)
 
 
 def npu_advice(
@@ -139,5 +137,4 @@ _METAL: Final = (
 
 
 def _named(nodes: Sequence[Path]) -> str:
-    node = nodes[0]
-    return "/" + "/".join(node.parts[-3:])
+    return "/" + "/".join(nodes[0].parts[-3:])

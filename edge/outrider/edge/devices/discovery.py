@@ -10,7 +10,7 @@ import importlib.metadata
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice, provider_advice
+from outrider.edge.devices.advice import gpu_advice, has_intel_plugins, npu_advice, provider_advice
 from outrider.models.bundle.manifest import Device
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.process.extras import has_openvino_package, no_openvino_advice
@@ -18,7 +18,7 @@ from outrider.models.process.telemetry import disable_openvino_telemetry
 
 ModelRuntime = Literal["openvino", "onnxruntime"]
 RUNTIME_NAMES: Final[dict[ModelRuntime, str]] = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
-_PROVIDER_DEVICES: Final[dict[str, Device]] = {
+PROVIDER_DEVICES: Final[dict[str, Device]] = {
     "CPUExecutionProvider": "cpu",
     "CUDAExecutionProvider": "gpu",
     "DmlExecutionProvider": "gpu",
@@ -30,6 +30,8 @@ _PROVIDER_DEVICES: Final[dict[str, Device]] = {
     "WebGpuExecutionProvider": "gpu",
 }
 """Devices of ONNX Runtime's execution providers; the others report theirs."""
+_KINDS: Final[dict[str, Device]] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
+"""As both runtimes call them."""
 
 
 def install_advice(runtime: ModelRuntime) -> str:
@@ -123,14 +125,9 @@ def advice(runtime: ModelRuntime, device: Device) -> str:
         return provider_advice(device)
     if device == "gpu":
         return gpu_advice()
-    if not can_emulate_npu():
+    if not has_intel_plugins():
         return npu_advice()
     return f"{npu_advice()} To try the NPU path without one, add --emulate-npu: it then runs on the CPU."
-
-
-def device_of_provider(provider: str) -> Device | None:
-    """The device of an execution provider of ONNX Runtime; None where its name does not say."""
-    return _PROVIDER_DEVICES.get(provider)
 
 
 def _find_openvino() -> FoundRuntime:
@@ -141,17 +138,12 @@ def _find_openvino() -> FoundRuntime:
         FoundDevice(
             name,
             str(core.get_property(name, "FULL_DEVICE_NAME")).strip(),
-            _openvino_family(name),
+            _KINDS.get(name.partition(".")[0]),
             _optional_property(core, name, "NPU_DRIVER_VERSION") if name.startswith("NPU") else None,
         )
         for name in core.available_devices
     )
     return FoundRuntime("openvino", str(openvino.__version__).partition("-")[0], devices)
-
-
-def _openvino_family(name: str) -> Device | None:
-    families: dict[str, Device] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
-    return families.get(name.partition(".")[0])
 
 
 def _optional_property(core: Any, device: str, name: str) -> str | None:
@@ -167,12 +159,12 @@ def _find_onnxruntime() -> FoundRuntime:
     providers.register_plugins()
     # Providers that are plug-ins know their hardware; that of the others shows when a model is loaded.
     reported = [
-        FoundDevice(each.ep_name, _hardware(each), _kind(each))
+        FoundDevice(each.ep_name, _hardware(each), _KINDS.get(each.device.type.name))
         for each in onnxruntime.get_ep_devices()
         if each.ep_name != "AzureExecutionProvider"
     ]
     built_in = [
-        FoundDevice(name, "built into this package", device_of_provider(name))
+        FoundDevice(name, "built into this package", PROVIDER_DEVICES.get(name))
         for name in providers.available_providers()
         if name not in {each.name for each in reported} and name != "AzureExecutionProvider"  # it calls a service
     ]
@@ -182,8 +174,3 @@ def _find_onnxruntime() -> FoundRuntime:
 def _hardware(each: Any) -> str:
     names = dict(each.device.metadata)
     return str(names.get("Description") or f"{each.device.vendor or 'unknown'} {each.device.type.name}").strip()
-
-
-def _kind(each: Any) -> Device | None:
-    kinds: dict[str, Device] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
-    return kinds.get(each.device.type.name)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, cast
 
 from outrider.edge.devices.discovery import (
+    PROVIDER_DEVICES,
     RUNTIME_NAMES,
     FoundRuntime,
     ModelRuntime,
-    device_of_provider,
     require_device,
 )
 from outrider.models.bundle.manifest import Device, Manifest
@@ -146,7 +146,7 @@ def place_draft(manifest: Manifest, choice: DraftChoice, found: FoundRuntime | N
     if choice.wanted_runtime is not None and choice.wanted_runtime != runtime:
         raise _other_bundle(manifest, choice.wanted_runtime, choice.wanted_device or "cpu")
     if choice.provider:
-        device = device_of_provider(choice.provider)
+        device = PROVIDER_DEVICES.get(choice.provider)
         return Placement(runtime, device, precision=manifest.precision, open_on=choice.provider)
     wanted = choice.wanted_device or made_for
     if choice.emulate_npu and runtime != "openvino":
@@ -167,7 +167,7 @@ def opened_as(placement: Placement, manifest: Manifest, provider: str, max_posit
     """
     device = placement.device
     if placement.runtime == "onnxruntime":
-        device = device_of_provider(provider) or device
+        device = PROVIDER_DEVICES.get(provider, device)
     ran_on = "CPU" if provider == "CPUExecutionProvider" else provider
     checked_on = manifest.report.parity.checked_on
     notes: tuple[str, ...] = ()
@@ -188,11 +188,11 @@ def require_asked_device(choice: DraftChoice) -> None:
 
 
 def _drafting_runtime(manifest: Manifest) -> ModelRuntime:
-    if manifest.runtime == "openvino":
-        return "openvino"
-    if manifest.runtime == "onnxruntime":
-        return "onnxruntime"
-    raise BundleError(f"{manifest.name} was made for {manifest.runtime}, which runs no drafts; export it as a draft")
+    if manifest.runtime not in RUNTIME_NAMES:
+        raise BundleError(
+            f"{manifest.name} was made for {manifest.runtime}, which runs no drafts; export it as a draft"
+        )
+    return manifest.runtime
 
 
 def _other_bundle(manifest: Manifest, runtime: str, device: Device) -> ConfigError:

@@ -1,6 +1,6 @@
 """Drafts ahead of the target: keeps the belief, has it extended, and sends what is new.
 
-Knows no network: it takes commits and calls `send`. Runs on the event loop; `DraftWorker` does the drafting.
+Knows no network: it takes commits and calls `send`. Runs on the event loop; `DraftWorker`, its base, in the thread.
 """
 
 from __future__ import annotations
@@ -9,15 +9,13 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.depth import DraftPlan
 from outrider.edge.drafting.price import SendPrice
-from outrider.edge.drafting.tree import GuessNode
-from outrider.edge.drafting.view import SeenGuess, look
-from outrider.edge.drafting.worker import Demand, Drafting, DraftWorker
+from outrider.edge.drafting.tree import GuessNode, look
+from outrider.edge.drafting.worker import Drafting, DraftWorker
 from outrider.edge.results import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -29,10 +27,11 @@ MAX_SENT = 256  # nodes of a message
 Send = Callable[[int, Sequence[GuessNode]], int]
 
 
-class DraftAhead:
-    """The drafting side of one generation. Make it inside a running event loop; `aclose` it there.
+class DraftAhead(DraftWorker):
+    """The drafting side of one generation. Make it inside a running event loop; `close` it there.
 
-    Without a drafter only the known tokens are kept. is_free: whether `send` would send now.
+    is_free: whether `send` would send now. known: committed tokens, in order. hits: tokens of the text that were in the
+    tree, by rank. error: why drafting ended early, if it did.
     """
 
     def __init__(
@@ -43,31 +42,18 @@ class DraftAhead:
         send: Send,
         is_free: Callable[[], bool],
     ) -> None:
-        self._request = request
-        self._depth = drafting.depth
-        self._estimates = drafting.estimates
+        # A path is drafted as far as the plan says, however unlikely.
+        least = _LEAST_KEPT if drafting.limits.width > 1 else 0.0
+        super().__init__(request, drafting, Belief(drafting.estimates.calibration.chance, least))
         self._send = send
         self._is_free = is_free
         self._price = price
-        # A path is drafted as far as the plan says, however unlikely.
-        least = _LEAST_KEPT if drafting.limits.width > 1 else 0.0
-        self._belief = Belief(drafting.estimates.calibration.chance, least)
-        self._worker: DraftWorker | None = None
-        if drafting.drafter is not None:
-            demand = Demand(self._plan_ahead, self._room, self._flush)
-            self._worker = DraftWorker(drafting.drafter, request, drafting, self._belief, demand)
-        self._lock = self._worker.lock if self._worker is not None else nullcontext()
-        self._run: asyncio.Future[None] | None = None
-        self._is_closed = False
+        self._running: asyncio.Future[None] | None = None
         self._provisional: list[int] = []  # tokens after the known ones, which a cascade's mid has committed
+        self.known: Sequence[int] = self._belief.known
         self.num_sent = 0
-        self.hits: Counter[int] = Counter()  # tokens of the text that were in the tree, by rank
+        self.hits: Counter[int] = Counter()
         self.error: str | None = None
-
-    @property
-    def known(self) -> Sequence[int]:
-        """Committed tokens, in order."""
-        return self._belief.known
 
     @property
     def num_ahead(self) -> int:
@@ -75,16 +61,11 @@ class DraftAhead:
         return self._belief.tree.num_nodes
 
     @property
-    def num_drafted(self) -> int:
-        """Nodes that the drafter expanded."""
-        return self._worker.num_drafted if self._worker is not None else 0
-
-    @property
     def plan(self) -> DraftPlan:
-        """What to draft now; nothing without a drafter or after its failure."""
-        return self._plan_ahead() if self._worker is not None and self.error is None else DraftPlan(0)
+        """What to draft now; nothing after the drafter's failure."""
+        return self._plan() if self.error is None else DraftPlan(0)
 
-    def _plan_ahead(self) -> DraftPlan:
+    def _plan(self) -> DraftPlan:
         """The controller's plan, counted from the end of the provisional tokens."""
         plan, num_provisional = self._depth.plan(), len(self._provisional)
         return replace(plan, depth=plan.depth + num_provisional) if plan.depth and num_provisional else plan
@@ -94,7 +75,7 @@ class DraftAhead:
 
         interval_ms: time since the previous commit; None where that does not measure the server's pace.
         """
-        with self._lock:
+        with self.lock:
             outcome = self._belief.on_commit(base, tokens)
             if not outcome.tokens:
                 return outcome
@@ -112,21 +93,20 @@ class DraftAhead:
 
         They are no text: the draft goes on after them, and a commit confirms or replaces them.
         """
-        num_known = self._belief.num_known
+        num_known = len(self._belief.known)
         if base < num_known:
             tokens, base = tokens[num_known - base :], num_known
         if not tokens or base - num_known > len(self._provisional):
             return
         self._provisional[base - num_known :] = tokens
         del self._provisional[_MOST_PROVISIONAL:]
-        if self._worker is not None:
-            with self._lock:
-                self._belief.tree.add_trunk(self._provisional)
+        with self.lock:
+            self._belief.tree.add_trunk(self._provisional)
 
     def resend(self) -> None:
         """Takes the whole tree as not sent: a new session does not have it."""
         self._provisional = []
-        with self._lock:
+        with self.lock:
             self._belief.tree.renumber()
 
     def lost(self, nodes: Sequence[GuessNode]) -> None:
@@ -134,57 +114,49 @@ class DraftAhead:
 
         They go out with what is sent next, not at once: a server that refuses drafts would get them again and again.
         """
-        with self._lock:
+        with self.lock:
             self._belief.tree.unsend(nodes)
 
     def path(self) -> list[int]:
         """The likeliest path, for a server that takes no trees."""
         return [node.token for node in self._belief.tree.likeliest()]
 
-    def look(self, most: int) -> list[SeenGuess]:
-        """The likeliest guesses of what follows the known tokens."""
-        with self._lock:
+    def look(self, most: int) -> list[tuple[GuessNode, int]]:
+        """The likeliest guesses of what follows the known tokens, as `look`. Their chances may change meanwhile."""
+        with self.lock:
             return look(self._belief.tree, most)
 
     def pump(self) -> None:
         """Sends what is worth it and is not sent yet, and goes on drafting."""
-        if self._is_closed or self._worker is None:
+        if self._is_closed or self._running is not None:
             return
-        if self._run is None:
-            self._flush()
-            with self._lock:
-                has_work = self.error is None and self._worker.has_work()
-            if has_work:
-                self._run = self._worker.run()
-                self._run.add_done_callback(self._on_run_done)
+        self._flush()
+        with self.lock:
+            has_work = self.error is None and self.has_work()
+        if has_work:
+            self._running = self.run()
+            self._running.add_done_callback(self._on_run_done)
 
     def close(self) -> None:
         """Stops drafting after the call in progress, without waiting for it: the text is over."""
         if self._is_closed:
             return
-        self._is_closed = True
+        super().close()
         self._send, self._is_free = lambda num_known, nodes: 0, lambda: False  # the text's, which has this
-        if self._worker is None:
-            return
-        self._worker.close()
-        with self._lock:
+        with self.lock:
             self._belief.tree.clear()
-        if (run := self._run) is not None and run.done():
+        if (run := self._running) is not None and run.done():
             self._settle(run)
-
-    def _room(self) -> int:
-        """How many guessed tokens the rest of the text can use: its last token is always the target's own."""
-        return self._request.max_tokens - self._belief.num_known - 1
 
     def _flush(self) -> None:
         """Sends unsent nodes that are worth their bytes, unless the plan is silent."""
-        if self._is_closed or self._worker is None or self.plan.silent or not self._is_free():
+        if self._is_closed or self.plan.silent or not self._is_free():
             return
-        with self._lock:
+        with self.lock:
             tree = self._belief.tree
             nodes = tree.take_unsent(self._price.floor, MAX_SENT)
-            self._worker.sent()
-            if nodes and (num_bytes := self._send(self._belief.num_known, nodes)):
+            self._unsent_since = None
+            if nodes and (num_bytes := self._send(len(self._belief.known), nodes)):
                 self._price.sent(num_bytes)
                 self.num_sent += len(nodes)
 
@@ -195,9 +167,9 @@ class DraftAhead:
 
     def _settle(self, run: asyncio.Future[None]) -> None:
         """Takes a finished run's error; only once, because closing may have done it already."""
-        if self._run is not run:
+        if self._running is not run:
             return
-        self._run = None
+        self._running = None
         if (error := run.exception()) is not None:
             # Without a draft the text is the same, only slower: go on, and report it.
             logger.warning("drafting failed and is off for this text: %s", error, exc_info=error)

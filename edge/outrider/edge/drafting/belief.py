@@ -34,11 +34,6 @@ class CommitOutcome:
     tested: tuple[Tested, ...] = ()
     hits: tuple[GuessNode, ...] = ()
 
-    @property
-    def num_matched(self) -> int:
-        """First tokens that were in the tree."""
-        return len(self.hits)
-
     def contradicts_at(self, index: int) -> bool:
         """Whether the token at `index` was not the first guess; also where nothing was guessed of the commit at all."""
         if not self.tested:
@@ -56,11 +51,6 @@ class Belief:
         """As for `GuessTree`."""
         self.known: list[int] = []
         self.tree = GuessTree(chance, least)
-
-    @property
-    def num_known(self) -> int:
-        """Number of committed tokens."""
-        return len(self.known)
 
     def on_commit(self, base: int, tokens: Sequence[int]) -> CommitOutcome:
         """Takes a commit of `tokens` after `base` others; skips what is already known.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Final
 
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
@@ -36,40 +36,34 @@ class DraftPlan:
     answer: int = 0
 
 
-class DepthController(Protocol):
-    """Chooses how far to run ahead."""
+class DepthController:
+    """Chooses how far to run ahead; without a subclass, always as `plan` says."""
+
+    def __init__(self, plan: DraftPlan) -> None:
+        self._plan = plan
 
     def plan(self) -> DraftPlan:
         """The plan in force until the next `observe`; thread-safe, changes nothing."""
+        return self._plan
 
     def observe(self, outcome: CommitOutcome) -> None:
         """Takes a commit; the estimates have it already."""
 
     def block(self) -> int:
         """The depth for stop-and-wait, at least 1: every block costs a round trip there."""
+        return max(1, self._plan.depth)
 
 
-class FixedDepth:
+class FixedDepth(DepthController):
     """A constant depth, 0 to 64."""
 
     def __init__(self, depth: int) -> None:
         if not 0 <= depth <= MAX_DEPTH:
             raise ConfigError(f"depth is {depth}; expected 0 to {MAX_DEPTH}")
-        self._plan = DraftPlan(depth)
-
-    def plan(self) -> DraftPlan:
-        """The fixed depth."""
-        return self._plan
-
-    def observe(self, outcome: CommitOutcome) -> None:
-        """Changes nothing."""
-
-    def block(self) -> int:
-        """The fixed depth."""
-        return max(1, self._plan.depth)
+        super().__init__(DraftPlan(depth))
 
 
-class ThresholdDepth:
+class ThresholdDepth(DepthController):
     """One token deeper when the recent acceptance is above target + band, one less when it is under target - band.
 
     Changes by at most one token per commit, so noise moves it slowly. It needs no timings, so it is the fallback for
@@ -81,12 +75,8 @@ class ThresholdDepth:
     DEPTHS: Final = (2, 10)
 
     def __init__(self) -> None:
+        super().__init__(DraftPlan(sum(self.DEPTHS) // 2))
         self._accepted = ForgettingRatio(self.TARGET, 4.0, 0.9)
-        self._depth = sum(self.DEPTHS) // 2
-
-    def plan(self) -> DraftPlan:
-        """The depth after the last change."""
-        return DraftPlan(self._depth)
 
     def observe(self, outcome: CommitOutcome) -> None:
         """Changes the depth by at most one."""
@@ -94,15 +84,11 @@ class ThresholdDepth:
             return
         num_right = sum(guesses[0].token == token for guesses, token in outcome.tested)
         self._accepted.add(num_right, len(outcome.tested))
-        rate, (least, most) = self._accepted.value, self.DEPTHS
+        rate, depth, (least, most) = self._accepted.value, self._plan.depth, self.DEPTHS
         if rate > self.TARGET + self.BAND:
-            self._depth = min(most, self._depth + 1)
+            self._plan = DraftPlan(min(most, depth + 1))
         elif rate < self.TARGET - self.BAND:
-            self._depth = max(least, self._depth - 1)
-
-    def block(self) -> int:
-        """The same depth."""
-        return self._depth
+            self._plan = DraftPlan(max(least, depth - 1))
 
 
 class Effort(StrEnum):
@@ -118,31 +104,24 @@ class Effort(StrEnum):
         return {Effort.LOW: 1.0, Effort.NORMAL: 0.1, Effort.HIGH: 0.03}[self]
 
 
-@dataclass(frozen=True, slots=True)
-class CostModelOptions:
-    """The cost model's parameters.
-
-    max_block: most tokens that a pass verifies. effort: what drafting costs; the device drafts while it waits anyway,
-    so that is energy more than time. token_cost_ms: cost of a drafted token on the network and in the server.
-    hysteresis: drafting starts again when it is worth this many times its cost. message_cost_ms: cost of a draft
-    message to the server, which often handles it on the model's own cores. probe_depth: tokens of a silent probe at
-    depth 0. max_probe_gap: most commits between two probes; the gap starts at one, doubles when all of a probe is
-    rejected and is one again after an accepted token. max_silence: commits after which a probe is sent, so that the
-    server, too, may time it.
-    """
-
-    max_depth: int = MAX_DEPTH
-    max_block: int = 32
-    effort: Effort = Effort.NORMAL
-    token_cost_ms: float = 0.1
-    message_cost_ms: float = 1.5
-    hysteresis: float = 1.5
-    probe_depth: int = 2
-    max_probe_gap: int = 16
-    max_silence: int = 64
+MAX_BLOCK: Final = 32
+"""Most tokens that a pass verifies."""
+MAX_PROBE_GAP: Final = 16
+"""Most commits between two probes. The gap starts at one, doubles when all of a probe is rejected, and is one again
+after an accepted token."""
+_PROBE_DEPTH: Final = 2
+"""Tokens of a silent probe at depth 0."""
+_MAX_SILENCE: Final = 64
+"""Commits after which a probe is sent, so that the server, too, may time it."""
+_TOKEN_COST_MS: Final = 0.1
+"""Cost of a drafted token on the network and in the server."""
+_MESSAGE_COST_MS: Final = 1.5
+"""Cost of a draft message to the server, which often handles it on the model's own cores."""
+_HYSTERESIS: Final = 1.5
+"""Drafting starts again when it is worth this many times its cost."""
 
 
-class CostModelDepth:
+class CostModelDepth(DepthController):
     """Drafts ahead while another token is worth more than it costs, as far as the server can use it.
 
     A node helps only if the target reaches it, so expanding it is worth its reach * step; it costs its drafting and its
@@ -151,23 +130,20 @@ class CostModelDepth:
     first k are sent before the rest: on a short round trip the server waits for them.
 
     Drafting is off while a draft saves less than it costs the server, or takes the device so long that not even the
-    next token is worth it. Probes measure both again.
+    next token is worth it. Probes measure both again. effort: what drafting costs; the device drafts while it waits
+    anyway, so that is energy more than time.
     """
 
-    def __init__(self, estimates: Estimates, options: CostModelOptions | None = None) -> None:
+    def __init__(self, estimates: Estimates, effort: Effort = Effort.NORMAL) -> None:
+        super().__init__(DraftPlan(0))
         self._estimates = estimates
-        self._options = options or CostModelOptions()
+        self._effort = effort
         self.is_on = True
         self._probe_gap = 1
         self._commits_to_probe = 0
         self._num_silent = 0  # commits since the last message that could be sent
         self._depth = 0
-        self._plan = DraftPlan(0)
         self._replan()
-
-    def plan(self) -> DraftPlan:
-        """The current depth; while drafting is off, a probe now and then."""
-        return self._plan
 
     @property
     def saved_ms(self) -> float:
@@ -177,12 +153,12 @@ class CostModelDepth:
     @property
     def cost_ms(self) -> float:
         """What it costs the server with its message."""
-        return self._estimates.extra_ms + self._options.message_cost_ms
+        return self._estimates.extra_ms + _MESSAGE_COST_MS
 
     @property
     def doubt(self) -> float:
         """How many times its cost a draft must be worth."""
-        return 1.0 if self.is_on else self._options.hysteresis
+        return 1.0 if self.is_on else _HYSTERESIS
 
     @property
     def is_slow(self) -> bool:
@@ -209,41 +185,39 @@ class CostModelDepth:
             took = k * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
             return took / tokens_per_pass(e.acceptance, k)
 
-        return min(range(1, self._options.max_block + 1), key=per_token)
+        return min(range(1, MAX_BLOCK + 1), key=per_token)
 
     def _schedule_probe(self, outcome: CommitOutcome) -> None:
-        if outcome.num_matched and not self.is_slow:
+        if outcome.hits and not self.is_slow:
             self._probe_gap = 1
         elif outcome.tested:
-            self._probe_gap = min(self._options.max_probe_gap, 2 * self._probe_gap)
+            self._probe_gap = min(MAX_PROBE_GAP, 2 * self._probe_gap)
         if outcome.tested:
             self._commits_to_probe = self._probe_gap
         self._commits_to_probe = max(0, self._commits_to_probe - 1)
 
     def _replan(self) -> None:
         e = self._estimates
-        verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, self._options.max_block)
+        verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, MAX_BLOCK)
         lag_ms = e.round_trip_ms + verified * e.draft_ms
         num_passes = max(1, math.ceil(lag_ms / max(1e-3, e.step_ms)))
-        depth = min(self._options.max_depth, num_passes * (verified + 1) + verified)
-        depth = max(1, depth)
+        depth = max(1, min(MAX_DEPTH, num_passes * (verified + 1) + verified))
         # A difference of one is within the estimates' noise.
         if abs(depth - self._depth) > 1 or self._depth == 0:
             self._depth = depth
         if self.is_on:  # the next token at least: what an earlier text measured may be out of date
             self._plan = DraftPlan(self._depth, min(1.0, self._floor()), answer=min(verified, self._depth))
         else:
-            probed = self._options.probe_depth if self._commits_to_probe == 0 else 0
-            is_sent = probed > 0 and self._num_silent >= self._options.max_silence
+            probed = _PROBE_DEPTH if self._commits_to_probe == 0 else 0
+            is_sent = probed > 0 and self._num_silent >= _MAX_SILENCE
             if is_sent:
                 self._num_silent = 0
             self._plan = DraftPlan(probed, floor=0.0, silent=not is_sent)
 
     def _floor(self) -> float:
         """The reach from which expanding a node is worth its cost."""
-        e, options = self._estimates, self._options
-        cost_ms = options.effort.cost * e.draft_ms + options.token_cost_ms
-        return max(LEAST_REACH, cost_ms / max(1e-3, e.step_ms))
+        cost_ms = self._effort.cost * self._estimates.draft_ms + _TOKEN_COST_MS
+        return max(LEAST_REACH, cost_ms / max(1e-3, self._estimates.step_ms))
 
 
 def best_verified(acceptance: float, step_ms: float, extra_ms: float, max_k: int) -> int:

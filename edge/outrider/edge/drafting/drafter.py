@@ -6,11 +6,12 @@ and it knows no network. Its guesses are hints: whatever it proposes, the text i
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from outrider.edge.drafting.cached_text import MAX_BEHIND, CachedText, Logits
 from outrider.edge.drafting.calibration import (
@@ -32,7 +33,7 @@ Propose = Callable[[Logits, SamplingParams, int], list[Guess]]
 
 
 class Drafter(Protocol):
-    """One text, and guesses of what follows its continuations."""
+    """One text, and guesses of what follows its continuations. Subclasses inherit what only a model does."""
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text; forgets the one before. plan: what changes the target's rows."""
@@ -44,6 +45,7 @@ class Drafter(Protocol):
     @property
     def max_branches(self) -> int:
         """Branches that one call of `guess` runs at the same time; further ones run one after the other."""
+        return 1
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the target committed. They cost nothing until the next guess."""
@@ -51,6 +53,7 @@ class Drafter(Protocol):
     @property
     def is_behind(self) -> bool:
         """Whether so much of the text was not read that `guess` would take long: call `read_on` before it."""
+        return False
 
     def read_on(self) -> None:
         """Reads the next piece of the text; `is_behind` must be true. Blocking, about a tenth of a second."""
@@ -61,34 +64,32 @@ class Drafter(Protocol):
         A branch is the tokens that follow the text; it may be empty. Blocking.
         """
 
+    def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
+        """As `guess`, with guesses that `propose` makes of each row; none without a model."""
+        return [[] for _ in branches]
+
     def continuation(self, max_tokens: int) -> list[Guess]:
         """A path that follows the text and costs next to nothing; [] for none."""
+        return []
+
+    def with_lookup(self, quoted: Sequence[QuotedText] = ()) -> Drafter:
+        """The same drafter, which also copies earlier passages, and from `quoted`. Begin a text with it then."""
+        return self
+
+    @property
+    def model_drafter(self) -> ModelDrafter | None:
+        """What runs the model in one call with others of its kind (`guess_together`); None guesses alone."""
+        return None
+
+    def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The guesses, given those of `guess_together` for the model."""
+        return found
 
     def close(self) -> None:
         """Releases the model; safe to call twice."""
 
 
-@runtime_checkable
-class ProposingDrafter(Drafter, Protocol):
-    """A Drafter whose rows can be had: with a model."""
-
-    def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
-        """As `guess`, with guesses that `propose` makes of each row."""
-
-
-@runtime_checkable
-class JoiningDrafter(Protocol):
-    """A Drafter that can guess in one call with others of its model: see `guess_together`."""
-
-    @property
-    def model_drafter(self) -> ModelDrafter | None:
-        """What runs the model; None where its runtime takes one sequence per call."""
-
-    def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        """The guesses, given those of the model."""
-
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts with a model: its best scores, with the same noise as the target's pick at the same position.
 
     The runtime holds one sequence: for a branch it is cut back to the fork and extended. A `BranchingRuntime` runs
@@ -114,10 +115,19 @@ class ModelDrafter:
         self._text = CachedText(runtime, clock)
         self._processors = DraftProcessors(())
         self._params = SamplingParams()
+        self.lookup: NgramDrafter | None = None
+
+    def with_lookup(self, quoted: Sequence[QuotedText] = ()) -> ModelDrafter:
+        """A drafter with the same model and cache: only one of both has a text at a time."""
+        other = copy.copy(self)
+        other.lookup = NgramDrafter(quoted)
+        return other
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text; keeps the cache of the beginning that both share."""
         self._text.begin(prompt)
+        if self.lookup is not None:
+            self.lookup.begin(prompt, params)
         self._params = params
         vocab_size = self._runtime.limits.vocab_size
         # Rows change as the target's do, or the draft would pick what the target cannot.
@@ -136,6 +146,8 @@ class ModelDrafter:
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
         self._text.tokens.extend(tokens)
+        if self.lookup is not None:
+            self.lookup.extend(tokens)
 
     @property
     def is_behind(self) -> bool:
@@ -168,10 +180,10 @@ class ModelDrafter:
         with self._lock:
             able = self._with_forced(branches, found)
             if self._branching is not None and width > 1 and able:
-                able = self._run_together(branches, able, found, width)
+                able = self._run_together(self._branching, branches, able, found, width)
             for index in able:
                 found[index] = self._best(self._text.run(branches[index]), branches[index], width)
-        return found
+        return self.complete(found, branches, width)
 
     def _able(self, branches: Sequence[Sequence[int]]) -> list[int]:
         """Which branches can run."""
@@ -187,16 +199,23 @@ class ModelDrafter:
         return self if isinstance(self._runtime, JoiningRuntime) else None
 
     def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        """The model's own."""
+        """Lookup's guesses beside the model's; one that both make counts as the model's, and as surer."""
+        if self.lookup is None:
+            return found
+        for branch, guesses, more in zip(branches, found, self.lookup.guess(branches, width), strict=True):
+            for looked_up in more:
+                ranks = [index for index, guess in enumerate(guesses) if guess.token == looked_up.token]
+                if ranks:
+                    guesses[ranks[0]] = shared_guess(guesses[ranks[0]])
+                # Beyond the model's longest sequence lookup would go on alone, token by token.
+                elif guesses and self._processors.allows(branch, looked_up.token):
+                    guesses.append(looked_up)
         return found
 
     def continuation(self, max_tokens: int) -> list[Guess]:
-        """What the grammar forces; every other token of a model costs a call."""
-        return [forced_guess(token) for token in self._processors.forced(())[:max_tokens]]
-
-    def allows(self, branch: Sequence[int], token: int) -> bool:
-        """Whether the grammar allows a token after a branch; True without one."""
-        return self._processors.allows(branch, token)
+        """What the grammar forces, else lookup's; every other token of a model costs a call."""
+        forced = [forced_guess(token) for token in self._processors.forced(())[:max_tokens]]
+        return forced or (self.lookup.continuation(max_tokens) if self.lookup is not None else [])
 
     def _with_forced(self, branches: Sequence[Sequence[int]], found: list[list[Guess]]) -> list[int]:
         """Puts forced tokens into `found`; returns the branches that the model can run, and has to."""
@@ -215,11 +234,14 @@ class ModelDrafter:
         return model_guesses(candidates(row, self._params, position, width, self._processors.narrowing), width)
 
     def _run_together(
-        self, branches: Sequence[Sequence[int]], indices: Sequence[int], found: list[list[Guess]], width: int
+        self,
+        runtime: BranchingRuntime,
+        branches: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        found: list[list[Guess]],
+        width: int,
     ) -> list[int]:
         """Runs branches as such; the runtime's sequence stays a beginning of the text. Returns those that are left."""
-        runtime = self._branching
-        assert runtime is not None
         missing = self._text.cut_to_text()
         ends = [index for index in indices if not branches[index]]
         if missing and (ends or len(missing) > MAX_BEHIND):
@@ -247,20 +269,17 @@ class ModelDrafter:
             self._runtime.close()
 
 
-def guess_together(
-    asked: Sequence[tuple[JoiningDrafter, Sequence[Sequence[int]]]], width: int
-) -> list[list[list[Guess]]]:
+def guess_together(asked: Sequence[tuple[Drafter, Sequence[Sequence[int]]]], width: int) -> list[list[list[Guess]]]:
     """What each drafter's `guess` would give for its branches, in one call of the model that all of them share.
 
     At most `max_branches` branches in all; only for drafters that have a `model_drafter`.
     """
-    drafters = [drafter.model_drafter for drafter, _ in asked]
+    drafters = [model for drafter, _ in asked if (model := drafter.model_drafter) is not None]
     found: list[list[list[Guess]]] = [[[] for _ in branches] for _, branches in asked]
     groups: list[tuple[SequenceRuntime, list[list[int]]]] = []
     places: list[tuple[int, int]] = []  # of the rows: whose, and which branch
     with ExitStack() as stack:
         for index, (drafter, (_, branches)) in enumerate(zip(drafters, asked, strict=True)):
-            assert drafter is not None, "this drafter guesses alone"
             stack.enter_context(drafter._lock)
             if able := drafter._with_forced(branches, found[index]):
                 missing = drafter._text.catch_up()
@@ -270,20 +289,15 @@ def guess_together(
             runtime = groups[0][0]
             assert isinstance(runtime, JoiningRuntime)
             for (index, place), row in zip(places, runtime.extend_branches_of(groups), strict=True):
-                drafter = drafters[index]
-                assert drafter is not None
-                found[index][place] = drafter._best(row, asked[index][1][place], width)
-    return [drafter.complete(own, branches, width) for own, (drafter, branches) in zip(found, asked, strict=True)]
+                found[index][place] = drafters[index]._best(row, asked[index][1][place], width)
+    return [each.complete(own, branches, width) for own, (each, branches) in zip(found, asked, strict=True)]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Drafts by prompt lookup, without a model: repeats what followed the same few tokens before.
 
     It also copies what follows them in `quoted`, texts that the answer may quote: whichever shares more tokens.
     """
-
-    max_branches = 1
-    is_behind = False
 
     def __init__(self, quoted: Sequence[QuotedText] = ()) -> None:
         self._lookup = NgramLookup()
@@ -302,9 +316,6 @@ class NgramDrafter:
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
         self._lookup.extend(tokens)
-
-    def read_on(self) -> None:
-        """Nothing to read."""
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The token that followed the longest repeated suffix, for each branch."""
@@ -327,72 +338,6 @@ class NgramDrafter:
                 suffix, tokens, make = longest, quoted, quoted_guess
         return [make(token, suffix + index) for index, token in enumerate(tokens)]
 
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class MixedDrafter:
-    """Drafts with a model and by prompt lookup into one tree. quoted: texts that lookup copies from too."""
-
-    def __init__(self, model: Drafter, quoted: Sequence[QuotedText] = ()) -> None:
-        self._model = model
-        self._allows = model.allows if isinstance(model, ModelDrafter) else None
-        self._lookup = NgramDrafter(quoted)
-
-    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
-        """Starts a new text in both."""
-        self._model.begin(prompt, params, plan)
-        self._lookup.begin(prompt, params)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text."""
-        return self._model.length
-
-    @property
-    def max_branches(self) -> int:
-        """The model's."""
-        return self._model.max_branches
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens in both."""
-        self._model.extend(tokens)
-        self._lookup.extend(tokens)
-
-    @property
-    def is_behind(self) -> bool:
-        """The model's."""
-        return self._model.is_behind
-
-    def read_on(self) -> None:
-        """The model reads a piece."""
-        self._model.read_on()
-
-    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        """The model's guesses, and lookup's beside them; one that both make counts as the model's, and as surer."""
-        return self.complete(self._model.guess(branches, width), branches, width)
-
-    @property
-    def model_drafter(self) -> ModelDrafter | None:
-        """The model's."""
-        return self._model.model_drafter if isinstance(self._model, JoiningDrafter) else None
-
-    def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        """The model's guesses, and lookup's beside them."""
-        for branch, guesses, more in zip(branches, found, self._lookup.guess(branches, width), strict=True):
-            for looked_up in more:
-                ranks = [index for index, guess in enumerate(guesses) if guess.token == looked_up.token]
-                if ranks:
-                    guesses[ranks[0]] = shared_guess(guesses[ranks[0]])
-                # Beyond the model's longest sequence lookup would go on alone, token by token.
-                elif guesses and (self._allows is None or self._allows(branch, looked_up.token)):
-                    guesses.append(looked_up)
-        return found
-
-    def continuation(self, max_tokens: int) -> list[Guess]:
-        """What the grammar forces, else lookup's."""
-        return self._model.continuation(max_tokens) or self._lookup.continuation(max_tokens)
-
-    def close(self) -> None:
-        """Releases the model."""
-        self._model.close()
+    def with_lookup(self, quoted: Sequence[QuotedText] = ()) -> NgramDrafter:
+        """One that copies from `quoted` too."""
+        return NgramDrafter(quoted) if quoted else self

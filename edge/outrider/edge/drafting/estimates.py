@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from dataclasses import dataclass, field
 
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.calibration import Calibration
@@ -42,35 +43,29 @@ class ForgettingRatio:
         """The ratio."""
         return self._top / self._bottom
 
-    @property
-    def weight(self) -> float:
-        """The faded sum of denominators."""
-        return self._bottom
 
-
+@dataclass(slots=True)
 class _EndpointTimes:
     """Times of one endpoint and of the way to it."""
 
-    def __init__(self) -> None:
-        self.interval = ForgettingRatio(40.0, 0.01, keep=0.9)
-        self.tokens_per_commit = ForgettingRatio(1.0, 0.01, keep=0.9)
-        self.round_trips: deque[float] = deque(maxlen=24)
-        self.opened_in_ms = 0.0
-        self.step_ms: float | None = None
-        self.extra_ms: float | None = None
+    interval: ForgettingRatio = field(default_factory=lambda: ForgettingRatio(40.0, 0.01, keep=0.9))
+    round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=24))
+    opened_in_ms: float = 0.0
+    step_ms: float | None = None
+    extra_ms: float | None = None
 
 
 class Estimates:
     """Everything a depth controller may know. All times in ms.
 
     The acceptance starts at an optimistic 0.6 with the weight of two tokens, so an always-wrong draft shows within ten.
-    Round trips, steps and commits are those of the endpoint that `use` named last.
+    Round trips, steps and commits are those of the endpoint that `use` named last. calls: times of the drafter's calls.
     """
 
     def __init__(self) -> None:
         self.accepted = ForgettingRatio(0.6, 2.0, keep=0.98)
         self.calibration = Calibration()
-        self._draft = CallTimes()
+        self.calls = CallTimes()
         self._endpoint = _EndpointTimes()
         self._endpoints: dict[str, _EndpointTimes] = {}
 
@@ -104,17 +99,16 @@ class Estimates:
 
     def on_commit(self, outcome: CommitOutcome, interval_ms: float | None) -> None:
         """Takes a commit: every guess that it tested, right or wrong."""
-        self._draft.committed()
+        self.calls.committed()
         for guesses, token in outcome.tested:
             self.calibration.observe(guesses, token)
             self.accepted.add(float(guesses[0].token == token), 1.0)
         if interval_ms is not None and outcome.tokens:
             self._endpoint.interval.add(interval_ms, 1.0)
-            self._endpoint.tokens_per_commit.add(len(outcome.tokens), 1.0)
 
     def on_drafted(self, took_ms: float, num_nodes: int) -> None:
         """Takes the time of one call of the drafter, which expanded `num_nodes` nodes."""
-        self._draft.add(took_ms, num_nodes)
+        self.calls.add(took_ms, num_nodes)
 
     def on_posted(self, took_ms: float) -> None:
         """Takes the time from a draft message to its answer."""
@@ -128,16 +122,7 @@ class Estimates:
     @property
     def draft_ms(self) -> float:
         """Time to expand one node in a call of its own."""
-        return self._draft.ms(1)
-
-    def call_ms(self, num_nodes: int) -> float:
-        """Time of a call that expands so many nodes."""
-        return self._draft.ms(num_nodes)
-
-    @property
-    def wants_one(self) -> bool:
-        """Whether the next call should expand one node, to be timed: none did for long."""
-        return self._draft.lacks_one
+        return self.calls.ms(1)
 
     @property
     def round_trip_ms(self) -> float:
@@ -162,11 +147,6 @@ class Estimates:
     def extra_ms(self) -> float:
         """Extra time of a drafted token in a step; 3 % of a step until the server reports it."""
         return self._endpoint.extra_ms if self._endpoint.extra_ms is not None else 0.03 * self.step_ms
-
-    @property
-    def tokens_per_commit(self) -> float:
-        """Mean tokens of a commit."""
-        return self._endpoint.tokens_per_commit.value
 
 
 class CallTimes:

@@ -12,15 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.drafter import (
-    Drafter,
-    JoiningDrafter,
-    MixedDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    Propose,
-    ProposingDrafter,
-)
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter, Propose
 from outrider.models.breaker import Breaker
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.processor_plan import NO_PLAN, ProcessorPlan
@@ -44,7 +36,7 @@ class Rung:
     breaker: Breaker = field(default_factory=Breaker)
 
 
-class LadderDrafter:
+class LadderDrafter(Drafter):
     """A Drafter made of several, the best first. Raises what the last one raises when none is left.
 
     on_step: called in the drafting thread with a sentence at each change. failed: rungs that raised, by index.
@@ -63,7 +55,6 @@ class LadderDrafter:
         self._quoted: Sequence[QuotedText] = ()
         self._is_closed = False
         self._opened: dict[int, Drafter] = {} if opened is None else {0: opened}
-        self._used: dict[int, Drafter] = {}
         self._full: set[int] = set()  # without room for this text so far
         self._current: int | None = None
         self._text: list[int] = []
@@ -72,10 +63,11 @@ class LadderDrafter:
         self._plan = NO_PLAN
         self.failed: set[int] = set()
 
-    def look_up_too(self, quoted: Sequence[QuotedText] = ()) -> None:
-        """From the next text on, models also copy earlier passages, as MixedDrafter does. quoted: documents, too."""
+    def with_lookup(self, quoted: Sequence[QuotedText] = ()) -> LadderDrafter:
+        """Itself: from the next text on, each of its drafters does."""
         self._is_looked_up, self._quoted = True, quoted
-        self._used.clear()
+        self._opened = {index: drafter.with_lookup(quoted) for index, drafter in self._opened.items()}
+        return self
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
         """Starts a new text with the best drafter that works now."""
@@ -93,7 +85,7 @@ class LadderDrafter:
     @property
     def max_branches(self) -> int:
         """The present drafter's."""
-        return self._used[self._current].max_branches if self._current is not None else 1
+        return self._opened[self._current].max_branches if self._current is not None else 1
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens. A better drafter that may be tried again, or has room now, takes over here."""
@@ -110,27 +102,17 @@ class LadderDrafter:
 
     def read_on(self) -> None:
         """The present drafter reads a piece."""
-        drafter = self._used.get(self._current) if self._current is not None else None
+        drafter = self._opened.get(self._current) if self._current is not None else None
         # One that takes over in here may have nothing to read.
         self._do(lambda present: present.read_on() if present is drafter or present.is_behind else None)
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The present drafter's guesses."""
-        found = self._do(lambda drafter: drafter.guess(branches, width))
-        self._note_success()
-        return found
+        return self._do(lambda drafter: drafter.guess(branches, width), is_guess=True)
 
     def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
-        """The present drafter's; none of one without a model."""
-
-        def ask(drafter: Drafter) -> list[list[Guess]]:
-            return (
-                drafter.guess_by(branches, propose) if isinstance(drafter, ProposingDrafter) else [[]] * len(branches)
-            )
-
-        found = self._do(ask)
-        self._note_success()
-        return found
+        """The present drafter's."""
+        return self._do(lambda drafter: drafter.guess_by(branches, propose), is_guess=True)
 
     def continuation(self, max_tokens: int) -> list[Guess]:
         """The present drafter's."""
@@ -139,15 +121,13 @@ class LadderDrafter:
     @property
     def model_drafter(self) -> ModelDrafter | None:
         """The present drafter's."""
-        drafter = self._used[self._current] if self._current is not None else None
-        return drafter.model_drafter if isinstance(drafter, JoiningDrafter) else None
+        return self._opened[self._current].model_drafter if self._current is not None else None
 
     def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The present drafter's."""
-        drafter = self._used[self._current] if self._current is not None else None
-        assert isinstance(drafter, JoiningDrafter), "this drafter guesses alone"
-        completed = drafter.complete(found, branches, width)
-        self._note_success()
+        assert self._current is not None, "a ladder without a rung guesses alone"
+        completed = self._opened[self._current].complete(found, branches, width)
+        self._rungs[self._current].breaker.succeeded()
         return completed
 
     def close(self) -> None:
@@ -156,26 +136,32 @@ class LadderDrafter:
         for drafter in self._opened.values():
             drafter.close()
 
-    def _do(self, call: Callable[[Drafter], Found]) -> Found:
-        """The call's result by the best drafter that does not fail."""
+    def _do(self, call: Callable[[Drafter], Found], *, is_guess: bool = False) -> Found:
+        """The call's result by the best drafter that does not fail. is_guess: one that guesses works again."""
         while True:
             if self._current is None:
                 self._climb(None)
             index = self._current
             assert index is not None, "a ladder without a rung that works raises"
             try:
-                return call(self._used[index])
+                found = call(self._opened[index])
             except Exception as error:  # each runtime has its own types
                 if self._is_closed:
                     raise
-                self._fall(index, error)
+                self._current = None
+                self._climb(error, self._failed(index, error))
+            else:
+                if is_guess:
+                    self._rungs[index].breaker.succeeded()
+                return found
 
-    def _fall(self, index: int, error: Exception) -> None:
+    def _failed(self, index: int, error: Exception) -> str:
+        """Leaves out a rung that raised; says so in words."""
+        rung = self._rungs[index]
         self.failed.add(index)
-        self._rungs[index].breaker.failed()
-        self._current = None
-        logger.warning("drafting with %s failed: %s", self._rungs[index].words, error, exc_info=error)
-        self._climb(error, f"{self._rungs[index].words} failed ({type(error).__name__}: {error})")
+        rung.breaker.failed()
+        logger.warning("drafting with %s failed: %s", rung.words, error, exc_info=error)
+        return f"{rung.words} failed ({type(error).__name__}: {error})"
 
     def _climb(self, error: Exception | None, why: str = "") -> None:
         """Goes to the best rung that may be used now, if it is not the present one. Raises where none is left."""
@@ -200,10 +186,7 @@ class LadderDrafter:
                 drafter.begin(self._text, self._params, plan)
             except Exception as failure:
                 self._full.discard(index)
-                self.failed.add(index)
-                rung.breaker.failed()
-                logger.warning("drafting with %s failed: %s", rung.words, failure, exc_info=failure)
-                why, last = f"{rung.words} failed ({type(failure).__name__}: {failure})", failure
+                why, last = self._failed(index, failure), failure
                 continue
             is_change = (self._current is not None and not is_waiting) or bool(why)
             self._current = index
@@ -220,19 +203,8 @@ class LadderDrafter:
             drafter = self._rungs[index].open()
             if drafter is None:
                 return None
-            self._opened[index] = drafter
-        if index not in self._used:
-            drafter = self._opened[index]
-            if self._is_looked_up and isinstance(drafter, ModelDrafter):
-                drafter = MixedDrafter(drafter, self._quoted)
-            elif self._quoted and isinstance(drafter, NgramDrafter):
-                drafter = NgramDrafter(self._quoted)
-            self._used[index] = drafter
-        return self._used[index]
-
-    def _note_success(self) -> None:
-        if self._current is not None:
-            self._rungs[self._current].breaker.succeeded()
+            self._opened[index] = drafter.with_lookup(self._quoted) if self._is_looked_up else drafter
+        return self._opened[index]
 
 
 class WaitingDrafter(NgramDrafter):

@@ -13,47 +13,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.drafter import Drafter, JoiningDrafter, guess_together
-from outrider.edge.drafting.tree import GuessNode
+from outrider.edge.drafting.drafter import guess_together
+from outrider.edge.drafting.worker import DraftCall, DraftWorker
 
 THREAD_NAME = "outrider-draft"
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCall:
-    """Nodes to expand in one call, and the branches that lead to them."""
-
-    nodes: Sequence[GuessNode]
-    branches: Sequence[Sequence[int]]
-
-
-class DraftJob(Protocol):
-    """The drafting of one text, as the scheduler's thread drives it. Any method may raise what the drafter raises."""
-
-    @property
-    def drafter(self) -> Drafter:
-        """What guesses."""
-
-    @property
-    def width(self) -> int:
-        """Guesses per token."""
-
-    def is_wanted(self) -> bool:
-        """Whether anything is worth drafting now; gives the drafter the newest commits."""
-
-    def next_call(self, most: int) -> DraftCall | None:
-        """The next call, of at most `most` nodes; None where nothing is worth one."""
-
-    def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
-        """Takes a call's guesses. before, now: from when the text was ready for the call to its end."""
-
-
 @dataclass(slots=True, eq=False)
 class _Run:
-    job: DraftJob
+    job: DraftWorker
     done: Future[None]
     since: float = field(default=0.0)  # when the job was ready for its next call
 
@@ -83,7 +53,7 @@ class DraftScheduler:
             self._num_texts -= 1
             self._changed.notify()
 
-    def run(self, job: DraftJob) -> asyncio.Future[None]:
+    def run(self, job: DraftWorker) -> asyncio.Future[None]:
         """Drafts for a text until nothing is worth it; the future gets the drafter's exception if it raised one.
 
         Call it on the text's event loop.
@@ -151,7 +121,7 @@ class DraftScheduler:
         for run in others if model is not None else ():
             if num_left < 1:
                 break
-            if _model(run.job) != model or run.job.width != first.job.width or run.job.drafter.is_behind:
+            if _model(run.job) != model or run.job.drafter.is_behind:
                 continue
             share = min(num_left, _share(run, len(runs)))
             if (call := self._prepare(run, len(runs), share)) is not None:
@@ -165,28 +135,23 @@ class DraftScheduler:
     def _prepare(self, run: _Run, num_runs: int, share: int | None = None) -> DraftCall | None:
         """The run's next call; None where it has ended, or read on instead."""
         try:
-            if not run.job.is_wanted():
-                self._end(run)
-                return None
-            if run.job.drafter.is_behind:
+            is_wanted = run.job.is_wanted()
+            if is_wanted and run.job.drafter.is_behind:
                 if share is None:
                     run.job.drafter.read_on()
                     run.since = self.clock()
                 return None
-            call = run.job.next_call(share or _share(run, num_runs))
-            if call is None:
-                self._end(run)
+            call = run.job.next_call(share or _share(run, num_runs)) if is_wanted else None
         except Exception as error:
             self._end(run, error)
             return None
+        if call is None:
+            self._end(run)
         return call
 
     def _call_together(self, calls: Sequence[tuple[_Run, DraftCall]]) -> bool:
         """Runs them in one call; False where that fails: each is then tried alone."""
-        asked: list[tuple[JoiningDrafter, Sequence[Sequence[int]]]] = []
-        for run, call in calls:
-            assert isinstance(run.job.drafter, JoiningDrafter)
-            asked.append((run.job.drafter, call.branches))
+        asked = [(run.job.drafter, call.branches) for run, call in calls]
         try:
             found = guess_together(asked, calls[0][0].job.width)
         except Exception:
@@ -227,9 +192,7 @@ def _share(run: _Run, num_runs: int) -> int:
     return max(1, run.job.drafter.max_branches // num_runs)
 
 
-def _model(job: DraftJob) -> object | None:
+def _model(job: DraftWorker) -> object | None:
     """What texts must have in common to share a call; None for one that runs alone."""
-    drafter = job.drafter
-    if job.width < 2 or not isinstance(drafter, JoiningDrafter) or drafter.model_drafter is None:
-        return None
-    return (drafter.model_drafter.model,)
+    drafter = job.drafter.model_drafter if job.width > 1 else None
+    return (drafter.model, job.width) if drafter is not None else None

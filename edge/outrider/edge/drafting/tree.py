@@ -55,7 +55,7 @@ class GuessNode:
         self.number: int | None = None
         self.anchor = 0
         self.state = _WAITING
-        self.epoch = 0
+        self.epoch: int = parent.epoch if parent is not None else 0
 
     def path(self) -> list[int]:
         """The tokens from the root, which is left out, to this node."""
@@ -152,7 +152,6 @@ class GuessTree:
             child = node.children.get(token)
             if child is None:
                 child = GuessNode(token, node.depth + 1, node, Guess(token, PROVISIONAL_RANK, 0), _TRUNK)
-                child.epoch = self._epoch
                 node.children[token] = child
                 self.unsent.append(child)
                 self._push(child)
@@ -183,7 +182,6 @@ class GuessTree:
                 known.rank, known.cell, known.chance = guess.rank, guess.cell, chance
             elif node.reach * chance >= self._least:
                 child = GuessNode(guess.token, node.depth + 1, node, guess, chance)
-                child.epoch = self._epoch
                 node.children[guess.token] = child
                 self.unsent.append(child)
                 self._push(child)
@@ -324,3 +322,24 @@ def _uproot(root: GuessNode) -> None:
         node = stack.pop()
         stack += node.children.values()
         node.children.clear()
+
+
+def look(tree: GuessTree, most: int) -> list[tuple[GuessNode, int]]:
+    """At most `most` guesses, those that the target most likely reaches, parents first.
+
+    With each, its parent's place in the list; -1: it follows the last known token.
+    """
+    order = itertools.count()
+    waiting: list[tuple[float, int, GuessNode, int]] = []
+
+    def add(node: GuessNode, place: int) -> None:
+        for child in node.children.values():
+            heapq.heappush(waiting, (-child.reach, next(order), child, place))
+
+    add(tree.root, -1)
+    seen: list[tuple[GuessNode, int]] = []
+    while waiting and len(seen) < most:
+        _, _, node, parent = heapq.heappop(waiting)
+        seen.append((node, parent))
+        add(node, len(seen) - 1)
+    return seen

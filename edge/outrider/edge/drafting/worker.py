@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import LEAST_REACH, DepthController, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.results import GenerationRequest
 from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
+
+if TYPE_CHECKING:
+    from outrider.edge.drafting.scheduler import DraftScheduler
 
 _CLEARLY = 1.2  # how much better another number of nodes per call must be
 _MAX_CHAIN = 16  # tokens that a source without a model may add at once
@@ -44,11 +46,9 @@ class TreeLimits:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """What drafts a text. drafter: None never drafts. scheduler: its thread drafts. on_call: called there after
-    each call.
-    """
+    """What drafts a text. scheduler: its thread drafts. on_call: called there after each call."""
 
-    drafter: Drafter | None
+    drafter: Drafter
     depth: DepthController
     estimates: Estimates
     limits: TreeLimits
@@ -56,33 +56,30 @@ class Drafting:
     on_call: OnCall | None = None
 
 
-class Demand(NamedTuple):
-    """What a text's loop asks of its worker. plan: what to draft now (thread-safe). room: tokens that the rest of the
-    text can use. wake: called on the loop when guesses should be sent.
-    """
+@dataclass(frozen=True, slots=True)
+class DraftCall:
+    """Nodes to expand in one call, and the branches that lead to them."""
 
-    plan: Callable[[], DraftPlan]
-    room: Callable[[], int]
-    wake: Callable[[], None]
+    nodes: Sequence[GuessNode]
+    branches: Sequence[Sequence[int]]
 
 
 class DraftWorker:
-    """Owns a drafter while a text is generated. Make it inside a running event loop.
+    """The side of one text's drafting that runs in the scheduler's thread. Make it inside a running event loop.
 
-    belief: shared with the loop; both hold `lock` to touch it.
+    belief: shared with the loop's side, `DraftAhead`; both hold `lock` to touch it. num_drafted: nodes that the drafter
+    had guesses of what follows.
     """
 
-    def __init__(
-        self, drafter: Drafter, request: GenerationRequest, drafting: Drafting, belief: Belief, demand: Demand
-    ) -> None:
+    def __init__(self, request: GenerationRequest, drafting: Drafting, belief: Belief) -> None:
         self.lock = threading.Lock()
-        self.num_drafted = 0  # nodes that the drafter had guesses of what follows
-        self.drafter = drafter
+        self.num_drafted = 0
+        self.drafter = drafting.drafter
         self.width = drafting.limits.width
         self._request = request
         self._belief = belief
+        self._depth = drafting.depth
         self._estimates = drafting.estimates
-        self._plan, self._room, self._wake = demand
         self._limits = drafting.limits
         self._on_call = drafting.on_call
         self._loop = asyncio.get_running_loop()
@@ -104,8 +101,6 @@ class DraftWorker:
         if not self._is_closed:
             self._is_closed = True
             self._scheduler.leave()
-            # Those of a text, which has this worker: what it holds would stay until the collector runs.
-            self._plan, self._room, self._wake = lambda: DraftPlan(0), lambda: 0, lambda: None
 
     def has_work(self) -> bool:
         """Whether a run would expand anything; hold the lock."""
@@ -114,9 +109,16 @@ class DraftWorker:
         reach = tree.best_reach(depth) if depth > 0 and tree.num_nodes < self._limits.max_nodes else 0.0
         return reach > 0.0 and reach >= self._floor()
 
-    def sent(self) -> None:
-        """Records that everything worth sending was sent; hold the lock."""
-        self._unsent_since = None
+    def _plan(self) -> DraftPlan:
+        """What to draft now; thread-safe."""
+        return self._depth.plan()
+
+    def _room(self) -> int:
+        """How many guessed tokens the rest of the text can use: its last token is always the target's own."""
+        return self._request.max_tokens - len(self._belief.known) - 1
+
+    def _flush(self) -> None:
+        """Called on the loop when guesses should be sent."""
 
     # -- in the scheduler's thread -------------------------------------------------------------------------------------
 
@@ -154,11 +156,11 @@ class DraftWorker:
             is_due = self._is_due(before, now)
         self._has_guessed = True
         if is_due:
-            self._loop.call_soon_threadsafe(self._wake)
+            self._loop.call_soon_threadsafe(self._flush)
 
     def _catch_up(self) -> None:
         """Gives the drafter the tokens committed since its last call."""
-        num_new = len(self._request.prompt) + self._belief.num_known - self.drafter.length
+        num_new = len(self._request.prompt) + len(self._belief.known) - self.drafter.length
         if num_new:
             self.drafter.extend(self._belief.known[-num_new:])
         tree = self._belief.tree
@@ -172,14 +174,14 @@ class DraftWorker:
     def _next_nodes(self, most: int) -> list[GuessNode]:
         """The nodes of the next call: as many as give the most chance of being reached per millisecond."""
         tree, depth = self._belief.tree, min(self._plan().depth, self._room())
-        if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
+        if self._is_closed or depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
             return []
-        if self._estimates.wants_one:
+        if self._estimates.calls.lacks_one:
             most = 1
         if most > 1:
             reaches = tree.reaches(most)
             sizes = [size for size in BRANCH_COUNTS if size <= most]
-            rates = {size: sum(reaches[:size]) / self._estimates.call_ms(size) for size in sizes}
+            rates = {size: sum(reaches[:size]) / self._estimates.calls.ms(size) for size in sizes}
             best = max(sizes, key=rates.__getitem__)
             # A change of size is dear where a runtime prepares for it.
             if self._size not in rates or rates[best] > _CLEARLY * rates[self._size]:
@@ -200,7 +202,7 @@ class DraftWorker:
         if answer and path >= answer:
             return True
         # If the answer will be complete soon, wait for it.
-        missing_s = (answer - path) * self._estimates.call_ms(1) / 1e3
+        missing_s = (answer - path) * self._estimates.calls.ms(1) / 1e3
         is_nearly_whole = answer > path and missing_s < self._limits.flush_s
         # But not for long: the best nodes may be alternatives, which do not make the path longer.
         return waited_s >= self._limits.flush_s * (2 if is_nearly_whole else 1)

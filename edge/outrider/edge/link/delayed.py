@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -39,28 +38,22 @@ class DelayedClient(VerifierClient):
 
     async def _late(self, events: AsyncGenerator[SessionEvent, None]) -> AsyncGenerator[SessionEvent, None]:
         now = asyncio.get_running_loop().time
-        line: deque[tuple[float, SessionEvent | Exception | None]] = deque()
-        arrived = asyncio.Event()
+        line = asyncio.Queue[tuple[float, SessionEvent | Exception | None]]()
 
         async def read() -> None:
             last: Exception | None = None
             try:
                 async with aclosing(events):
                     async for event in events:
-                        line.append((now() + self._half_s, event))
-                        arrived.set()
+                        line.put_nowait((now() + self._half_s, event))
             except Exception as error:
                 last = error
-            line.append((now() + self._half_s, last))
-            arrived.set()
+            line.put_nowait((now() + self._half_s, last))
 
         reader = asyncio.create_task(read())
         try:
             while True:
-                while not line:
-                    arrived.clear()
-                    await arrived.wait()
-                due, item = line.popleft()
+                due, item = await line.get()
                 await asyncio.sleep(max(0.0, due - now()))
                 if item is None:
                     return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from urllib.parse import quote
 
 import httpx
@@ -14,14 +13,6 @@ from outrider.models.client.errors import ProtocolBroken, short
 from outrider.models.client.exchange import Exchange
 from outrider.models.client.http_endpoint import Headers
 from outrider.models.wire.protocol import DraftList, OfferedFile
-
-
-@dataclass(frozen=True, slots=True)
-class Arriving:
-    """A file's bytes from `start` on, as they come."""
-
-    start: int
-    pieces: AsyncGenerator[bytes, None]
 
 
 class DraftClient(VerifierClient):
@@ -43,10 +34,13 @@ class DraftClient(VerifierClient):
         return offered
 
     @asynccontextmanager
-    async def download(self, draft: str, file: OfferedFile, start: int = 0) -> AsyncIterator[Arriving]:
+    async def download(
+        self, draft: str, file: OfferedFile, start: int = 0
+    ) -> AsyncIterator[tuple[int, AsyncGenerator[bytes, None]]]:
         """GET /v1/drafts/{draft}/{path}, from byte `start` on if the server can; it may also begin at 0.
 
-        The pieces never exceed the announced size; fewer bytes are no error here.
+        Gives the first byte's place, and the bytes from there on in pieces, as they come. These never exceed the
+        announced size; fewer bytes are no error here.
         """
         headers: Headers = list(PLAIN)  # compressed, a file's hash would be of other bytes
         if start:
@@ -58,7 +52,7 @@ class DraftClient(VerifierClient):
             response = await self._head(exchange, request)
             first = self._first_byte(response, file, start)
             async with aclosing(self._pieces(exchange, file.size - first)) as pieces:
-                yield Arriving(first, pieces)
+                yield first, pieces
         finally:
             await exchange.aclose()
 

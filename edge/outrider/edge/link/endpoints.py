@@ -48,14 +48,6 @@ class RetryPolicy:
     max_asked_s: float = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """An event of the current session, and the client that its drafts go to."""
-
-    event: SessionEvent
-    client: VerifierClient
-
-
 class Endpoints:
     """At least one endpoint; the first that works is kept until it fails.
 
@@ -103,8 +95,9 @@ class Endpoints:
         next_request: Callable[[str], SessionRequest | None],
         text: TextOrigin | None = None,
         can_ask_again: Callable[[str, RequestError], bool] = lambda url, error: False,
-    ) -> AsyncGenerator[Arrival, None]:
-        """Events of a session and, where it is cut, of those that go on with it, until the SessionEnd.
+    ) -> AsyncGenerator[tuple[SessionEvent, VerifierClient], None]:
+        """Events of a session and, where it is cut, of those that go on with it, until the SessionEnd; each with the
+        client that drafts go to.
 
         next_request: what to open now at the endpoint with this URL, given everything committed so far; None when
         nothing is left to generate. text: given where it is known which target must serve it. can_ask_again: whether
@@ -133,7 +126,7 @@ class Endpoints:
                             self._report_success(client)
                         elif isinstance(event, SessionEnd) and event.reason in ("shutdown", "cancelled", "error"):
                             raise _end_error(client, event)
-                        yield Arrival(event, client)
+                        yield event, client
                         if isinstance(event, SessionEnd):
                             return
                 raise EndpointLost(f"{client.url}: the stream ended early")

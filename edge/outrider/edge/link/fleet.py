@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from outrider.edge.link.origin import Served, mixed_targets
+from pydantic import BaseModel, Field
+
+from outrider.edge.link.origin import Served
 from outrider.models.breaker import Breaker
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
@@ -50,31 +52,32 @@ class _Member:
     round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=5))
     ready: ReadyAnswer | None = None
     looked_at: float | None = None
-    error: str | None = None
     look: asyncio.Task[Served | None] | None = None
     mending: asyncio.Task[None] | None = None
     has_served: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CloudState:
-    """One cloud, for people and probes. state: "up", "down" (left out), or "unknown". target: the model's digest."""
+class CloudState(BaseModel):
+    """One cloud, for probes. state: "up", "down" (left out), or "unknown". target: the model's digest.
 
-    url: str
+    url, step_ms: for this machine's user only.
+    """
+
+    url: str = Field(exclude=True)
     state: str
-    model: str | None
-    target: str | None
-    round_trip_ms: float | None
-    queue_depth: int | None
-    free_block_share: float | None
-    step_ms: float | None
-    error: str | None
+    model: str | None = None
+    target: str | None = None
+    round_trip_ms: float | None = None
+    queue_depth: int | None = None
+    free_block_share: float | None = None
+    step_ms: float | None = Field(default=None, exclude=True)
 
 
 class Fleet:
     """The clouds, the preferred one first. Belongs to one event loop; `aclose` ends its looks, not the clients.
 
-    on_change: called with a sentence when a cloud is left out and when it is back.
+    clients: all clouds, in the order of preference. on_change: called with a sentence when a cloud is left out and when
+    it is back.
     """
 
     def __init__(
@@ -86,15 +89,10 @@ class Fleet:
         on_change: Callable[[str], None] = lambda words: None,
     ) -> None:
         self._members = {client.url: _Member(client, Breaker(first_pause_s, clock=clock)) for client in clients}
-        self._clients = list(clients)
+        self.clients = list(clients)
         self._clock = clock
         self._sleep = sleep
         self._on_change = on_change
-
-    @property
-    def clients(self) -> Sequence[VerifierClient]:
-        """All clouds, in the order of preference."""
-        return tuple(self._clients)
 
     def ranked(self) -> list[VerifierClient]:
         """All clouds, in the order in which the next text tries them. Starts looks at those whose figures are old.
@@ -102,16 +100,16 @@ class Fleet:
         First the preferred one of those that cost about the least, then the others by cost, then those that are known
         to serve another target than the first that is up, then those that are down.
         """
-        if len(self._clients) == 1:
-            return list(self._clients)
+        if len(self.clients) == 1:
+            return list(self.clients)
         now = self._clock()
         for member in self._members.values():
             is_old = member.looked_at is None or now - member.looked_at >= FRESH_S
             if is_old and member.look is None and not member.breaker.is_open:
                 self._look(member)
         costs = self._costs()
-        up = [client for client in self._clients if client.url in costs]
-        down = [client for client in self._clients if client.url not in costs]
+        up = [client for client in self.clients if client.url in costs]
+        down = [client for client in self.clients if client.url not in costs]
         # Speed chooses among replicas. Which model answers is the user's choice, by the order.
         replicas = [client for client in up if self._may_replace(up[0].url, client.url)]
         others = [client for client in up if client not in replicas]
@@ -133,10 +131,9 @@ class Fleet:
     def failed(self, url: str, error: EndpointLost) -> None:
         """Records that a cloud failed a text, or a question. One that is unfit for one text may suit others."""
         member = self._members[url]
-        if isinstance(error, EndpointUnfit) or len(self._clients) == 1:
+        if isinstance(error, EndpointUnfit) or len(self.clients) == 1:
             return
         was_down = member.breaker.is_open
-        member.error = str(error)
         if was_down and member.mending is not None:
             return  # texts that still try it change nothing
         member.breaker.failed()
@@ -151,7 +148,7 @@ class Fleet:
         if member.mending is not None:
             member.mending.cancel()
             member.mending = None
-        member.error, member.has_served = None, True
+        member.has_served = True
         member.breaker.succeeded()
 
     def answered(self, url: str, ready: ReadyAnswer, took_ms: float) -> None:
@@ -168,7 +165,15 @@ class Fleet:
 
     async def mixed_targets(self) -> str | None:
         """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""
-        return mixed_targets(await self.look(COMPARE_TIMEOUT_S)) if len(self._clients) > 1 else None
+        looked = await self.look(COMPARE_TIMEOUT_S) if len(self.clients) > 1 else []
+        known = [each for each in looked if each.target is not None]
+        other = next((each for each in known if each.target != known[0].target), None)
+        if other is None:
+            return None
+        return (
+            f"{known[0]} and {other} are different targets: a text that one begins cannot go on at the other. Give "
+            "--cloud replicas of one target only."
+        )
 
     def states(self) -> list[CloudState]:
         """Each cloud as it is known, in the order of preference."""
@@ -188,28 +193,39 @@ class Fleet:
 
     async def _ask(self, member: _Member) -> Served | None:
         """Asks a cloud for its readiness, twice at first: the first answer's time has the connection's in it."""
-        took_ms = 0.0
+        try:
+            took_ms = await self._take_ready(member, 1 if member.round_trips else 2)
+        except EndpointLost as error:
+            self.failed(member.client.url, error)
+            return None
+        if took_ms is None or member.ready is None:
+            return None
+        member.round_trips.append(took_ms)
+        return Served(member.client.url, member.ready.model, member.ready.target)
+
+    async def _take_ready(self, member: _Member, num_times: int = 1) -> float | None:
+        """Takes a cloud's readiness: ms of the last answer. None for a gateway: whether it works, texts will show.
+
+        Raises EndpointLost.
+        """
+        took_ms = None
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
-                for _ in range(1 if member.round_trips else 2):
+                for _ in range(num_times):
                     asked_at = self._clock()
-                    ready = await member.client.ready()
+                    member.ready = await member.client.ready()
                     took_ms = (self._clock() - asked_at) * 1e3
         except TimeoutError:
-            self.failed(member.client.url, EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s"))
-            return None
+            raise EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s") from None
         except EndpointLost as error:
-            if error.status == 404:  # a gateway; whether it works, texts will show
-                return None
-            self.failed(member.client.url, error)
+            if error.status != 404:
+                raise
             return None
         except OutriderError:  # a gateway may refuse what is not below /v1
             return None
         finally:
             member.looked_at = self._clock()
-        member.ready = ready
-        member.round_trips.append(took_ms)
-        return Served(member.client.url, ready.model, ready.target)
+        return took_ms
 
     async def _mend(self, member: _Member) -> None:
         """Tries a cloud that is left out after each pause, until it answers: never with a user's text."""
@@ -218,16 +234,11 @@ class Fleet:
             if not member.breaker.allows():
                 continue
             try:
-                async with asyncio.timeout(LOOK_TIMEOUT_S):
-                    member.ready = await member.client.ready()
-            except (EndpointLost, TimeoutError) as error:
-                if not isinstance(error, EndpointLost) or error.status != 404:
-                    member.breaker.failed()
-                    continue
-            except OutriderError:
-                pass  # an answer
-            member.looked_at = self._clock()
-            member.error, member.mending = None, None
+                await self._take_ready(member)
+            except EndpointLost:
+                member.breaker.failed()
+                continue
+            member.mending = None
             member.breaker.passed()
             self._on_change(f"{member.client.url} is back.")
             return
@@ -272,15 +283,10 @@ def _state(member: _Member) -> CloudState:
     ready = member.ready
     is_known = ready is not None or member.has_served or member.breaker.is_open
     return CloudState(
+        **(ready.model_dump(include=set(CloudState.model_fields)) if ready is not None else {}),
         url=member.client.url,
         state="down" if member.breaker.is_open else "up" if is_known else "unknown",
-        model=ready.model if ready is not None else None,
-        target=ready.target if ready is not None else None,
         round_trip_ms=round(min(member.round_trips), 1) if member.round_trips else None,
-        queue_depth=ready.queue_depth if ready is not None else None,
-        free_block_share=ready.free_block_share if ready is not None else None,
-        step_ms=ready.step_ms if ready is not None else None,
-        error=member.error,
     )
 
 

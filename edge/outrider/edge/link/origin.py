@@ -5,7 +5,7 @@ Two targets may share a tokenizer: their ids mean the same, but the text would s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.models.client.errors import EndpointLost, EndpointWrong, TargetMismatch, short
 
@@ -27,15 +27,15 @@ class Served:
         return f"{short(self.model)} ({identity}) at {self.url}"
 
 
+@dataclass(slots=True, eq=False)
 class TextOrigin:
     """Of one text. began: the target of its first token, as far as it is known. unfit: the endpoints that cannot go on
     with it, by URL.
     """
 
-    def __init__(self) -> None:
-        self.unfit: dict[str, EndpointLost] = {}
-        self.began: Served | None = None
-        self._last_url = ""
+    unfit: dict[str, EndpointLost] = field(default_factory=dict)
+    began: Served | None = None
+    _last_url: str = ""
 
     @property
     def target(self) -> str | None:
@@ -62,15 +62,3 @@ class TextOrigin:
         """Call once tokens from there are used; what comes first is the text's target."""
         self.began = self.began or served
         self._last_url = served.url
-
-
-def mixed_targets(served: list[Served]) -> str | None:
-    """A warning where endpoints serve different targets; None where none is known to."""
-    known = [each for each in served if each.target is not None]
-    other = next((each for each in known if each.target != known[0].target), None)
-    if other is None:
-        return None
-    return (
-        f"{known[0]} and {other} are different targets: a text that one begins cannot go on at the other. Give --cloud "
-        "replicas of one target only."
-    )

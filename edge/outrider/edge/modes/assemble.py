@@ -12,15 +12,13 @@ from outrider.edge.drafting.calibration import MAX_WIDTH
 from outrider.edge.drafting.depth import (
     MAX_DEPTH,
     CostModelDepth,
-    CostModelOptions,
     DepthController,
     Effort,
     FixedDepth,
     ThresholdDepth,
 )
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter, ProposingDrafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.ladder import LadderDrafter
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.worker import TreeLimits
@@ -46,7 +44,7 @@ class Agent(Protocol):
 def make_depth(name: str, estimates: Estimates, effort: Effort = Effort.NORMAL) -> DepthController:
     """ "auto" (the cost model), "threshold", or a number of tokens, 0 to 64. Raises ConfigError for anything else."""
     if name == "auto":
-        return CostModelDepth(estimates, CostModelOptions(effort=effort))
+        return CostModelDepth(estimates, effort)
     if name == "threshold":
         return ThresholdDepth()
     if name.isdecimal():
@@ -95,18 +93,14 @@ def make_agent(
     if mode is Mode.CLOUD_ONLY or drafter is None:
         return StreamAgent(endpoints)
     if terms.rule.needs_evidence:
-        if not isinstance(drafter, ProposingDrafter):
+        if isinstance(drafter, NgramDrafter):
             raise ConfigError(f"the rule {terms.rule.value} needs a draft with a model; lookup has no probabilities")
         assert mode is Mode.STOP_AND_WAIT, "sessions are coupled or greedy"
     if mode is Mode.STOP_AND_WAIT:
         controller = make_depth(depth, estimates, options.effort)
         return StopAndWaitAgent(endpoints, drafter, controller, estimates, terms=terms)
-    if options.is_looked_up and options.tree.width > 1 and isinstance(drafter, ModelDrafter):
-        drafter = MixedDrafter(drafter, quoted)
-    elif quoted and options.is_looked_up and isinstance(drafter, NgramDrafter):
-        drafter = NgramDrafter(quoted)
-    elif options.is_looked_up and options.tree.width > 1 and isinstance(drafter, LadderDrafter):
-        drafter.look_up_too(quoted)
+    if options.is_looked_up and (options.tree.width > 1 or isinstance(drafter, NgramDrafter)):
+        drafter = drafter.with_lookup(quoted)
     controller = make_depth(depth, estimates, options.effort)
     return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler)
 
@@ -135,13 +129,15 @@ class OpenModel:
     num_ids: int | None
     placement: Placement
 
+    def drafter(self) -> Drafter:
+        """What drafts one text at a time with it."""
+        return NgramDrafter() if self.runtime is None else ModelDrafter(self.runtime, self.num_ids)
+
 
 def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0) -> OpenDraft:
     """Loads what drafts one text at a time; the caller closes it. Raises as `open_draft_model`."""
     model = open_draft_model(bundle, choice, num_threads)
-    if model.runtime is None:
-        return OpenDraft(NgramDrafter(), model.placement)
-    return OpenDraft(ModelDrafter(model.runtime, model.num_ids), model.placement)
+    return OpenDraft(model.drafter(), model.placement)
 
 
 def open_draft_model(

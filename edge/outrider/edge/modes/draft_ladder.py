@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter, NgramDrafter
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.modes.assemble import OpenDraft, OpenModel, open_draft_model
-from outrider.models.breaker import Breaker
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
@@ -43,6 +43,10 @@ class LazyModel:
     words: str
     open: Callable[[], OpenModel]
 
+    def drafter(self) -> Drafter:
+        """Loads it for one text at a time."""
+        return self.open().drafter()
+
 
 def candidates_of(
     bundles: Sequence[Bundle],
@@ -59,7 +63,7 @@ def candidates_of(
         raise ConfigError(f"the drafts {names} have different tokenizers; give --draft bundles made for one target")
     found: list[Candidate] = []
     reasons: list[OutriderError] = []
-    runtimes: dict[str, FoundRuntime] = {}
+    find = cache(find)
     for bundle in bundles:
         try:
             found.append(Candidate(bundle, choice, place_draft(bundle.manifest, choice)))
@@ -72,17 +76,14 @@ def candidates_of(
         if choice.runtime == "ngram" or choice.emulate_npu or choice.provider:
             continue
         runtime: ModelRuntime = "openvino" if bundle.manifest.runtime == "openvino" else "onnxruntime"
-        here = runtimes.setdefault(runtime, runtimes.get(runtime) or find(runtime))
+        here = find(runtime)
         for device in DEVICE_ORDER:
-            if any(each.bundle is bundle and each.placement.device == device for each in found):
-                continue
-            if not here.has(device):
+            is_known = any(each.bundle is bundle and each.placement.device == device for each in found)
+            if is_known or not here.has(device):
                 continue
             other = replace(choice, device=device)
-            try:
+            with suppress(ConfigError, RuntimeUnavailable, BundleError):
                 found.append(Candidate(bundle, other, place_draft(bundle.manifest, other, here)))
-            except (ConfigError, RuntimeUnavailable, BundleError):
-                continue
     if not found:
         raise reasons[0]
     return found
@@ -95,58 +96,36 @@ def lazy_model(candidate: Candidate, num_threads: int = 0, num_sequences: int = 
 
 
 def open_first(
-    candidates: Sequence[Candidate],
-    open_it: Callable[[Candidate], OpenModel],
-    on_step: Callable[[str], None] = lambda words: None,
-    *,
-    is_asked: bool,
-) -> tuple[OpenModel, list[Candidate]]:
-    """The first candidate that opens, and those after it.
+    models: Sequence[LazyModel], on_step: Callable[[str], None] = lambda words: None, *, is_asked: bool
+) -> tuple[OpenModel, list[LazyModel]]:
+    """The first model that opens, and those after it.
 
     is_asked: the user named the device, so the first must open. Raises what the last one raises where none does.
     """
-    for index, candidate in enumerate(candidates):
+    for index, lazy in enumerate(models):
         try:
-            return open_it(candidate), list(candidates[index + 1 :])
+            return lazy.open(), list(models[index + 1 :])
         except OutriderError as error:
-            if is_asked or index + 1 == len(candidates):
+            if is_asked or index + 1 == len(models):
                 raise
-            on_step(f"{candidate.words} does not open: {error}")
-    raise AssertionError("no candidate is given")
+            on_step(f"{lazy.words} does not open: {error}")
+    raise AssertionError("no model is given")
 
 
 def open_ladder(
-    candidates: Sequence[Candidate],
-    num_threads: int = 0,
+    models: Sequence[LazyModel],
     on_step: Callable[[str], None] = lambda words: None,
     *,
     is_asked: bool = True,
     is_looked_up: bool = True,
-    max_positions: int = 0,
 ) -> OpenDraft:
-    """What drafts one text at a time, and steps down when it fails; the caller closes it. Raises as `open_first`.
-
-    max_positions: tokens of a text that a model holds; 0: as `open_draft_model` does.
-    """
-    model, others = open_first(
-        candidates,
-        lambda each: open_draft_model(each.bundle, each.choice, num_threads, max_positions=max_positions),
-        on_step,
-        is_asked=is_asked,
-    )
+    """What drafts one text at a time, and steps down when it fails; the caller closes it. Raises as `open_first`."""
+    model, others = open_first(models, on_step, is_asked=is_asked)
+    first = model.drafter()
     if model.runtime is None:
-        return OpenDraft(NgramDrafter(), model.placement)
-    first = ModelDrafter(model.runtime, model.num_ids)
+        return OpenDraft(first, model.placement)
     rungs = [Rung(model.placement.words, lambda: first)]
-    rungs += [
-        Rung(each.words, partial(_open, lazy_model(each, num_threads, max_positions=max_positions))) for each in others
-    ]
+    rungs += [Rung(each.words, each.drafter) for each in others]
     if is_looked_up:
-        rungs.append(Rung(LOOKUP_WORDS, NgramDrafter, Breaker()))
+        rungs.append(Rung(LOOKUP_WORDS, NgramDrafter))
     return OpenDraft(LadderDrafter(rungs, on_step, first), model.placement)
-
-
-def _open(lazy: LazyModel) -> Drafter:
-    model = lazy.open()
-    assert model.runtime is not None
-    return ModelDrafter(model.runtime, model.num_ids)

@@ -128,14 +128,8 @@ class OfflineWriter:
             text.verified += tokens[same:]
             on_tokens(_without_first(batch, same))
 
-        rest = replace(
-            request,
-            prompt=(*request.prompt, *text.verified),
-            max_tokens=request.max_tokens - len(text.verified),
-            num_generated=request.num_generated + len(text.verified),
-        )
         try:
-            text.result = await self.agent.generate(rest, take, origin)
+            text.result = await self.agent.generate(request.after(text.verified), take, origin)
         except EndpointUnfit:
             raise
         except CloudError as error:
@@ -251,30 +245,12 @@ def _without_first(batch: TokenBatch, num: int) -> TokenBatch:
 
 def whole_result(text: OfflineText) -> GenerationResult:
     """The text as a result; its numbers are those of the last part that a cloud wrote."""
-    last = text.result
-    sources = [Source.TARGET] * len(text.verified)
-    if last is not None:
-        sources[len(text.verified) - len(last.sources) :] = last.sources
-    sources += [Source.UNVERIFIED] * len(text.local)
+    last = text.result or GenerationResult(Mode.STREAM, (), (), (), "", 0, 0, 0, 0)
     tokens = tuple(text.tokens)
-    if last is not None:
-        first = last.arrival_s[0] if last.arrival_s else 0.0
-        before = len(tokens) - len(last.arrival_s)
-        return replace(
-            last,
-            tokens=tokens,
-            sources=tuple(sources),
-            arrival_s=(*[first] * before, *last.arrival_s),
-            finish_reason=text.reason,
-        )
-    return GenerationResult(
-        mode=Mode.STREAM,
-        tokens=tokens,
-        sources=tuple(sources),
-        arrival_s=(),
-        finish_reason=text.reason,
-        num_passes=0,
-        num_accepted=0,
-        num_tested=0,
-        num_proposed=0,
-    )
+    sources = [Source.TARGET] * (len(text.verified) - len(last.sources))
+    sources += [*last.sources, *[Source.UNVERIFIED] * len(text.local)]
+    arrival_s = last.arrival_s
+    if text.result is not None:
+        first = arrival_s[0] if arrival_s else 0.0
+        arrival_s = (*[first] * (len(tokens) - len(arrival_s)), *arrival_s)
+    return replace(last, tokens=tokens, sources=tuple(sources), arrival_s=arrival_s, finish_reason=text.reason)

@@ -20,7 +20,7 @@ from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.cached_text import Logits
 from outrider.edge.drafting.calibration import Guess, sampled_guess
 from outrider.edge.drafting.depth import DepthController
-from outrider.edge.drafting.drafter import Drafter, ProposingDrafter
+from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import Served, TextOrigin
@@ -60,7 +60,7 @@ Guesser = Callable[[Sequence[Sequence[int]]], list[list[Guess]]]
 class StopAndWaitAgent:
     """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token per round trip).
 
-    terms: how the target accepts; a rule that needs evidence needs a `ProposingDrafter`.
+    terms: how the target accepts; a rule that needs evidence needs a draft with a model.
     """
 
     endpoints: Endpoints
@@ -102,7 +102,7 @@ class StopAndWaitAgent:
             for index in range(result.tested or 0):
                 self.calibrator.observe(index < result.accepted)
             belief.tree.add_path(block)
-            outcome = belief.on_commit(belief.num_known, result.tokens)
+            outcome = belief.on_commit(len(belief.known), result.tokens)
             # The server may run fewer drafted tokens than were sent: the rest is drafted again, not kept.
             belief.tree.clear()
             self.estimates.on_commit(outcome, None)
@@ -112,39 +112,35 @@ class StopAndWaitAgent:
                 drafter.extend(outcome.tokens)
             recorder.depth(len(block))
             # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
-            num_run = result.accepted if outcome.num_matched > result.accepted else len(block)
-            if result.tested is not None:
-                num_run = result.tested
+            num_ran = result.accepted if len(outcome.hits) > result.accepted else len(block)
+            num_run = num_ran if result.tested is None else result.tested
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
-            if reason is None and belief.num_known >= request.max_tokens:
+            if reason is None and len(belief.known) >= request.max_tokens:
                 reason = "length"
         recorder.result.hits = dict(hits)
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
     async def _draft(self, drafter: Drafter, request: GenerationRequest, belief: Belief) -> list[Guess]:
-        if not belief.num_known:
+        if not belief.known:
             await asyncio.to_thread(drafter.begin, request.prompt, request.params, request.plan)
-        room = request.max_tokens - belief.num_known - 1
+        room = request.max_tokens - len(belief.known) - 1
         count = min(self.depth.block(), room)
         if count < 1:
             return []
+        guess: Guesser = partial(drafter.guess, width=1)
+        if self.terms.rule.needs_evidence:
+            propose = propose_picked if self.terms.rule is Rule.TOLERANCE else propose_drawn
+            guess = partial(drafter.guess_by, propose=propose)
         started = self.clock()
         is_over = threading.Event()
         try:
-            block = await asyncio.to_thread(_block, drafter, self._guesser(drafter), count, is_over)
+            block = await asyncio.to_thread(_block, drafter, guess, count, is_over)
         finally:
             is_over.set()  # a thread cannot be cancelled; without this, Ctrl-C would wait for a long prompt
-        if belief.num_known and block:  # the first block's time includes the prompt
+        if belief.known and block:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
         return block
-
-    def _guesser(self, drafter: Drafter) -> Guesser:
-        if not self.terms.rule.needs_evidence:
-            return partial(drafter.guess, width=1)
-        assert isinstance(drafter, ProposingDrafter), "lookup has no probabilities"
-        propose = propose_picked if self.terms.rule is Rule.TOLERANCE else propose_drawn
-        return partial(drafter.guess_by, propose=propose)
 
     async def _verify(
         self,
@@ -158,8 +154,8 @@ class StopAndWaitAgent:
         whole = VerifyItem(
             prefix=[*request.prompt, *belief.known],
             draft=[guess.token for guess in block],
-            max_tokens=request.max_tokens - belief.num_known,
-            **request.wire_fields(belief.num_known),
+            max_tokens=request.max_tokens - len(belief.known),
+            **request.wire_fields(len(belief.known)),
             **self._rule_fields(block),
         )
         if prefix_hash is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
-from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.drafter import Drafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
@@ -49,14 +49,13 @@ from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, le
 class AgentOptions:
     """What a device drafts and sends.
 
-    tree: its limits. bytes_per_token: of draft messages, at most. max_posts: messages in flight. terms: how the
-    target accepts; in stream mode coupled or greedy. For `make_agent` only: effort: how much the cost model drafts.
+    tree: its limits. bytes_per_token: of draft messages, at most. terms: how the target accepts; in stream mode coupled
+    or greedy. For `make_agent` only: effort: how much the cost model drafts.
     is_looked_up: a tree also has what followed the same tokens before.
     """
 
     tree: TreeLimits = field(default_factory=TreeLimits)
     bytes_per_token: float = BYTES_PER_TOKEN
-    max_posts: int = 8
     effort: Effort = Effort.NORMAL
     is_looked_up: bool = True
     terms: RuleTerms = PLAIN_TERMS
@@ -123,13 +122,16 @@ class _Generation:
         self._origin = origin
         self._request = request
         options, estimates = agent.options, agent.estimates
-        mode = Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY
+        mode, drafter, depth = Mode.STREAM, agent.drafter, agent.depth
+        if drafter is None:
+            mode, drafter, depth = Mode.CLOUD_ONLY, NgramDrafter(), FixedDepth(0)
         self._recorder = Recorder(mode, on_tokens, agent.clock, options.terms.rule)
         self._result = self._recorder.result
-        self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, lambda: self._ahead.pump())
+        self._sender = DraftSender(estimates.on_posted, clock=agent.clock, on_free=lambda: self._ahead.pump())
         self._ahead = DraftAhead(
             request,
-            Drafting(agent.drafter, agent.depth, estimates, options.tree, agent.scheduler, agent.on_call),
+            # Without a drafter only the known tokens are kept.
+            Drafting(drafter, depth, estimates, options.tree, agent.scheduler, agent.on_call),
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             self._send,
             lambda: self._posts is not None and self._sender.is_free,
@@ -158,13 +160,13 @@ class _Generation:
             self._ahead.pump()  # the draft reads the prompt while the target does
             stream = self._agent.endpoints.session_events(self._next_request, self._origin, self._can_ask_again)
             async with aclosing(stream) as events:
-                async for item in events:
-                    if isinstance(item.event, SessionOpen):
-                        self._on_open(item.event, item.client)
-                    elif isinstance(item.event, Commit):
-                        self._on_commit(item.event)
+                async for event, client in events:
+                    if isinstance(event, SessionOpen):
+                        self._on_open(event, client)
+                    elif isinstance(event, Commit):
+                        self._on_commit(event)
                     else:
-                        reason = self._on_end(item.event, item.client)
+                        reason = self._on_end(event, client)
                     self._ahead.pump()
         finally:
             self._ahead.close()
@@ -225,21 +227,22 @@ class _Generation:
         """Whether the refusal is of what can be done without: a prefix's hash, hints, and stop strings, which the
         caller cuts at too. Logprobs are not among them.
         """
-        assert self._asked is not None
-        if error.code == "invalid_parameter" and (self._asked.stop or self._asked.prediction):
-            self._agent.without_texts.add(url)
-            return True
-        if error.code == "prefix_not_held" and self._asked.prefix_hash is not None:
+        asked, agent = self._asked, self._agent
+        assert asked is not None
+        if error.code == "prefix_not_held" and asked.prefix_hash is not None:
             self._held = None
-            return True
-        if error.code == "invalid_parameter" and self._asked.provisional:
-            self._agent.with_mid.discard(url)
-            return True
-        if error.code == "invalid_parameter" and (self._asked.prefix_hash is not None or self._asked.keep_prefix):
+        elif error.code != "invalid_parameter":
+            return False
+        elif asked.stop or asked.prediction:
+            agent.without_texts.add(url)
+        elif asked.provisional:
+            agent.with_mid.discard(url)
+        elif asked.prefix_hash is not None or asked.keep_prefix:
             self._held = None
-            self._agent.without_prefixes.add(url)
-            return True
-        return False
+            agent.without_prefixes.add(url)
+        else:
+            return False
+        return True
 
     def _over(self) -> str | None:
         """Why nothing is left to generate, in the server's words; None if something is."""

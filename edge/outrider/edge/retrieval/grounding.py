@@ -16,15 +16,13 @@ A document cannot speak for others: the spellings of special tokens, such as the
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Final
 
-from outrider.edge.retrieval.documents import DOCS_TOKENS
+from outrider.edge.retrieval.documents import DOCS_TOKENS, Passage
 from outrider.edge.retrieval.index import PassageIndex
-from outrider.edge.retrieval.passages import Passage
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.text.tokenizer import Tokenizer
 
@@ -75,12 +73,12 @@ class Library:
     def __init__(self, index: PassageIndex, tokenizer: Tokenizer, max_tokens: int = DOCS_TOKENS) -> None:
         self.index = index
         self.max_tokens = max_tokens
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._special = [
             spelling for each in sorted(tokenizer.special_ids) if (spelling := tokenizer.token(each)) is not None
         ]
-        self._lock = threading.Lock()
-        self._quoted: OrderedDict[tuple[int, int], QuotedText] = OrderedDict()
+        # Without `self`, which would be its own: a request's library goes at once.
+        self._quoted_text = lru_cache(_MAX_KEPT)(partial(_quoted_text, index, tokenizer))
 
     def ground(self, query: str, max_tokens: int | None = None) -> Grounding:
         """Passages for a prompt. max_tokens: where fewer fit than `self.max_tokens`."""
@@ -111,7 +109,7 @@ class Library:
         return text
 
     def _count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _quoted_of(self, passages: Sequence[Passage]) -> tuple[QuotedText, ...]:
         """The documents of the passages, the best first; of a long one the part around the passage."""
@@ -120,18 +118,9 @@ class Library:
             text = self.index.documents[passage.document].text
             is_long = len(text) > _QUOTED_CHARS
             places[passage.document, max(0, passage.start - _BEFORE_CHARS) if is_long else 0] = None
-        return tuple(self._quoted_at(place) for place in list(places)[:_MAX_QUOTED])
+        return tuple(self._quoted_text(*place) for place in list(places)[:_MAX_QUOTED])
 
-    def _quoted_at(self, place: tuple[int, int]) -> QuotedText:
-        with self._lock:
-            if place in self._quoted:
-                self._quoted.move_to_end(place)
-                return self._quoted[place]
-        document, start = place
-        text = self.index.documents[document].text[start : start + _QUOTED_CHARS]
-        quoted = QuotedText(self._tokenizer.encode(text, add_special_tokens=False))
-        with self._lock:
-            self._quoted[place] = quoted
-            while len(self._quoted) > _MAX_KEPT:
-                self._quoted.popitem(last=False)
-        return quoted
+
+def _quoted_text(index: PassageIndex, tokenizer: Tokenizer, document: int, start: int) -> QuotedText:
+    text = index.documents[document].text[start : start + _QUOTED_CHARS]
+    return QuotedText(tokenizer.encode(text, add_special_tokens=False))

@@ -18,15 +18,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from outrider.edge.retrieval.documents import Document
-from outrider.edge.retrieval.passages import PASSAGE_CHARS, Passage, cut_passages
+from outrider.edge.retrieval.documents import PASSAGE_CHARS, Document, Passage, cut_passages
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.process.extras import require_packages
 
 _WORD: Final = re.compile(r"[^\W_]+")
 _HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 # Scripts that put no blanks between words: pairs of characters stand for words.
-_UNSPACED: Final = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
+_UNSPACED: Final = re.compile(r"([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+)")
 _MAX_CHARS: Final = 40
 _COMMON: Final = frozenset(
     word
@@ -40,22 +39,14 @@ _COMMON: Final = frozenset(
 
 def words_of(text: str) -> list[str]:
     """Lower-case words, with the parts of names such as `max_tokens` and `maxTokens`; very common ones left out."""
-    found: list[str] = []
-    for match in _WORD.finditer(text):
-        for part in _HUMP.split(match[0]):
-            found += _words(part.casefold())
-    return [word for word in found if word not in _COMMON]
+    parts = (part.casefold() for match in _WORD.finditer(text) for part in _HUMP.split(match[0]))
+    return [word for part in parts for word in _words(part) if word not in _COMMON]
 
 
 def _words(part: str) -> list[str]:
     words: list[str] = []
-    at = 0
-    for run in _UNSPACED.finditer(part):
-        words.append(part[at : run.start()])
-        script = run[0]
-        words += [script[index : index + 2] for index in range(max(1, len(script) - 1))]
-        at = run.end()
-    words.append(part[at:])
+    for index, piece in enumerate(_UNSPACED.split(part)):  # every second one is of such a script
+        words += [piece[at : at + 2] for at in range(max(1, len(piece) - 1))] if index % 2 else [piece]
     return [word[:_MAX_CHARS] for word in words if word]
 
 
@@ -76,12 +67,9 @@ class PassageIndex:
         require_packages(["bm25s"], "finding passages in documents", "docs")
         self.documents = tuple(documents)
         self.passages = [passage for index, each in enumerate(documents) for passage in cut_passages(each, index)]
-        self.was_cached = False
-        self._scorer: Any = None
         place = cache / content_hash(documents) if cache is not None else None
-        if place is not None and place.is_dir():
-            self._scorer = _load(place, len(self.passages))
-            self.was_cached = self._scorer is not None
+        self._scorer: Any = _load(place, len(self.passages)) if place is not None and place.is_dir() else None
+        self.was_cached = self._scorer is not None
         if self._scorer is None:
             self._scorer = _build(self.passages)
             if place is not None and self._scorer is not None:

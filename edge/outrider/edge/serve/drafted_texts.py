@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -40,9 +41,15 @@ _USAGE_S: Final = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class _Text(Choice):
-    """A text. task: while it runs. is_cut: its stop string came, and the end of its session has not."""
+    """A text. quoted: documents that it may quote. style: how it is cut and shown. facts: its target's, or the draft's.
+
+    task: while it runs. is_cut: its stop string came, and the end of its session has not.
+    """
 
     request: GenerationRequest
+    quoted: Sequence[QuotedText]
+    style: TextStyle
+    facts: ModelFacts
     task: asyncio.Task[None] | None = None
     is_cut: bool = False
 
@@ -62,10 +69,6 @@ class LocalTexts(CallTexts[_Text, _Event]):
         self.answer_id = ""
         core.places.take(owner, num_choices)
         self._num_places = num_choices
-        self._quoted: Sequence[Sequence[QuotedText]] = ()
-        self._style = TextStyle()
-        self._facts: ModelFacts | None = None
-        self._is_up = True
 
     def begin(
         self,
@@ -73,25 +76,25 @@ class LocalTexts(CallTexts[_Text, _Event]):
         style: TextStyle,
         facts: ModelFacts,
         quoted: Sequence[Sequence[QuotedText]] = (),
-        *,
-        is_up: bool = True,
         num_each: int = 1,
     ) -> None:
         """Begins a text for each request. style: how they are cut and shown. facts: their target's.
 
-        quoted: for each request, documents that its text may quote. is_up: False has the draft write alone. Raises
-        RequestError, and begins none, for a prompt that does not fit the target.
+        quoted: for each request, documents that its text may quote. Raises RequestError, and begins none, for a prompt
+        that does not fit the target.
         """
         for request in requests:  # first: what a draft keeps of a prompt grows with it
             check_tokens(facts.max_positions, request.prompt)
-        self._quoted = [each for each in quoted for _ in range(num_each)]
-        self._style, self.num_each, self._facts, self._is_up = style, num_each, facts, is_up
-        for request in requests:
+        self.num_each = num_each
+        for request, documents in zip(requests, quoted or [()] * len(requests), strict=True):
             for index in range(num_each):
                 each = replace(request, params=choice_params(request.params, index)) if index else request
                 assembler = style.assembler(self.core.tokenizer, request.prompt)
                 follower = PredictionFollower(request.prediction) if request.prediction else None
-                self.choices.append(_Text(assembler, follower, len(request.prompt), request=each))
+                num_prompt = len(request.prompt)
+                self.choices.append(
+                    _Text(assembler, follower, num_prompt, request=each, quoted=documents, style=style, facts=facts)
+                )
         for index in range(0, len(self.choices), num_each):
             self._begin(index)
 
@@ -111,10 +114,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
 
     def _begin(self, index: int) -> None:
         choice = self.choices[index]
-        assert self._facts is not None
         choice.has_begun = True
-        work = self._generate(index, choice.request, self._facts, is_up=self._is_up)
-        choice.task = asyncio.get_running_loop().create_task(work)
+        choice.task = asyncio.get_running_loop().create_task(self._generate(index, choice))
         self._num_places -= 1  # the task's own from here
         self.core.tasks.add(choice.task)
         choice.task.add_done_callback(partial(self._on_done, index))
@@ -123,15 +124,14 @@ class LocalTexts(CallTexts[_Text, _Event]):
         # Here and not in the task: one that is cancelled before it runs gives nothing back.
         self.core.tasks.discard(task)
         self.choices[index].task = None  # a cancelled one has the traceback of where it was, and that has this
-        self.core.places.release(self.owner)
+        self.core.places.add(self.owner, -1)
         if task.cancelled() and self.core.is_draining:
             self.reader.put((index, shutting_down()))
 
-    async def _generate(self, index: int, request: GenerationRequest, facts: ModelFacts, *, is_up: bool) -> None:
-        core = self.core
+    async def _generate(self, index: int, choice: _Text) -> None:
+        core, metrics, request = self.core, self.core.metrics, choice.request
         tokens: list[int] = []
-
-        metrics, timer, ended = core.metrics, core.metrics.text_timer(), False
+        timer = metrics.commit_timer(time.monotonic())
 
         def on_tokens(batch: TokenBatch) -> None:
             tokens.extend(batch.tokens)
@@ -140,22 +140,23 @@ class LocalTexts(CallTexts[_Text, _Event]):
             self.reader.put((index, batch))
 
         with self._lend(request) as loan:
-            agent = core.stream_agent(self._endpoints(), loan, self._quoted[index] if self._quoted else ())
+            agent = core.stream_agent(self._endpoints(), loan, choice.quoted)
             self._watch(agent)
             try:
                 # The draft alone has no logprobs of the target.
                 if core.offline is not None and loan.can_write and request.num_logprobs is None:
-                    result = await self._generate_offline_ok(index, agent, request, on_tokens, facts, is_up=is_up)
+                    result = await self._generate_offline_ok(index, choice, agent, on_tokens)
                 else:
-                    result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
-                    core.upstream.confirm(facts)
+                    result = await agent.generate(request, on_tokens, core.upstream.origin(choice.facts))
+                    core.upstream.confirm(choice.facts)
                 loan.has_failed = result.draft_error is not None
-                ended = True
                 timer.ended()
                 metrics.ended(result)
                 self.reader.put((index, result))
+            except asyncio.CancelledError:  # a stop string, or the client has left
+                metrics.texts["cancelled"] += 1
+                raise
             except Exception as error:
-                ended = True
                 metrics.texts["failed"] += 1
                 if not isinstance(error, OutriderError):
                     log_fault(error)
@@ -164,8 +165,6 @@ class LocalTexts(CallTexts[_Text, _Event]):
                 self.reader.put((index, core.request_error(error)))
             finally:
                 loan.text = [*request.prompt, *tokens]
-                if not ended:  # a stop string, or the client has left
-                    metrics.texts["cancelled"] += 1
 
     # What a text of the page does otherwise.
 
@@ -179,16 +178,10 @@ class LocalTexts(CallTexts[_Text, _Event]):
         pass
 
     async def _generate_offline_ok(
-        self,
-        index: int,
-        agent: StreamAgent,
-        request: GenerationRequest,
-        on_tokens: OnTokens,
-        facts: ModelFacts,
-        *,
-        is_up: bool,
+        self, index: int, choice: _Text, agent: StreamAgent, on_tokens: OnTokens
     ) -> GenerationResult:
-        core = self.core
+        core, request, facts = self.core, choice.request, choice.facts
+        is_up = facts is not core.draft_facts
         assert core.offline is not None and agent.drafter is not None
         writer = OfflineWriter(
             agent, agent.drafter, frozenset(facts.eos_token_ids), max_positions=core.offline.max_positions
@@ -198,7 +191,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         if text.local:
             _log.warning("a text of %d tokens has %d unverified ones", len(text.tokens), len(text.local))
             began = origin.began if origin is not None and text.verified else None
-            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, self._style)
+            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, choice.style)
             core.unverified.keep(self.answer_id, self.owner, index, kept)
         elif is_up:
             core.upstream.confirm(facts)
@@ -209,8 +202,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         for choice in self.choices:
             if choice.task is not None:
                 choice.task.cancel()
-        for _ in range(self._num_places):
-            self.core.places.release(self.owner)
+        self.core.places.add(self.owner, -self._num_places)
         self._num_places = 0
 
     def _take(self, index: int, event: _Event) -> list[Delta]:
@@ -258,7 +250,7 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
     try:
         choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
     finally:
-        core.places.release(owner)
+        core.places.add(owner, -1)
     return VerifiedAnswer(id=answer, model=facts.name, choices=choices)
 
 

@@ -6,11 +6,10 @@ request names no file: what the server may read is its owner's choice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BaseModel, Field, StrictStr
+from pydantic import Field, StrictStr
 
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.grounding import Grounding, Library
@@ -58,39 +57,15 @@ class LocalChatRequest(openai.ChatRequest):
     documents: TextDocuments | None = Field(default=None, description=_HELP)
 
 
-class PassageNote(BaseModel):
-    """A passage in a prompt. choice: of which text. start, end: characters of the document; lines count from 1."""
-
-    choice: int
-    document: str
-    start: int
-    end: int
-    first_line: int
-    last_line: int
-
-
 def add_passages(shape: Shape, groundings: Sequence[Grounding]) -> None:
-    """Adds passages to an answer: to the whole one, or to a stream's first event."""
+    """Adds passages to an answer: to the whole one, or to a stream's first event. choice: in which text's prompt."""
     shape.extras["passages"] = [
-        PassageNote.model_validate({"choice": choice, **note}).model_dump()
-        for choice, each in enumerate(groundings)
-        for note in each.as_json()
+        {"choice": choice, **note} for choice, each in enumerate(groundings) for note in each.as_json()
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The documents that a call is grounded in: those that it brought, or the server's."""
-
-    core: LocalCore
-    brought: tuple[Document, ...]
-
-    def library(self) -> Library:
-        """Indexes what the call brought. Blocking."""
-        if not self.brought:
-            assert self.core.library is not None
-            return self.core.library
-        return Library(PassageIndex(self.brought), self.core.tokenizer, self.core.settings.docs_tokens)
+Sources = Callable[[], Library]
+"""The documents that a call is grounded in: those that it brought, or the server's. Blocking: indexes the former."""
 
 
 def sources_of(core: LocalCore, documents: Sequence[TextDocument] | None) -> Sources | None:
@@ -98,7 +73,8 @@ def sources_of(core: LocalCore, documents: Sequence[TextDocument] | None) -> Sou
     cannot find passages.
     """
     if documents is None:
-        return Sources(core, ()) if core.library is not None else None
+        library = core.library
+        return (lambda: library) if library is not None else None
     brought = tuple(Document(each.name, each.text) for each in documents if each.text)
     if (size := sum(len(each.text.encode("utf-8", "surrogatepass")) for each in brought)) > MAX_TEXT_BYTES:
         raise FieldError(
@@ -112,7 +88,9 @@ def sources_of(core: LocalCore, documents: Sequence[TextDocument] | None) -> Sou
             'documents: this device lacks the package bm25s; its owner can run: pip install "outrider[docs]"',
             param="documents",
         )
-    return Sources(core, brought) if brought else None
+    if not brought:
+        return None
+    return lambda: Library(PassageIndex(brought), core.tokenizer, core.settings.docs_tokens)
 
 
 def room_for_passages(facts: ModelFacts, num_prompt: int, max_tokens: int | None) -> int:
@@ -125,35 +103,34 @@ def ground_prompts(
     sources: Sources, prompts: Sequence[str | list[int]], facts: ModelFacts, max_tokens: int | None
 ) -> tuple[list[list[int]], list[Grounding]]:
     """The token ids of each prompt with its passages. Blocking. A prompt of ids stays as it is."""
-    library, tokenizer = sources.library(), sources.core.tokenizer
-    ids: list[list[int]] = []
-    groundings: list[Grounding] = []
-    for prompt in prompts:
+    library = sources()
+
+    def grounded(prompt: str | list[int]) -> tuple[list[int], Grounding]:
         if isinstance(prompt, list):
-            ids.append(prompt)
-            groundings.append(Grounding())
-            continue
-        plain = tokenizer.encode(prompt)
+            return prompt, Grounding()
+        plain = library.tokenizer.encode(prompt)
         found = library.ground(prompt, room_for_passages(facts, len(plain), max_tokens))
-        ids.append(tokenizer.encode(found.before + prompt) if found.before else plain)
-        groundings.append(found)
-    return ids, groundings
+        return library.tokenizer.encode(found.before + prompt) if found.before else plain, found
+
+    both = [grounded(prompt) for prompt in prompts]
+    return [ids for ids, _ in both], [found for _, found in both]
 
 
 def ground_messages(
     sources: Sources, messages: Sequence[openai.ChatMessage], facts: ModelFacts, max_tokens: int | None
-) -> tuple[list[dict[str, Any]], Grounding]:
+) -> tuple[list[openai.ChatMessage], Grounding]:
     """The conversation with passages before the last words of the user. Blocking."""
-    plain = [message.model_dump(exclude_unset=True) for message in messages]
+    kept = list(messages)
     last = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role == "user"), None)
     if last is None:
-        return plain, Grounding()
+        return kept, Grounding()
     texts = [str(message.for_template()["content"]) for message in messages]
-    num_prompt = sum(len(sources.core.tokenizer.encode(text)) + _TURN_TOKENS for text in texts)
-    found = sources.library().ground(texts[last], room_for_passages(facts, num_prompt, max_tokens))
+    library = sources()
+    num_prompt = sum(len(library.tokenizer.encode(text)) + _TURN_TOKENS for text in texts)
+    found = library.ground(texts[last], room_for_passages(facts, num_prompt, max_tokens))
     if found.before:
-        plain[last]["content"] = found.before + texts[last]
-    return plain, found
+        kept[last] = kept[last].model_copy(update={"content": found.before + texts[last]})
+    return kept, found
 
 
 _TURN_TOKENS: Final = 16

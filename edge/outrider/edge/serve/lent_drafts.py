@@ -10,6 +10,7 @@ before another client gets the sequence: times would show what it was.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from outrider.edge.modes.assemble import OpenModel
 from outrider.edge.modes.draft_ladder import LOOKUP_WORDS, LazyModel
 from outrider.models.breaker import Breaker
 from outrider.models.errors import OutriderError
-from outrider.models.runtimes.base import SequenceRuntime, ShareableRuntime, num_shared
+from outrider.models.runtimes.base import ShareableRuntime, num_shared
 from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.serve")
@@ -33,7 +34,6 @@ _log = logging.getLogger("outrider.serve")
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    runtime: SequenceRuntime
     drafter: ModelDrafter
     owner: bytes = b""
     text: Sequence[int] = ()
@@ -88,7 +88,6 @@ class DraftSequences:
         self._pools = [_Pool(each, max_sequences, self._lock, self.scheduler, first_pause_s) for each in models]
         if self._pools:
             self._pools[0].load()
-        self._lookup = Breaker()
         self._experience: list[Estimates] = []
 
     @property
@@ -119,7 +118,7 @@ class DraftSequences:
             Rung(pool.words, partial(self._open, text, index), pool.breaker) for index, pool in enumerate(self._pools)
         ]
         if self._is_looked_up:
-            rungs.append(Rung(LOOKUP_WORDS, NgramDrafter, self._lookup))
+            rungs.append(Rung(LOOKUP_WORDS, NgramDrafter))
         elif not has_model and not self.failed:
             rungs.append(Rung("nothing", WaitingDrafter))
         drafter = LadderDrafter(rungs, on_step=_note)
@@ -137,7 +136,7 @@ class DraftSequences:
                     is_lost = loan.has_failed or index in drafter.failed or not loan.text
                     self._pools[index].take_back(sequence, () if is_lost else loan.text)
                 for pool in self._pools:
-                    pool.leave(text)
+                    pool.waiting.pop(text, None)
 
     def close(self) -> None:
         """Releases the models, after the call in progress; nothing may be lent."""
@@ -151,14 +150,13 @@ class DraftSequences:
             return text.taken[index].drafter
         pool = self._pools[index]
         # Loaded in place of one that failed, not to draft for more texts: memory was planned for one model.
-        if not pool.is_loaded and not any(better.breaker.is_open for better in self._pools[:index]):
-            return None
-        sequence = pool.take(text, index, in_thread=True)
+        may_load = pool.model is not None or any(better.breaker.is_open for better in self._pools[:index])
+        sequence = pool.take(text, index, in_thread=True) if may_load else None
         if sequence is None:
             return None
         with self._lock:
             for worse in self._pools[index + 1 :]:
-                worse.leave(text)
+                worse.waiting.pop(text, None)
         return sequence.drafter
 
 
@@ -178,25 +176,20 @@ class _Pool:
         self.max_sequences = max_sequences
         self.opened: list[_Sequence] = []
         self.idle: list[_Sequence] = []  # the one used longest ago first
-        self.waiting: list[_Text] = []  # in the order in which they came
+        self.waiting: dict[_Text, None] = {}  # in the order in which they came
+        self.model: OpenModel | None = None  # None while it is not in memory
         self._lazy = lazy
-        self._model: OpenModel | None = None
         self._lock = lock
         self._scheduler = scheduler
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the model is in memory."""
-        return self._model is not None
-
     def load(self) -> OpenModel:
         """The model. Raises what its runtime raises."""
-        if self._model is None:
-            self._model = self._lazy.open()
-            self.words = self._model.placement.words
-            if not isinstance(self._model.runtime, ShareableRuntime):
+        if self.model is None:
+            self.model = self._lazy.open()
+            self.words = self.model.placement.words
+            if not isinstance(self.model.runtime, ShareableRuntime):
                 self.max_sequences = 1
-        return self._model
+        return self.model
 
     def take(self, text: _Text, index: int, *, in_thread: bool) -> _Sequence | None:
         """A sequence for a text; None where those that are free are for texts that have waited longer: it waits, too.
@@ -208,14 +201,13 @@ class _Pool:
         with self._lock:
             if text.is_over:
                 return None
-            num_before = self.waiting.index(text) if text in self.waiting else len(self.waiting)
+            self.waiting.setdefault(text)
             num_free = len(self.idle) + self.max_sequences - len(self.opened)
-            found = self._find(text.owner, text.prompt) if num_free > num_before else None
+            is_next = text in itertools.islice(self.waiting, num_free)
+            found = self._find(text.owner, text.prompt) if is_next else None
             if found is None:
-                if text not in self.waiting:
-                    self.waiting.append(text)
                 return None
-            self.leave(text)
+            del self.waiting[text]
             if found in self.idle:
                 self.idle.remove(found)
             text.taken[index] = found
@@ -225,11 +217,6 @@ class _Pool:
         elif is_others:
             self._scheduler.do(partial(_forget, found))
         return found
-
-    def leave(self, text: _Text) -> None:
-        """The text waits no longer. Call it with the lock held."""
-        if text in self.waiting:
-            self.waiting.remove(text)
 
     def take_back(self, sequence: _Sequence, text: Sequence[int]) -> None:
         """Takes a sequence back that holds a beginning of `text`. Call it with the lock held."""
@@ -242,8 +229,8 @@ class _Pool:
         """Releases the model."""
         for sequence in reversed(self.opened):  # the model's own comes last
             sequence.drafter.close()
-        if self._model is not None and self._model.runtime is not None:
-            self._model.runtime.close()
+        if self.model is not None and self.model.runtime is not None:
+            self.model.runtime.close()
         self.opened, self.idle = [], []
 
     def _find(self, owner: bytes, prompt: Sequence[int]) -> _Sequence | None:
@@ -259,16 +246,15 @@ class _Pool:
             return None
         model = self.load()
         runtime = model.runtime
-        assert runtime is not None
-        if self.opened:
-            assert isinstance(runtime, ShareableRuntime)
+        assert runtime is not None, "lookup alone has no sequences"
+        if self.opened and isinstance(runtime, ShareableRuntime):
             try:
                 runtime = runtime.open_sequence()
             except OutriderError as error:  # the cache does not fit
                 _log.warning("%d texts at a time have drafts, no more: %s", len(self.opened), error)
                 self.max_sequences = len(self.opened)
                 return None
-        self.opened.append(_Sequence(runtime, ModelDrafter(runtime, model.num_ids, model=self)))
+        self.opened.append(_Sequence(ModelDrafter(runtime, model.num_ids, model=self)))
         return self.opened[-1]
 
 

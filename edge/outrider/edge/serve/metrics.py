@@ -5,16 +5,15 @@ Plain numbers on the event loop, which become metrics at a scrape. No label come
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from starlette.types import Scope
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.results import GenerationResult, TokenBatch
-from outrider.models.process.tally import CommitTimer, RequestTally, text_format
+from outrider.models.process.tally import RequestTally, text_format
 
 _COUNTERS: Final = {
     "prompt_tokens": "Tokens of prompts, passages included.",
@@ -40,10 +39,6 @@ class LocalMetrics(RequestTally):
         self.texts: Counter[str] = Counter()  # by how they ended
         self.hits: Counter[str] = Counter()  # by what guessed
 
-    def text_timer(self) -> CommitTimer:
-        """A timer for the commits of a text that begins now."""
-        return self.commit_timer(time.monotonic())
-
     def committed(self, batch: TokenBatch) -> None:
         """Counts a commit."""
         self.counts["committed"] += len(batch.tokens)
@@ -53,15 +48,14 @@ class LocalMetrics(RequestTally):
     def ended(self, result: GenerationResult) -> None:
         """Counts a text that came to its end."""
         self.texts[result.finish_reason] += 1
-        for name, count in (
-            ("drafted", result.num_drafted),
-            ("sent", result.num_sent),
-            ("posts", result.num_posts),
-            ("failed_posts", result.num_failed_posts),
-            ("resumed", result.num_sessions - 1),
-            ("draft_failures", int(result.draft_error is not None)),
-        ):
-            self.counts[name] += count
+        self.counts.update(
+            drafted=result.num_drafted,
+            sent=result.num_sent,
+            posts=result.num_posts,
+            failed_posts=result.num_failed_posts,
+            resumed=result.num_sessions - 1,
+            draft_failures=int(result.draft_error is not None),
+        )
         for rank, count in result.hits.items():
             self.hits[_source(rank)] += count
 
@@ -94,11 +88,10 @@ class LocalMetrics(RequestTally):
         yield from self.times()
 
 
-class _Families:
+class _Families(NamedTuple):
     """What a registry calls."""
 
-    def __init__(self, collect: Callable[[], Iterator[Any]]) -> None:
-        self.collect = collect
+    collect: Callable[[], Iterator[Any]]
 
 
 ROUTE: Final = "outrider.route"

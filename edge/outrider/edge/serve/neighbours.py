@@ -68,7 +68,6 @@ def owner_of(local: tuple[IpAddress, int], remote: tuple[IpAddress, int]) -> int
 _log = logging.getLogger("outrider.serve")
 
 TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_ESTABLISHED: Final = "01"
 _ROOT: Final = 0
 
 
@@ -93,13 +92,16 @@ class OwnUser:
 
     def _check(self, scope: Scope) -> None:
         client, server = scope.get("client"), scope.get("server")
-        # A local program may call a loopback address from any other address of this machine.
-        if not client or not server or not (_is_loopback(client[0]) or _is_loopback(server[0])):
+        if not client or not server:
             return
-        user = _connected_user(client, server)
-        if user is None:  # the tables are asked second: they take far longer
-            user = self._user_of((client[0], client[1]), int(server[1]))
-        if user not in (_own_user(), _ROOT):
+        here, there = _address(client[0]), _address(server[0])
+        # A local program may call a loopback address from any other address of this machine.
+        if not any(end is not None and end.is_loopback for end in (here, there)):
+            return
+        user = owner_of((here, client[1]), (there, server[1])) if here and there else None
+        if user is None and here:  # the tables are asked second: they take far longer
+            user = self._user_of(here, client[1], int(server[1]))
+        if user not in (os.getuid() if hasattr(os, "getuid") else _ROOT, _ROOT):
             raise RequestError(
                 "other_user",
                 "another user of this machine runs this server, and it asks for no key; its owner can set one with "
@@ -107,53 +109,30 @@ class OwnUser:
                 status=403,
             )
 
-    def _user_of(self, client: tuple[str, int], server_port: int) -> int | None:
+    def _user_of(self, address: IpAddress, port: int, server_port: int) -> int | None:
         """The user whose socket has the client's address; None if there is none."""
-        own = {f"{form}:{client[1]:04X}" for form in _forms(client[0])}
+        own = {f"{form}:{port:04X}" for form in _forms(address)}
         for table in self._tables:
             for line in table.read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
                 if fields[1] in own and fields[2].endswith(f":{server_port:04X}"):
                     user = int(fields[7])
                     # A socket that was closed belongs to nobody, which is written as root.
-                    return None if user == _ROOT and fields[3] != _ESTABLISHED else user
+                    return None if user == _ROOT and int(fields[3], 16) != _TCP_ESTABLISHED else user
         return None
 
 
-def _connected_user(client: tuple[str, int], server: tuple[str, int]) -> int | None:
-    """The user whose connected socket has the client's address; None where the system does not say."""
-    ends = _address(client[0]), _address(server[0])
-    return owner_of((ends[0], client[1]), (ends[1], server[1])) if ends[0] and ends[1] else None
-
-
-def _own_user() -> int:
-    return os.getuid() if hasattr(os, "getuid") else _ROOT
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _address(host: str) -> IpAddress | None:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return mapped or address
+    return getattr(address, "ipv4_mapped", None) or address
 
 
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return address is not None and address.is_loopback
-
-
-def _forms(host: str) -> set[str]:
+def _forms(address: IpAddress) -> set[str]:
     """An address as the tables write it: 32-bit numbers in the machine's order. IPv4 also as a mapped IPv6 address."""
-    address = _address(host)
-    assert address is not None
-    forms = {_hex(address.packed)}
-    if isinstance(address, ipaddress.IPv4Address):
-        forms.add(_hex(ipaddress.IPv6Address(f"::ffff:{address}").packed))
-    return forms
-
-
-def _hex(packed: bytes) -> str:
-    words = [packed[start : start + 4] for start in range(0, len(packed), 4)]
-    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+    packed = [address.packed]
+    if address.version == 4:
+        packed.append(ipaddress.IPv6Address(f"::ffff:{address}").packed)
+    return {"".join(f"{word:08X}" for word in struct.unpack(f"={len(each) // 4}I", each)) for each in packed}

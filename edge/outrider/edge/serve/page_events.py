@@ -22,7 +22,8 @@ Origin = Literal["draft", "alternative", "lookup", "target", "unverified"]
 or picked by the target itself; what was drafted after it stays. lookup: a copy of an earlier passage, made here or by
 the server, accepted. target: the target. unverified: the draft alone, while no cloud answered."""
 
-Spans = list[tuple[float, float, int]]
+Span = tuple[float, float, int]
+"""When something began and ended, ms since the text's begin, and how many tokens or bytes it was about."""
 
 
 class PageRequest(StrictMessage):
@@ -104,9 +105,9 @@ class StateEvent(BaseModel):
     tree: list[ShownGuess]
     num_ahead: int
     depth: int
-    drafts: Spans
-    posts: Spans
-    passes: Spans
+    drafts: list[Span]
+    posts: list[Span]
+    passes: list[Span]
     round_trip_ms: float | None = None
     step_ms: float | None = None
     draft_ms: float | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from outrider.edge.link.fleet import CloudState
 from outrider.edge.results import GenerationRequest, ends_of
 from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.serve.drafted_texts import LocalTexts, verify_answer
@@ -31,7 +31,6 @@ from outrider.edge.serve.grounded_calls import (
 from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
-from outrider.edge.serve.upstream import conversation_to_render
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
@@ -40,7 +39,6 @@ from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs,
 from outrider.models.http.encoding import (
     check_prediction,
     check_prompts,
-    encode_chat,
     encode_prediction,
     encode_prompts,
     no_chat_template,
@@ -50,6 +48,7 @@ from outrider.models.http.encoding import (
 from outrider.models.http.errors import FieldError
 from outrider.models.http.security import PagePolicy
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
+from outrider.models.http.sse import until_gone
 from outrider.models.wire.protocol import ModelFacts
 
 PATHS_ARE: Final = (
@@ -62,23 +61,6 @@ PATHS_ARE: Final = (
 Found = TypeVar("Found")
 Encoded = tuple[list[list[int]], list[Grounding] | None]
 """Prompts as token ids, and what each is grounded in; None where a call has no documents."""
-
-
-class CloudReadiness(BaseModel):
-    """One cloud, as far as it is known."""
-
-    state: str
-    model: str | None = None
-    target: str | None = None
-    round_trip_ms: float | None = None
-    queue_depth: int | None = None
-    free_block_share: float | None = None
-
-
-class HostlessReadiness(BaseModel):
-    """GET /health/ready under a host name that is not allowed."""
-
-    status: str
 
 
 class LocalReadiness(BaseModel):
@@ -96,7 +78,7 @@ class LocalReadiness(BaseModel):
     draft: str = ""
     failed_drafts: list[str] = []
     eased_by: str | None = None
-    clouds: list[CloudReadiness] = []
+    clouds: list[CloudState] = []
 
 
 class LabelledRoute(Route):
@@ -114,7 +96,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     async def complete(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
-        facts, is_up = await core.facts_or_draft(body.model)
+        facts = await core.facts_or_draft(body.model)
         prompts = body.prompts()
         check_prompts(core.tokenizer, facts.max_positions - 1, body)
         sources = sources_of(core, body.documents)
@@ -135,12 +117,12 @@ def local_routes(core: LocalCore) -> list[Route]:
                 return await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body), None
             return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
 
-        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, is_up)
+        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens)
 
     async def chat(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalChatRequest, await read_body(request.receive))
-        facts, is_up = await core.facts_or_draft(body.model)
+        facts = await core.facts_or_draft(body.model)
         if not facts.has_chat_template:
             raise no_chat_template(facts.name)
 
@@ -148,21 +130,18 @@ def local_routes(core: LocalCore) -> list[Route]:
         max_tokens = body.max_completion_tokens or body.max_tokens
 
         async def encode() -> Encoded:
-            messages, groundings = list(body.messages), None
+            asked, groundings = body, None
             if sources is not None:
-                plain, found = await core.workers.run(owner, ground_messages, sources, messages, facts, max_tokens)
-                messages, groundings = [openai.ChatMessage.model_validate(each) for each in plain], [found]
-            if not is_up:  # the draft bundle's own template: no server is there to use the target's
-                local = body.model_copy(update={"messages": messages})
-                prompt = await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, local)
-                return [prompt], groundings
-            content = await core.workers.run(owner, conversation_to_render, messages, core.fingerprint, body)
-            tokens = (await core.upstream.render(content, facts)).tokens
+                kept, found = await core.workers.run(owner, ground_messages, sources, body.messages, facts, max_tokens)
+                asked, groundings = body.model_copy(update={"messages": kept}), [found]
+            tokens = await core.rendered(owner, asked, facts)
+            if facts is core.draft_facts:
+                return [tokens], groundings
             if body.add_special_tokens and core.tokenizer.begins_with_bos:
                 tokens = [*core.tokenizer.encode("")[:1], *tokens]
             return [truncated(tokens, facts.max_positions - 1, body)], groundings
 
-        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, is_up)
+        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions)
 
     async def verify(request: Request) -> Response:
         owner = owner_of(request)
@@ -200,17 +179,21 @@ def local_routes(core: LocalCore) -> list[Route]:
             readiness.model = upstream.model
         except OutriderError:
             readiness.status = "no_verifier"
-        known = CloudReadiness.model_fields
-        states = [asdict(state) for state in core.upstream.fleet.states()]
+        readiness.clouds = core.upstream.fleet.states()
         if readiness.status == "no_verifier":  # a lone one is not left out, so nothing else says that it is down
-            states = [state | {"state": "down"} for state in states]
-        readiness.clouds = [CloudReadiness(**{name: state[name] for name in known}) for state in states]
+            readiness.clouds = [state.model_copy(update={"state": "down"}) for state in readiness.clouds]
         status = 200 if readiness.status == "ready" else 503
         # Probes come under any name; so may a page, by a name of its own that resolves to this machine.
-        return _json(readiness if _is_known_host(core, request) else HostlessReadiness(status=readiness.status), status)
+        shown = None if _is_known_host(core, request) else {"status"}
+        return _json(readiness, status, shown)
 
     async def metrics(request: Request) -> Response:
-        content, media_type = core.metrics.exposition(request.headers.get("accept", ""), _gauges(core))
+        gauges = {
+            "texts_running": ("Texts in work.", core.places.total),
+            "draft_sequences": ("Texts that the draft model can draft for at a time.", core.drafts.max_sequences),
+            "draft_sequences_lent": ("Texts that the draft model drafts for.", core.drafts.num_lent),
+        }
+        content, media_type = core.metrics.exposition(request.headers.get("accept", ""), gauges)
         return Response(content, headers={"content-type": media_type})
 
     return [
@@ -233,7 +216,6 @@ async def _answer(
     num_prompts: int,
     encode: Callable[[], Awaitable[Encoded]],
     max_tokens: int,
-    is_up: bool,
 ) -> Response:
     body.require_few(num_prompts)
     check_prediction(core.tokenizer, body)
@@ -252,9 +234,7 @@ async def _answer(
         cut = text_style(body, style, core.tokenizer, ends)
         draft_grammar = await core.grammars.compiled(grammar, owner)
         rules = await processors_of(core.workers, owner, core.tokenizer, body)
-        prediction: tuple[int, ...] = ()
-        if body.prediction is not None:
-            prediction = await core.workers.run(owner, encode_prediction, core.tokenizer, body)
+        prediction = await core.workers.run(owner, encode_prediction, core.tokenizer, body) if body.prediction else ()
         requests = [
             GenerationRequest(
                 tuple(prompt),
@@ -273,13 +253,13 @@ async def _answer(
             )
             for prompt in prompts
         ]
-        shape_type = ChatShape if isinstance(body, LocalChatRequest) else CompletionShape
-        shape: Shape = shape_type(facts.name, params.seed, facts.target, look_of(body, style, core.tokenizer, prompts))
+        make = ChatShape if isinstance(body, LocalChatRequest) else CompletionShape
+        shape: Shape = make(facts.name, params.seed, facts.target, look_of(body, style, core.tokenizer, prompts))
         texts.answer_id = shape.id
         if groundings is not None:
             add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]
-        texts.begin(requests, cut, facts, quoted, is_up=is_up, num_each=body.num_each)
+        texts.begin(requests, cut, facts, quoted, num_each=body.num_each)
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
     return await answer(texts, num_prompts, shape, body, request, core.held_logprobs, core.settings.keep_alive_s)
@@ -290,12 +270,7 @@ async def _while_connected(request: Request, work: Awaitable[Found]) -> Found:
 
     Indexing documents takes seconds, a check as long as a text: neither goes on for a client that has left.
     """
-
-    async def leave() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(leave())
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(until_gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -315,17 +290,11 @@ def _is_known_host(core: LocalCore, request: Request) -> bool:
     return True
 
 
-def _gauges(core: LocalCore) -> dict[str, tuple[str, float]]:
-    return {
-        "texts_running": ("Texts in work.", core.places.total),
-        "draft_sequences": ("Texts that the draft model can draft for at a time.", core.drafts.max_sequences),
-        "draft_sequences_lent": ("Texts that the draft model drafts for.", core.drafts.num_lent),
-    }
-
-
 def _card(facts: ModelFacts) -> openai_answers.ModelCard:
     return openai_answers.ModelCard(id=facts.name, created=0, max_model_len=facts.max_positions)
 
 
-def _json(message: BaseModel, status: int = 200) -> Response:
-    return Response(message.model_dump_json(exclude_none=True), status, media_type="application/json")
+def _json(message: BaseModel, status: int = 200, shown: set[str] | None = None) -> Response:
+    """The answer. shown: the message's only fields that go out; None: all."""
+    content = message.model_dump_json(include=shown, exclude_none=True)
+    return Response(content, status, media_type="application/json")

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -17,7 +17,6 @@ from typing import Final
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -91,18 +90,9 @@ def page_routes() -> list[Route]:
     return [_route(file) for file in sorted(_SITE.iterdir()) if file.suffix in _TYPES]
 
 
-def page_paths(routes: Sequence[Route]) -> tuple[str, ...]:
-    """Where the files are."""
-    return tuple(route.path for route in routes)
-
-
 def _route(file: Path) -> Route:
-    body, headers = file.read_bytes(), {**HEADERS, "content-type": _TYPES[file.suffix]}
-
-    async def serve(_: Request) -> Response:
-        return Response(body, headers=headers)
-
-    return Route("/" if file.name == "index.html" else f"/page/{file.name}", serve, methods=["GET"])
+    answer = Response(file.read_bytes(), headers={**HEADERS, "content-type": _TYPES[file.suffix]})
+    return Route("/" if file.name == "index.html" else f"/page/{file.name}", answer, methods=["GET"])
 
 
 PROBE_PATHS: Final = frozenset({"/health/live", "/health/ready"})
@@ -114,7 +104,7 @@ COSTLY_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions", "/v1
 def create_local_app(core: LocalCore) -> Starlette:
     """The application: the API and the page."""
     settings, page = core.settings, page_routes()
-    paths = GatePaths(frozenset(page_paths(page)), PROBE_PATHS, COSTLY_PATHS)
+    paths = GatePaths(frozenset(route.path for route in page), PROBE_PATHS, COSTLY_PATHS)
     layers = [
         Middleware(TracedRequests),
         Middleware(ServedRequests, tally=core.metrics, route_of=route_of, on_over=note_request),
@@ -150,7 +140,6 @@ class LocalServer(BoundedServer):
         core: LocalCore,
         *,
         drain_s: float,
-        limits: ConnectionLimits | None = None,
         tls: TlsFiles | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
@@ -159,7 +148,7 @@ class LocalServer(BoundedServer):
         self._num_signals = 0
         self._look: asyncio.Task[None] | None = None
         self._ends_at: float | None = None
-        limits = limits or ConnectionLimits(max_body_bytes=core.settings.max_body_bytes)
+        limits = ConnectionLimits(max_body_bytes=core.settings.max_body_bytes)
         super().__init__(create_local_app(core), limits, tls=tls, on_ready=on_ready)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

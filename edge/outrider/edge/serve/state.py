@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from outrider.edge.devices.power import PowerWatch
@@ -18,15 +19,16 @@ from outrider.edge.retrieval.grounding import Library
 from outrider.edge.serve.lent_drafts import DraftSequences, Loan
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
-from outrider.edge.serve.upstream import Upstream
+from outrider.edge.serve.upstream import Upstream, conversation_to_render
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.http.answers import HeldLogprobs, require_model
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_plan import Grammars, dialect_of
-from outrider.models.http.encoding import Workers
+from outrider.models.http.encoding import Workers, encode_chat
 from outrider.models.http.errors import internal_error
+from outrider.models.http.openai import Conversation
 from outrider.models.http.security import GateSettings
 from outrider.models.process.by_owner import Shares
 from outrider.models.runtimes.ngram import QuotedText
@@ -39,26 +41,6 @@ _log = logging.getLogger("outrider.serve")
 NO_VERIFIER: Final = "no_verifier"
 _OWN_KEY: Final = frozenset({401, 403})
 """What a verifier answers because of the device's own key or address: the client cannot put it right."""
-
-
-def as_request_error(error: Exception, *, shows_details: bool) -> RequestError:
-    """What the client gets. shows_details: whether it may learn the verifiers' addresses; the log has them always."""
-    if isinstance(error, RequestError) and error.status not in _OWN_KEY:
-        return error
-    if not isinstance(error, OutriderError):
-        return internal_error()
-    if isinstance(error, TokenizerMismatch):
-        code, status, words = "tokenizer_mismatch", 502, "the draft was made for another target"
-    elif isinstance(error, RequestError):
-        code, status, words = "verifier_refused", 502, "the verifier refuses this device"
-    elif isinstance(error, CloudError):
-        code, status, words = NO_VERIFIER, 503, "no verifier can answer now"
-    else:
-        code, status, words = "device_failed", 500, "the device failed on this request"
-    _log.warning("%s: %s", code, visible(str(error)))
-    return RequestError(
-        code, str(error) if shows_details else f"{words}; the log of this server says why", status=status
-    )
 
 
 def shutting_down() -> RequestError:
@@ -116,10 +98,6 @@ class TextSlots(Shares[bytes]):
             "overloaded", f"{self.total} of {self.max_all} texts are in work; retry in a moment", status=503
         )
 
-    def release(self, owner: bytes) -> None:
-        """Frees one place."""
-        self.add(owner, -1)
-
 
 @dataclass(frozen=True, slots=True)
 class OfflineSettings:
@@ -135,6 +113,7 @@ class LocalCore:
 
     library: documents whose passages go before every prompt; None: only documents that a request brings.
     power: says when texts are drafted with half the work. offline: None: a text without a cloud is an error.
+    draft_facts: the facts of a text that the draft writes alone.
     """
 
     tokenizer: Tokenizer
@@ -151,14 +130,29 @@ class LocalCore:
     metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    draft_facts: ModelFacts | None = field(init=False, default=None)
     places: TextSlots = field(init=False)
     grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
     held_logprobs: HeldLogprobs = field(default_factory=HeldLogprobs)
 
     def request_error(self, error: Exception) -> RequestError:
-        """The error that a client gets for this one."""
-        return as_request_error(error, shows_details=self.settings.shows_details)
+        """What the client gets for this one; the log has the verifiers' addresses always."""
+        if isinstance(error, RequestError) and error.status not in _OWN_KEY:
+            return error
+        if not isinstance(error, OutriderError):
+            return internal_error()
+        if isinstance(error, TokenizerMismatch):
+            code, status, words = "tokenizer_mismatch", 502, "the draft was made for another target"
+        elif isinstance(error, RequestError):
+            code, status, words = "verifier_refused", 502, "the verifier refuses this device"
+        elif isinstance(error, CloudError):
+            code, status, words = NO_VERIFIER, 503, "no verifier can answer now"
+        else:
+            code, status, words = "device_failed", 500, "the device failed on this request"
+        _log.warning("%s: %s", code, visible(str(error)))
+        shown = str(error) if self.settings.shows_details else f"{words}; the log of this server says why"
+        return RequestError(code, shown, status=status)
 
     async def target_facts(self, model: str | None = None) -> ModelFacts:
         """The target's facts. model: the one that a request names. Raises RequestError, also where it is another."""
@@ -172,46 +166,55 @@ class LocalCore:
             require_model(facts.name, model)
         return facts
 
-    async def facts_or_draft(self, model: str | None = None) -> tuple[ModelFacts, bool]:
-        """The target's facts, and whether a cloud answers. Without one, with --offline-ok, the draft's."""
+    async def facts_or_draft(self, model: str | None = None) -> ModelFacts:
+        """The target's facts. Where no cloud answers, with --offline-ok, the draft's: it writes alone."""
         try:
-            return await self.target_facts(model), True
+            return await self.target_facts(model)
         except RequestError as error:
-            if error.code != NO_VERIFIER or self.offline is None:
+            if error.code != NO_VERIFIER or self.draft_facts is None:
                 raise
-            return self.offline_facts, False
+            return self.draft_facts
+
+    async def rendered(self, owner: bytes, conversation: Conversation, facts: ModelFacts) -> list[int]:
+        """A conversation's token ids, by the target's chat template; without a cloud by the draft bundle's own."""
+        if facts is self.draft_facts:
+            return await self.workers.run(owner, encode_chat, self.tokenizer, facts.max_positions - 1, conversation)
+        content = await self.workers.run(owner, conversation_to_render, conversation, self.fingerprint)
+        return (await self.upstream.render(content, facts)).tokens
 
     def stream_agent(self, endpoints: Endpoints, loan: Loan, quoted: Sequence[QuotedText] = ()) -> StreamAgent:
         """What generates one text with a lent draft. quoted: documents that the text may quote."""
         options = self.settings.options if self.power.reason is None else eased(self.settings.options)
-        depth, scheduler = self.settings.depth, self.drafts.scheduler
-        agent = make_agent(Mode.STREAM, endpoints, loan.drafter, depth, options, scheduler, loan.estimates, quoted)
+        agent = make_agent(
+            Mode.STREAM,
+            endpoints,
+            loan.drafter,
+            self.settings.depth,
+            options,
+            self.drafts.scheduler,
+            loan.estimates,
+            quoted,
+        )
         assert isinstance(agent, StreamAgent)
         return agent
-
-    @property
-    def offline_facts(self) -> ModelFacts:
-        """What serves while no cloud answers: the draft itself."""
-        assert self.offline is not None
-        dialect = dialect_of(self.tokenizer)
-        return ModelFacts(
-            name=self.offline.name,
-            tokenizer=self.fingerprint,
-            vocab_size=self.tokenizer.size,
-            max_positions=self.offline.max_positions or _ANY_POSITIONS,
-            eos_token_ids=sorted(self.tokenizer.eos_token_ids),
-            has_chat_template=self.tokenizer.has_chat_template,
-            tool_calls=dialect.tools,
-            has_reasoning=dialect.has_reasoning,
-        )
 
     def __post_init__(self) -> None:
         self.places = TextSlots(self.settings.max_own, self.settings.max_requests)
         self.bodies = Bodies(self.settings.max_body_bytes)
-        tokenizer = self.tokenizer
-        self.grammars = Grammars(
-            lambda: GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids), is_needed=False
-        )
+        compiler = partial(GrammarCompiler, self.tokenizer, self.tokenizer.size, self.tokenizer.eos_token_ids)
+        self.grammars = Grammars(compiler, is_needed=False)
+        if self.offline is not None:
+            dialect = dialect_of(self.tokenizer)
+            self.draft_facts = ModelFacts(
+                name=self.offline.name,
+                tokenizer=self.fingerprint,
+                vocab_size=self.tokenizer.size,
+                max_positions=self.offline.max_positions or _ANY_POSITIONS,
+                eos_token_ids=sorted(self.tokenizer.eos_token_ids),
+                has_chat_template=self.tokenizer.has_chat_template,
+                tool_calls=dialect.tools,
+                has_reasoning=dialect.has_reasoning,
+            )
 
     async def aclose(self) -> None:
         """Ends all texts, closes the connections and releases the draft."""

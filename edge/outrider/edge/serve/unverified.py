@@ -19,6 +19,7 @@ from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.answer_text import TextStyle
 from outrider.models.process.by_owner import Bounds, OwnerStore
+from outrider.models.runtimes.base import num_shared
 from outrider.models.wire.fields import StrictMessage
 
 MAX_KEPT: Final = 64
@@ -52,12 +53,8 @@ class KeptText:
         kept = self
         if self.began is None or self.began.target != target:
             kept = replace(self, verified=(), local=(*self.verified, *self.local))
-        max_tokens = self.request.max_tokens - len(kept.verified)
-        if max_tokens < 1:
-            return kept, None
-        num_generated = self.request.num_generated + len(kept.verified)
-        prompt = (*self.request.prompt, *kept.verified)
-        return kept, replace(self.request, prompt=prompt, max_tokens=max_tokens, num_generated=num_generated)
+        has_rest = len(kept.verified) < self.request.max_tokens
+        return kept, self.request.after(kept.verified) if has_rest else None
 
 
 KeptAnswer = dict[int, KeptText]
@@ -137,9 +134,5 @@ class VerifiedAnswer(BaseModel):
 
 def compared(kept: KeptText, new: Sequence[int]) -> tuple[int, int]:
     """Local tokens that are the target's too, up to the first that is not; and the others."""
-    same = 0
-    for mine, its in zip(kept.local, new, strict=False):
-        if mine != its:
-            break
-        same += 1
+    same = num_shared(kept.local, new)
     return same, len(kept.local) - same

@@ -18,7 +18,7 @@ from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import OutriderError, TokenizerMismatch
-from outrider.models.http.openai import ChatMessage, Conversation
+from outrider.models.http.openai import Conversation
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 
@@ -49,7 +49,6 @@ class Upstream:
         retry: RetryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clients = list(clients)
         self._fingerprint = fingerprint
         self._retry = retry or RetryPolicy(max_loading_s=2.0, max_asked_s=ASKED_S)
         self._clock = clock
@@ -59,7 +58,7 @@ class Upstream:
         self._ready: tuple[float, ReadyAnswer] | None = None
         # One question of a kind at a time, however many clients wait for its answer.
         self._asked: dict[Callable[[], Awaitable[Any]], asyncio.Task[Any]] = {}
-        self.fleet = Fleet(self._clients, on_change=_note)
+        self.fleet = Fleet(clients, on_change=_note)
 
     async def aclose(self) -> None:
         """Closes every connection."""
@@ -67,7 +66,7 @@ class Upstream:
         for question in self._asked.values():
             question.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
-        for client in self._clients:
+        for client in self.fleet.clients:
             await client.aclose()
 
     def endpoints(self, delay_s: float = 0.0, *, no_store: bool = False) -> Endpoints:
@@ -178,18 +177,15 @@ def quick(num_clouds: int) -> RetryPolicy:
     return RetryPolicy(max_failures=max(2, num_clouds), max_outage_s=0.0, max_loading_s=0.0, max_asked_s=0.0)
 
 
-def conversation_to_render(
-    messages: Sequence[ChatMessage], fingerprint: str, conversation: Conversation | None = None
-) -> bytes:
-    """The body of /v1/render. conversation: whose tools and template variables it has. Blocking: half a megabyte takes
-    tens of milliseconds.
-    """
-    plain = [message.model_dump(exclude_unset=True) for message in messages]
-    document: dict[str, Any] = {"messages": plain, "tokenizer": fingerprint}
-    if conversation is not None:
-        document["chat_template_kwargs"] = conversation.chat_template_kwargs
-        if (tools := conversation.tools_for_template()) is not None:  # older servers ignore what they do not know
-            document["tools"] = tools
+def conversation_to_render(conversation: Conversation, fingerprint: str) -> bytes:
+    """The body of /v1/render. Blocking: half a megabyte takes tens of milliseconds."""
+    document: dict[str, Any] = {
+        "messages": [message.model_dump(exclude_unset=True) for message in conversation.messages],
+        "tokenizer": fingerprint,
+        "chat_template_kwargs": conversation.chat_template_kwargs,
+    }
+    if (tools := conversation.tools_for_template()) is not None:  # older servers ignore what they do not know
+        document["tools"] = tools
     return json.dumps(document).encode()
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, get_args
+from functools import cache
+from typing import Final, cast, get_args
 
 from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, find_runtime, install_advice
 from outrider.models.bundle.manifest import Device, Precision
@@ -59,17 +60,15 @@ def judge(
     find: Callable[[ModelRuntime], FoundRuntime] = find_runtime,
 ) -> list[Judged]:
     """Each draft with the reason against it, in the server's order."""
-    found: dict[str, FoundRuntime] = {}
+    find = cache(find)
 
     def runs_not(draft: OfferedDraft) -> str | None:
-        runtime, device = _known_runtime(draft.runtime), _known_device(draft.device)
-        if runtime is None or device is None:
+        runtime, device = cast(ModelRuntime, draft.runtime), cast(Device, draft.device)
+        if runtime not in RUNTIME_NAMES or device not in get_args(Device):
             return f"this version knows no drafts for {draft.runtime} on {draft.device}"
-        if runtime not in found:
-            found[runtime] = find(runtime)
-        if found[runtime].version is None:
+        if find(runtime).version is None:
             return f"{RUNTIME_NAMES[runtime]} is {install_advice(runtime)}"
-        if not found[runtime].has(device):
+        if not find(runtime).has(device):
             return f"{RUNTIME_NAMES[runtime]} sees no {device.upper()} here"
         return None
 
@@ -129,11 +128,3 @@ def _why(best: Sequence[OfferedDraft], num_fitting: int, num_offered: int) -> st
     if first.device != second.device:
         return f"{among}, {alike}, and the {first.device.upper()} comes before the {second.device.upper()}"
     return f"{among}, {alike}, and it is the smallest for the {first.device.upper()}"
-
-
-def _known_runtime(name: str) -> ModelRuntime | None:
-    return next((runtime for runtime in RUNTIME_NAMES if runtime == name), None)
-
-
-def _known_device(name: str) -> Device | None:
-    return next((device for device in get_args(Device) if device == name), None)

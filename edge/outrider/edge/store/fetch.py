@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
+from filelock import AsyncFileLock, Timeout
 
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.store.shelf import KEY_CHARS
 from outrider.models.bundle.bundle import DATA_SUFFIXES, Bundle, hash_file, refuse_unsafe
-from outrider.models.bundle.bundle_writer import flush_tree
+from outrider.models.bundle.bundle_writer import flush, flush_tree
 from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError
@@ -55,7 +54,7 @@ class Progress:
 class BundleFetch:
     """One bundle on its way to `destination`. Hold its lock (`locked`) while it runs.
 
-    tokenizer: the fingerprint that the bundle must have. sleep: between attempts.
+    tokenizer: the fingerprint that the bundle must have.
     """
 
     def __init__(
@@ -65,14 +64,12 @@ class BundleFetch:
         tokenizer: str,
         destination: Path,
         progress: Progress,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._client = client
         self._draft = draft
         self._tokenizer = tokenizer
         self._destination = destination
         self._progress = progress
-        self._sleep = sleep
         key = manifest_of(draft).sha256[:KEY_CHARS]
         name = key if destination.name == key else f"{destination.name}.{key}"
         self._partial = destination.with_name(f".{name}.partial")
@@ -148,11 +145,12 @@ class BundleFetch:
         path = self._partial / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         has = path.stat().st_size if path.is_file() else 0
-        if has > file.size or (has == file.size and await asyncio.to_thread(_hash_or_none, path) != file.sha256):
+        is_whole = path.is_file() and has == file.size and await asyncio.to_thread(hash_file, path) == file.sha256
+        if has >= file.size and not is_whole:
             path.unlink(missing_ok=True)
             has = 0
         self._progress.add(has)
-        if has == file.size and path.is_file():
+        if is_whole:
             return
         found = await self._download(file, path)
         if found != file.sha256 and has:
@@ -175,7 +173,7 @@ class BundleFetch:
         num_failures = 0
         while True:
             has = path.stat().st_size if path.is_file() else 0
-            error: EndpointLost | None = None
+            cause = f"{self._client.url} closed the connection"
             try:
                 await self._append(file, path, has)
             except EndpointUnfit:
@@ -183,12 +181,11 @@ class BundleFetch:
             except EndpointLost as lost:
                 if lost.status in _GONE:
                     raise CloudError(f"{lost}. Run `outrider pull` again: the server may have another draft") from None
-                error = lost
+                cause = str(lost)
             now_has = path.stat().st_size if path.is_file() else 0
             if now_has == file.size:
                 return await asyncio.to_thread(hash_file, path)
             num_failures = 0 if now_has > has else num_failures + 1
-            cause = str(error) if error is not None else f"{self._client.url} closed the connection"
             if num_failures >= MAX_FAILURES:
                 raise CloudError(
                     f"the download of {file.path} broke off after {self._progress.done / 1e6:,.1f} of "
@@ -196,16 +193,16 @@ class BundleFetch:
                 )
             if num_failures <= 1:
                 self._progress.note(f"{cause}; going on at {self._progress.done / 1e6:,.1f} MB")
-            await self._sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**num_failures))
+            await asyncio.sleep(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**num_failures))
 
     async def _append(self, file: OfferedFile, path: Path, has: int) -> None:
         """One attempt."""
-        async with self._client.download(self._draft.name, file, has) as arriving:
+        async with self._client.download(self._draft.name, file, has) as (start, pieces):
             with _naming_a_full_disk(self._destination), path.open("ab") as out:
-                if arriving.start != has:
-                    self._progress.add(arriving.start - has)
-                    out.truncate(arriving.start)
-                async for piece in arriving.pieces:
+                if start != has:
+                    self._progress.add(start - has)
+                    out.truncate(start)
+                async for piece in pieces:
                     out.write(piece)
                     self._progress.add(len(piece))
 
@@ -219,12 +216,8 @@ class BundleFetch:
                 f"{self._destination} cannot be made ({error.strerror}): what was fetched stays at {self._partial}. "
                 "Choose another place with --to"
             ) from error
-        with contextlib.suppress(OSError):  # the rename is done; Windows cannot flush a directory
-            descriptor = os.open(self._destination.parent, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        with contextlib.suppress(OSError):  # the rename is done
+            flush(self._destination.parent)
 
 
 def manifest_of(draft: OfferedDraft) -> OfferedFile:
@@ -239,20 +232,16 @@ def manifest_of(draft: OfferedDraft) -> OfferedFile:
 async def locked(path: Path, note: Callable[[str], None]) -> AsyncIterator[None]:
     """Holds the lock on `path`; waits for another process that has it. The system drops a dead process's lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock, is_noted = FileLock(path, thread_local=False), False
-    while True:
-        try:
-            lock.acquire(timeout=0)
-            break
-        except Timeout:
-            if not is_noted:
-                note("Another process pulls this draft; waiting for it.")
-                is_noted = True
-            await asyncio.sleep(LOCK_PAUSE_S)
+    lock = AsyncFileLock(path, thread_local=False, run_in_executor=False)
+    try:
+        await lock.acquire(timeout=0)
+    except Timeout:
+        note("Another process pulls this draft; waiting for it.")
+        await lock.acquire(poll_interval=LOCK_PAUSE_S)
     try:
         yield
     finally:
-        lock.release()
+        await lock.release()
 
 
 @contextlib.contextmanager
@@ -265,7 +254,3 @@ def _naming_a_full_disk(place: Path) -> Iterator[None]:
         raise BundleError(
             f"the disk of {place.parent} is full; free some space and run `outrider pull` again to go on"
         ) from error
-
-
-def _hash_or_none(path: Path) -> str | None:
-    return hash_file(path) if path.is_file() else None

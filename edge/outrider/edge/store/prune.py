@@ -10,8 +10,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from outrider.edge.store.fetch import manifest_of
-from outrider.edge.store.shelf import KEY_CHARS, Pulled, Shelf
-from outrider.edge.store.use import unused
+from outrider.edge.store.shelf import KEY_CHARS, Pulled, Shelf, unused
 from outrider.models.wire.protocol import DraftList
 
 _REMOVED = ".removed"

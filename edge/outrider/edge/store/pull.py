@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.origin import TextOrigin
 from outrider.edge.store.choice import Judged, OfferChoice, Wishes, choose, judge
 from outrider.edge.store.fetch import BundleFetch, Progress, locked, manifest_of
-from outrider.edge.store.shelf import PulledFor, Shelf, now_s
+from outrider.edge.store.shelf import PulledFor, Shelf
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.client.client import VerifierClient
@@ -40,10 +40,7 @@ class Offer:
 
 async def list_offered(client: DraftClient, note: Callable[[str], None], retry: RetryPolicy | None = None) -> DraftList:
     """The server's drafts. A server on this machine that still loads is waited for. Raises CloudError."""
-    listed = await Endpoints([client], retry, on_trouble=note).call(_listed)
-    if listed is None:
-        raise _no_list(client)
-    return listed
+    return await Endpoints([client], retry, on_trouble=note).call(_listed)
 
 
 async def find_offer(
@@ -57,32 +54,30 @@ async def find_offer(
     Raises BundleError where no draft fits, CloudError where no server is left that could have one.
     """
     refusals: dict[str, OutriderError] = {}
-    by_url = {client.url: client for client in clients}
 
     async def ask(client: VerifierClient) -> Offer:
-        server = by_url[client.url]
+        assert isinstance(client, DraftClient)
+        judged: list[Judged] = []
         try:
-            if (offered := await _listed(server)) is None:
-                raise _no_list(server)
+            offered = await _listed(client)
             judged = judge(offered.drafts, wishes)
-            return Offer(server, offered, judged, choose(judged, server.url))
+            return Offer(client, offered, judged, choose(judged, client.url))
         except EndpointLost:
             raise
-        except RequestError as error:
-            if error.status == 401:
-                raise
-            refusals[server.url] = error
-            what = "refuses to list drafts"
-        except CloudError as error:
-            refusals[server.url] = error
-            what = "offers no drafts for download"
-        except BundleError as error:
-            refusals[server.url] = error
-            what = "has no draft that fits" if judged else "has no drafts for its target"
-        raise EndpointUnfit(f"{server.url} {what}")
+        except (RequestError, CloudError, BundleError) as error:
+            refusals[client.url] = error
+            if isinstance(error, RequestError):
+                if error.status == 401:
+                    raise
+                what = "refuses to list drafts"
+            elif isinstance(error, CloudError):
+                what = "offers no drafts for download"
+            else:
+                what = "has no draft that fits" if judged else "has no drafts for its target"
+        raise EndpointUnfit(f"{client.url} {what}")
 
     try:
-        return await Endpoints(clients, retry, on_trouble=note).call(ask, TextOrigin())
+        return await Endpoints(clients, retry, on_trouble=note).call(ask)
     except CloudError:
         if len(refusals) < len(clients):
             raise
@@ -91,19 +86,15 @@ async def find_offer(
         raise BundleError(f"no cloud has a draft that fits: {'; '.join(map(str, refusals.values()))}") from None
 
 
-async def _listed(client: VerifierClient) -> DraftList | None:
-    """None where there is no such route: the server is older, or another program."""
+async def _listed(client: VerifierClient) -> DraftList:
+    """Raises CloudError where there is no such route: the server is older, or another program."""
     assert isinstance(client, DraftClient)
     try:
         return await client.draft_list()
     except EndpointLost as error:
-        if error.status == 404:
-            return None
-        raise
-
-
-def _no_list(client: DraftClient) -> CloudError:
-    return CloudError(
+        if error.status != 404:
+            raise
+    raise CloudError(
         f"the server at {client.url} offers no drafts for download: it is older than this device, or no Outrider "
         "server. Copy a bundle from where it was exported, and name it with --draft"
     )
@@ -135,7 +126,7 @@ async def pull_draft(
             shelf.note(
                 sha256,
                 offered.target,
-                PulledFor(model=offered.model, server=client.url, name=chosen.draft.name, at_s=now_s()),
+                PulledFor(model=offered.model, server=client.url, name=chosen.draft.name, at_s=time.time()),
             )
     return PullResult(destination, is_new)
 

@@ -1,13 +1,16 @@
-"""Keeps pulled drafts in the user's cache, and finds the one that fits a server.
+"""Keeps pulled drafts in the user's cache, finds the one that fits a server, and marks those in use.
 
 A bundle's directory is named by the hash of its manifest, which covers every file. Beside it lies a record of the
-targets that it was pulled for.
+targets that it was pulled for. The mark is a shared lock on the bundle's manifest, which the system drops when a
+process ends: no other process removes the draft. On Windows the open file is the mark: its directory cannot be renamed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
-import time
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +20,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, place_draft
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.client.address import split_login, verifier_url
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+
+if sys.platform != "win32":
+    import fcntl
 
 KEY_CHARS: Final = 16
 
@@ -163,6 +170,35 @@ def _read_record(path: Path) -> Record:
         return Record()  # lost: the bundle itself says what it is for
 
 
-def now_s() -> float:
-    """Unix time."""
-    return time.time()
+@contextlib.contextmanager
+def in_use(place: Path) -> Iterator[None]:
+    """Marks the bundle at `place` as in use. One that is missing is not marked: whoever opens it reports that."""
+    try:
+        descriptor = os.open(place / MANIFEST_NAME, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        if sys.platform != "win32":
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def unused(place: Path) -> Iterator[None]:
+    """Keeps other processes from marking the bundle. Raises OSError where one has, or where that is unknown."""
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(place / MANIFEST_NAME, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(error.errno, "a running process uses it") from None
+        yield
+    finally:
+        os.close(descriptor)

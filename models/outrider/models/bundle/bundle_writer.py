@@ -94,7 +94,7 @@ class BundleWriter:
             self.seal(manifest)
         self.check_destination()
         self._swap()
-        _flush(self._destination.parent)
+        flush(self._destination.parent)
         return Bundle(self._destination, manifest)
 
     def _swap(self) -> None:
@@ -127,11 +127,12 @@ class BundleWriter:
 def flush_tree(directory: Path) -> None:
     """Waits until a directory and everything in it is on the disk: the rename must come after it."""
     for path in sorted(directory.rglob("*")):
-        _flush(path)
-    _flush(directory)
+        flush(path)
+    flush(directory)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a directory, are on the disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows has no handle to flush for a directory
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
