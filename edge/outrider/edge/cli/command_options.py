@@ -24,7 +24,6 @@ from outrider.edge.cli.option_groups import (
     SamplingOptions,
     SourceOptions,
     Width,
-    given,
     is_typed,
     refuse_idle,
     refuse_idle_tree,
@@ -39,7 +38,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.listen_options import AccessOptions, Host, Port
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
 
@@ -68,12 +67,12 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
         self._choose()
         self._set_params(self.seed)
         if not self.drafts:
-            refuse_idle("nothing drafts with --no-drafts", given(self, *DRAFTS))
+            refuse_idle(self, "nothing drafts with --no-drafts", *DRAFTS)
             object.__setattr__(self, "choice", AS_BUNDLED)
         self._refuse_idle_drafting()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PullOptions(KeyOptions):
     """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
 
@@ -110,9 +109,9 @@ class PullOptions(KeyOptions):
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
         if self.is_listing:
-            refuse_idle("--list changes nothing", {"--prune": self.prune})
+            refuse_idle(self, "--list changes nothing", "prune")
         elif self.to is not None:
-            refuse_idle("--to leaves the cache as it is", {"--prune": self.prune})
+            refuse_idle(self, "--to leaves the cache as it is", "prune")
 
     @property
     def model_runtime(self) -> ModelRuntime | None:
@@ -120,7 +119,7 @@ class PullOptions(KeyOptions):
         return None if self.runtime == "ngram" else self.runtime
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DemoOptions(PlaceOptions):
     """The command line. The text of prompt i is drawn with seed + i.
 
@@ -153,12 +152,12 @@ class DemoOptions(PlaceOptions):
     def __post_init__(self) -> None:
         self._choose()
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
-        refuse_idle_tree(self.width, self.lookup, self.runtime)
+        refuse_idle_tree(self)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
             raise ConfigError(f"--json {self.json} cannot be written; name a file in a directory that you may write to")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -27,6 +27,8 @@ from outrider.models.picks.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    from outrider.edge.cli.command_options import DemoOptions
 
 
 Clouds = Annotated[
@@ -90,39 +92,34 @@ REMOVED_DRAFTING: Final = {
 """What to do in place of options that there were once."""
 
 
-def is_typed(parameter: str) -> bool:
-    """Whether the option stands on the command line: a value from the environment or the file is for every run.
-
-    True outside of a command, where options are values.
-    """
+def source_of(parameter: str) -> ParameterSource:
+    """Where the option's value comes from; outside of a command, where options are values, it counts as typed."""
     context = click.get_current_context(silent=True)
     source = context.get_parameter_source(parameter) if context is not None else None
-    return source in (None, ParameterSource.COMMANDLINE)
+    return source or ParameterSource.COMMANDLINE
 
 
-def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
-    """Whether each of these fields differs from its default, by the option's name."""
+def is_typed(parameter: str) -> bool:
+    """Whether the option stands on the command line: a value from the environment or the file is for every run."""
+    return source_of(parameter) is ParameterSource.COMMANDLINE
+
+
+def refuse_idle(options: DataclassInstance, reason: str, *parameters: str) -> None:
+    """Raises ConfigError for options that were typed and have no effect. reason: why they have none."""
     defaults = {each.name: each.default for each in fields(options)}
-    return {
-        LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}": getattr(options, name) != defaults[name]
-        for name in parameters
-    }
-
-
-def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
-    """Raises ConfigError for options that were typed and have no effect, by name. reason: why they have none."""
-    parameters = {name: name.split()[0].removeprefix("--").replace("-", "_") for name in given}
-    if names := [name for name, is_given in given.items() if is_given and is_typed(parameters[name])]:
+    idle = [name for name in parameters if getattr(options, name) != defaults[name] and is_typed(name)]
+    if idle:
+        names = [LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}" for name in idle]
         it = "it" if len(names) == 1 else "them"
         raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {it} out")
 
 
-def refuse_idle_tree(width: str, lookup: bool | None, runtime: str | None) -> None:
+def refuse_idle_tree(options: DraftingOptions | DemoOptions) -> None:
     """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
-    if width == "1":
-        refuse_idle("--width 1 drafts a single path", {LOOKUP: lookup is not None})
-    if runtime == "ngram":
-        refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: lookup is not None})
+    if options.width == "1":
+        refuse_idle(options, "--width 1 drafts a single path", "lookup")
+    if options.runtime == "ngram":
+        refuse_idle(options, "with --runtime ngram nothing but lookup drafts", "lookup")
 
 
 Docs = Annotated[
@@ -143,8 +140,6 @@ _INTEGERS: Final = ("top_k", "min_tokens")
 class SourceOptions:
     """Which drafts, and which clouds."""
 
-    __slots__ = ()
-
     draft: Drafts = field(default_factory=lambda: [AUTO])
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
 
@@ -152,8 +147,6 @@ class SourceOptions:
 @dataclass(frozen=True, kw_only=True)
 class KeyOptions:
     """Which key the clouds get, and which certificate the device shows."""
-
-    __slots__ = ()
 
     api_key: Annotated[
         str | None,
@@ -187,11 +180,7 @@ class KeyOptions:
             is_http_allowed=self.allow_http,
             certificate=self._certificate(),
         )
-        sources = {
-            name: (context.get_parameter_source(name) if context is not None else None) or ParameterSource.COMMANDLINE
-            for name in ("api_key", "key_file")
-            if getattr(self, name) is not None
-        }
+        sources = {name: source_of(name) for name in ("api_key", "key_file") if getattr(self, name) is not None}
         if len(set(sources.values())) < len(sources):
             raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
         if not sources:
@@ -213,8 +202,6 @@ class KeyOptions:
 @dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
     """Where the draft runs."""
-
-    __slots__ = ()
 
     draft_device: Annotated[
         str | None,
@@ -254,8 +241,6 @@ class PlaceOptions:
 class DraftingOptions(PlaceOptions):
     """Where the draft runs, and how much it drafts."""
 
-    __slots__ = ()
-
     depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
@@ -276,15 +261,13 @@ class DraftingOptions(PlaceOptions):
     def _refuse_idle_drafting(self) -> None:
         """Raises ConfigError for typed options that have no effect beside one another."""
         if self.depth != "auto":
-            refuse_idle(f"--depth {self.depth} does not depend on times", given(self, "effort"))
-        refuse_idle_tree(self.width, self.lookup, self.runtime)
+            refuse_idle(self, f"--depth {self.depth} does not depend on times", "effort")
+        refuse_idle_tree(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How the text is drawn, but for its seed."""
-
-    __slots__ = ()
 
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
     param: Annotated[

@@ -141,7 +141,7 @@ def make_request(
     if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=not options.chat)
-    grammar = options.grammar_after(prompt, tokenizer, is_chat=options.chat)
+    grammar = options.grammar_after(prompt, tokenizer)
     return GenerationRequest(
         prompt=tuple(prompt),
         params=options.params,

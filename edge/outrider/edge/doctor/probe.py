@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.devices.profiles import Profile
+from outrider.edge.doctor.findings import in_one_line
 from outrider.edge.store.shelf import Shelf, find_pulled
 from outrider.models.errors import OutriderError
 
@@ -55,8 +56,14 @@ def profile_draft(bundle: str, choice: DraftChoice, num_threads: int = 0) -> Tim
 
 
 def find_pulled_draft(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> Path | None:
-    """Where the draft lies that `find_pulled` finds, in a process of its own: it asks runtimes. Raises ProbeFailed."""
-    found = _ask(["pulled", str(shelf), tokenizer, json.dumps(target), _as_text(choice)])["path"]
+    """Where the draft lies that `find_pulled` finds, in a process of its own: it asks runtimes.
+
+    None where the process gives no answer: the runtimes' own findings say why.
+    """
+    try:
+        found = _ask(["pulled", str(shelf), tokenizer, json.dumps(target), _as_text(choice)])["path"]
+    except ProbeFailed:
+        return None
     return None if found is None else Path(found)
 
 
@@ -140,8 +147,7 @@ def main(arguments: Sequence[str]) -> None:
     what, *rest = arguments
     try:
         if what == "runtime":
-            runtime: ModelRuntime = "openvino" if rest[0] == "openvino" else "onnxruntime"
-            found = find_runtime(runtime).as_json()
+            found = find_runtime(cast(ModelRuntime, rest[0])).as_json()
         elif what == "pulled":
             shelf, tokenizer, target, options = rest
             pulled = find_pulled(tokenizer, json.loads(target), DraftChoice(*json.loads(options)), Shelf(Path(shelf)))
@@ -152,8 +158,7 @@ def main(arguments: Sequence[str]) -> None:
     except OutriderError as error:
         found = {"error": str(error)}
     except Exception as error:  # a runtime raises what it likes
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        found = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+        found = {"error": in_one_line(error)}
     print(_ANSWER + json.dumps(found), flush=True)
 
 

@@ -196,15 +196,16 @@ class Keys:
     def _key_of(self, url: str, urls: Sequence[str]) -> str | None:
         if self.general is not None and self.is_asked and len(urls) == 1:
             return self.general
-        own = self._endpoint_of(url)
+        own = self.endpoint_of(url)
         if own is not None and own.key_file is not None:
             return read_key_file(Path(own.key_file))
         return None if own is not None and len(self.endpoints) > 1 else self.general
 
     def allows_http(self, url: str) -> bool:
         """Whether a key may go to this address without encryption."""
-        own = self._endpoint_of(url)
+        own = self.endpoint_of(url)
         return self.is_http_allowed or (own is not None and own.allow_http)
 
-    def _endpoint_of(self, url: str) -> Endpoint | None:
+    def endpoint_of(self, url: str) -> Endpoint | None:
+        """The configured endpoint of an address."""
         return next((each for each in self.endpoints if each.url == verifier_url(url)), None)
