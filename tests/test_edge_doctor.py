@@ -352,6 +352,7 @@ def test_clocks_are_compared(behind_s: float, status: str, found: str) -> None:
 
 def test_protocols_and_tokenizers_must_fit() -> None:
     """An older server still works, with less; another tokenizer does not work at all."""
+
     def protocol(version: int) -> Finding:
         return cloud_checks._check_protocol(Facts(name="target", protocol=version, tokenizer="a" * 64))
 

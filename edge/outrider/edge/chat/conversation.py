@@ -46,11 +46,9 @@ def continued(tokenizer: Tokenizer, kept: Sequence[int], rendered: Sequence[int]
     shared = num_shared(kept, rendered)
     own, start = kept[shared:], shared
     if own:
-        context = kept[:shared]
-        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=False)
-        text = detokenizer.push(own) + detokenizer.flush()
-        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=False)
-        found = ""
+        detokenizer = tokenizer.detokenizer(context=kept[:shared], skip_special_tokens=False)
+        text, found = detokenizer.push(own) + detokenizer.flush(), ""
+        detokenizer = tokenizer.detokenizer(context=kept[:shared], skip_special_tokens=False)
         while len(found) < len(text) and start < len(rendered):
             found += detokenizer.push(rendered[start])
             start += 1
@@ -245,26 +243,24 @@ class Conversation:
                 "body_too_large",
                 f"the message has {len(body) >> 10} KiB; a server takes {MAX_BODY_BYTES >> 10}; send a shorter one",
             )
-        served: list[Served] = []
 
-        async def ask(client: VerifierClient) -> RenderAnswer:
+        async def ask(client: VerifierClient) -> tuple[RenderAnswer, Served]:
             rendered = await client.render(body)
-            served[:] = [Served(client.url, rendered.model, rendered.target)]
-            if self._is_other(served[0]):
+            served = Served(client.url, rendered.model, rendered.target)
+            if self._is_other(served):
                 self.facts = await _facts_of(client)
-            served[:] = [replace(served[0], has_mid=self.facts.mid is not None)]
-            return rendered
+            return rendered, replace(served, has_mid=self.facts.mid is not None)
 
         try:
-            rendered = await self.agent.endpoints.call(ask)
+            rendered, served = await self.agent.endpoints.call(ask)
         except CloudError as error:
             if isinstance(error.__cause__, EndpointLost) and error.__cause__.status == 404:
                 raise CloudError("the server renders no conversations (/v1/render): it is older; update it") from error
             raise
-        if self._is_other(served[0]):
+        if self._is_other(served):
             self._held = None
-            self.on_note(f"The conversation goes on with {served[0]}; it was with {self._served}.")
-        self._served = served[0]
+            self.on_note(f"The conversation goes on with {served}; it was with {self._served}.")
+        self._served = served
         return rendered
 
     def _is_other(self, served: Served) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from outrider.edge.setup.endpoints import write_private
 from outrider.models.errors import ConfigError
 
 SYSTEM: Final = "system"
@@ -99,15 +98,7 @@ def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:
             raise ConfigError(f"{path} exists and is no saved chat; choose another name") from None
     text = SavedChat(model=model, messages=list(messages)).model_dump_json(indent=2) + "\n"
     try:
-        # A new file that only its owner can read, renamed last: what was saved before stays until then.
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_private(path, text.encode())
     except OSError as error:
         raise ConfigError(f"the chat cannot be saved to {path}: {error.strerror}; choose another place") from None
 

@@ -28,7 +28,6 @@ from outrider.edge.cli.option_groups import (
     refuse_idle,
     refuse_idle_tree,
 )
-from outrider.edge.devices.discovery import ModelRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftRuntime
 from outrider.edge.drafting.depth import Effort
 from outrider.models.bundle.manifest import Device, Precision
@@ -112,11 +111,6 @@ class PullOptions(KeyOptions):
             refuse_idle(self, "--list changes nothing", "prune")
         elif self.to is not None:
             refuse_idle(self, "--to leaves the cache as it is", "prune")
-
-    @property
-    def model_runtime(self) -> ModelRuntime | None:
-        """The runtime to pull for; a configured "ngram" is for the commands that draft."""
-        return None if self.runtime == "ngram" else self.runtime
 
 
 @dataclass(frozen=True)

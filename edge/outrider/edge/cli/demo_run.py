@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from rich.console import Console
@@ -77,8 +78,8 @@ def run_demo(options: DemoOptions, console: Console) -> None:
         with open_lab(pair.target, pair.draft, options.choice, ALONE) as lab:
             measured = signals.run(_measure(options, lab, screen, ends_at))
     if options.json is not None:
-        document = report(options, lab, measured)
-        options.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        document = json.dumps(report(lab, measured), indent=2, allow_nan=False)
+        options.json.write_text(document + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -163,14 +164,12 @@ async def _texts(
         planned = [replace(each, max_tokens=plan.max_tokens) for each in requests[: plan.num_texts]]
         for agent in agents.values():
             await agent.generate(replace(planned[0], max_tokens=min(WARM_UP, plan.max_tokens)))
-        last_began = time.monotonic()
-        text_s = 0.0
+        began = [time.monotonic()]
 
         def has_time() -> bool:
-            nonlocal last_began, text_s
-            now = time.monotonic()
-            last_began, text_s = now, max(text_s, now - last_began)
-            return now + text_s <= ends_at
+            began.append(time.monotonic())
+            longest_s = max(after - before for before, after in pairwise(began))
+            return began[-1] + longest_s <= ends_at
 
         with screen.counting("measuring", len(agents) * len(planned)) as count:
             results = await interleave(agents, planned, lambda key, result: count(), has_time)
@@ -180,15 +179,25 @@ async def _texts(
     return found
 
 
-def report(options: DemoOptions, lab: Lab, measured: Measured) -> dict[str, object]:
+def report(lab: Lab, measured: Measured) -> dict[str, object]:
     """The document that --json writes."""
+    pair: dict[str, object] = {"tokenizer": lab.tokenizer.fingerprint}
+    for role, manifest in (("target", lab.target.manifest), ("draft", lab.draft.manifest)):
+        pair[role] = {
+            "name": manifest.name,
+            "parameters": manifest.architecture.parameters,
+            "precision": manifest.precision,
+            "runtime": manifest.runtime,
+            "size_bytes": manifest.report.size_bytes,
+            "widened_from_parameters": manifest.widened.from_parameters if manifest.widened else None,
+        }
     modes: dict[str, object] = {}
     for name, values in measured.figures.items():
         by_rtt = {f"{rtt_ms:g}": _rounded(at[name].speed_up) for rtt_ms, at in measured.sweep.items()}
         rounded = {key: _rounded(value) for key, value in asdict(values).items()}
         modes[name] = rounded | ({"speed_up_by_rtt_ms": by_rtt} if len(by_rtt) > 1 else {})
     return {
-        "pair": describe_pair(lab) | {"drafted_by": lab.placement.as_json(), "cores": lab.cores.note},
+        "pair": pair | {"drafted_by": lab.placement.as_json(), "cores": lab.cores.note},
         "rtt_ms": measured.rtt_ms,
         "modes": modes,
         "left_out": measured.left_out,
@@ -201,19 +210,3 @@ def _rounded(value: float) -> float | None:
     if isinstance(value, float):
         return round(value, 4) if math.isfinite(value) else None
     return value
-
-
-def describe_pair(lab: Lab) -> dict[str, object]:
-    """Facts of the two models, from their manifests."""
-    pair: dict[str, object] = {}
-    for role, bundle in (("target", lab.target), ("draft", lab.draft)):
-        manifest = bundle.manifest
-        pair[role] = {
-            "name": manifest.name,
-            "parameters": manifest.architecture.parameters,
-            "precision": manifest.precision,
-            "runtime": manifest.runtime,
-            "size_bytes": manifest.report.size_bytes,
-            "widened_from_parameters": manifest.widened.from_parameters if manifest.widened else None,
-        }
-    return pair | {"tokenizer": lab.tokenizer.fingerprint}

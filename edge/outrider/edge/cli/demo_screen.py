@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 from rich.console import Console
@@ -27,27 +28,27 @@ from outrider.reference import Prompt
 NAMES: Final = {CLOUD_ONLY: "cloud-only", STOP_AND_WAIT: "stop-and-wait", STREAM: "stream"}
 
 
+@dataclass(frozen=True, slots=True)
 class DemoScreen:
     """Prints to `console`, in the order of the demonstration."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    console: Console
 
     def show_intro(self, options: DemoOptions) -> None:
         """Introduces the demo and its limits."""
-        self._console.rule("Outrider: a draft here, the target in the cloud")
-        self._console.print(
+        self.console.rule("Outrider: a draft here, the target in the cloud")
+        self.console.print(
             "The reference pair was trained on the Python standard library. It completes Python source; it is not a "
             "chat model. Its prompts here are functions that it was not trained on."
         )
         if options.widen:
-            self._console.print(
+            self.console.print(
                 f"The target is [bold]widened to {options.widen:,.0f} MB without changing its text[/bold]: its new "
                 "neurons are computed and multiplied by zero, so a step takes as long as one of a model of that size. "
                 "--widen 0 leaves it as it is; then a step is so short that drafting hardly pays.",
                 highlight=False,
             )
-        self._console.print(
+        self.console.print(
             "The first time, the pair is exported in one to three minutes; then it comes from the cache. The demo "
             f"itself takes about {options.max_seconds:.0f} s at most.",
             highlight=False,
@@ -55,42 +56,41 @@ class DemoScreen:
 
     def show_lab(self, lab: Lab) -> None:
         """The models and where they run."""
-        for role, bundle in (("target", lab.target), ("draft", lab.draft)):
-            manifest = bundle.manifest
+        for role, manifest in (("target", lab.target.manifest), ("draft", lab.draft.manifest)):
             widened = f", widened from {manifest.widened.from_parameters / 1e6:.1f}M" if manifest.widened else ""
             print_line(
-                self._console,
+                self.console,
                 f"{role}: {manifest.architecture.parameters / 1e6:.1f}M parameters{widened}, {manifest.precision}, "
                 f"{manifest.report.size_bytes / 1e6:,.1f} MB, {manifest.runtime}",
             )
-        print_line(self._console, f"drafted by: {lab.placement.words}", "bold")
+        print_line(self.console, f"drafted by: {lab.placement.words}", "bold")
         for note in lab.placement.notes:
-            print_line(self._console, f"note: {note}", "yellow")
-        print_line(self._console, f"{lab.cores.note}")
+            print_line(self.console, f"note: {note}", "yellow")
+        print_line(self.console, f"{lab.cores.note}")
 
     @contextmanager
     def streaming(self, prompt: Prompt, tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[OnTokens]:
         """Shows a prompt, and the text that follows it as it arrives."""
-        self._console.rule(Text(visible(f"{prompt.file}, line {prompt.line}")), style="dim", align="left")
-        self._console.print(
+        self.console.rule(Text(visible(f"{prompt.file}, line {prompt.line}")), style="dim", align="left")
+        self.console.print(
             Text.assemble(
                 ("the prompt is dim, ", "dim"),
                 ("accepted drafts are green", DRAFT_STYLE),
                 ", the rest is the target's own\n",
             )
         )
-        self._console.print(Text(visible(prompt.text), style="dim"), end="", soft_wrap=True)
-        printer = TokenPrinter(self._console, tokenizer.detokenizer(context=ids), end="\n")
+        self.console.print(Text(visible(prompt.text), style="dim"), end="", soft_wrap=True)
+        printer = TokenPrinter(self.console, tokenizer.detokenizer(context=ids), end="\n")
         yield printer
         printer.finish()
-        self._console.rule(style="dim")
+        self.console.rule(style="dim")
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
         """A bar that disappears when it is full; gives a function to call after each text."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Once a second: drawing happens on the agent's core.
-        with Progress(*columns, console=self._console, transient=True, refresh_per_second=1) as progress:
+        with Progress(*columns, console=self.console, transient=True, refresh_per_second=1) as progress:
             task = progress.add_task(escape(what), total=total)
             yield lambda: progress.advance(task)
 
@@ -99,13 +99,13 @@ class DemoScreen:
         *first, last = (f"{rtt_ms:g}" for rtt_ms in plan.rtts_ms)
         trips = f"round trips of {', '.join(first)} and {last} ms" if first else f"a round trip of {last} ms"
         print_line(
-            self._console,
+            self.console,
             f"Measures {counted(plan.num_texts, 'text')} of {plan.max_tokens} tokens at {trips}, in three modes in "
             f"turn: about {plan.seconds:.0f} s.",
         )
         if left_out:
             print_line(
-                self._console,
+                self.console,
                 f"{max_seconds:.0f} s are too short for {' and '.join(left_out)}; --max-seconds "
                 f"{2 * max_seconds:.0f} measures more.",
                 "yellow",
@@ -119,7 +119,7 @@ class DemoScreen:
             table.add_column(NAMES[mode], justify="right", style="bold" if mode == STREAM else None, no_wrap=True)
         for name, show in ROWS.items():
             table.add_row(name, *(show(mode, each) for mode, each in figures.items()))
-        self._console.print(table, "")
+        self.console.print(table, "")
 
     def show_sweep(self, sweep: Mapping[float, Mapping[str, ModeFigures]]) -> None:
         """Speed-ups by round trip."""
@@ -129,31 +129,31 @@ class DemoScreen:
         for mode in (STOP_AND_WAIT, STREAM):
             values = [_times(figures[mode].speed_up) for figures in sweep.values()]
             table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)
-        self._console.print(table, "")
+        self.console.print(table, "")
 
     def show_close(self, figures: Mapping[str, ModeFigures], lab: Lab, skipped: str | None, load: str | None) -> None:
         """Explains the figures and their limits. skipped: what was planned and not measured."""
-        self._console.print(
+        self.console.print(
             "tokens/s leaves out the prompt. From accepted drafts: share of the text. Bytes are of bodies, prompt "
             "included. docs/glossary.md explains every figure.",
             style="dim",
             highlight=False,
         )
         if (note := short_round_trip_note(figures)) is not None:
-            self._console.print(note, style="dim", highlight=False)
+            self.console.print(note, style="dim", highlight=False)
         if any(not math.isfinite(f.tokens_per_s) for f in figures.values()):
-            self._console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
+            self.console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
         if skipped is not None:
-            print_line(self._console, f"Not measured: {skipped}.", "yellow")
+            print_line(self.console, f"Not measured: {skipped}.", "yellow")
         if load is not None:
-            print_line(self._console, load, "yellow")
+            print_line(self.console, load, "yellow")
         if lab.placement.is_emulated:
-            self._console.print(
+            self.console.print(
                 "The NPU was emulated on the CPU: text, acceptance and code are an NPU's, the times are not.",
                 style="yellow",
             )
         if any(not f.identical for f in figures.values()):
-            self._console.print(
+            self.console.print(
                 "A text differs where two tokens score almost alike: batches of other shapes round differently. "
                 "`python -m bench.invariant` counts and explains such cases.",
                 style="yellow",

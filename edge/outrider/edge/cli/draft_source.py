@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -46,6 +46,7 @@ from outrider.models.process.extras import is_installed
 from outrider.models.text.tokenizer import Tokenizer
 
 
+@dataclass(slots=True)
 class Notes:
     """Prints what the user should know, on lines of its own. about: where to. printer: of the text that is being shown.
 
@@ -53,10 +54,9 @@ class Notes:
     So what is wrong with them is said once.
     """
 
-    def __init__(self, about: Console) -> None:
-        self.about = about
-        self.printer: TokenPrinter | None = None
-        self._said: set[str] = set()
+    about: Console
+    printer: TokenPrinter | None = None
+    _said: set[str] = field(default_factory=set)
 
     def line(self, words: str) -> None:
         """Prints a sentence."""
@@ -210,13 +210,12 @@ def open_draft(
     max_positions: int = 0,
 ) -> OpenDraft:
     """What drafts one text at a time; the caller closes it. on_step, max_positions, and raises: as `open_ladder`."""
-    is_asked, is_looked_up = options.choice.wanted_device is not None, options.is_looked_up
     draft = open_ladder(
         candidates,
         options.threads,
         on_step,
-        is_asked=is_asked,
-        is_looked_up=is_looked_up,
+        is_asked=options.choice.wanted_device is not None,
+        is_looked_up=options.is_looked_up,
         max_positions=max_positions,
     )
     show_notes(draft.placement, notes)

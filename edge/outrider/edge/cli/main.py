@@ -16,7 +16,7 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.setup_screens import config_app, service_app
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import SeveralLines
-from outrider.edge.setup.settings import UNCONFIGURED, Settings, name_variables
+from outrider.edge.setup.settings import UNCONFIGURED, Settings
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES
 from outrider.models.errors import ConfigError
 from outrider.models.process.command_line import (
@@ -49,27 +49,21 @@ class ConfiguredGroup(CommandGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if command is not None and not ctx.resilient_parsing:
-            self._configure(ctx, command, rest)
-        return name, command, rest
-
-    def _configure(self, ctx: click.Context, command: click.Command, arguments: list[str]) -> None:
-        if command.name in UNCONFIGURED:
-            return
+        if command is None or ctx.resilient_parsing or command.name in UNCONFIGURED:
+            return name, command, rest
         command.epilog = EPILOG
-        is_help = bool({"--help", "-h"}.intersection(arguments))
+        is_help = bool({"--help", "-h"}.intersection(rest))
         try:
             settings = Settings(self, read_config())
         except ConfigError:
             if not is_help and command.name != EXAMINES_ITSELF:
                 raise
             settings = Settings(self, ConfigFile(config_path()))
-        for name, each in settings.commands.items():
-            name_variables(name, each, settings.common)
         if command.name in settings.commands and not is_help:
             settings.check(command.name)
         ctx.default_map = settings.default_map()
         ctx.obj = settings
+        return name, command, rest
 
 
 app = make_app(
@@ -164,7 +158,3 @@ app.add_typer(service_app)
 def main() -> None:
     """Runs the command line; see `run_app`."""
     run_app(app, what=WHAT, extra=EXTRA)
-
-
-if __name__ == "__main__":
-    main()

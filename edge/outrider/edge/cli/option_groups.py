@@ -175,10 +175,15 @@ class KeyOptions:
         """
         context = click.get_current_context(silent=True)
         settings = context.find_object(Settings) if context is not None else None
+        certificate = None
+        if self.tls_client_cert is not None:
+            certificate = ClientCertificate(self.tls_client_cert.expanduser())
+            require_private(certificate.certificate)
+            certificate.check()
         keys = Keys(
             endpoints=settings.endpoints if settings is not None else (),
             is_http_allowed=self.allow_http,
-            certificate=self._certificate(),
+            certificate=certificate,
         )
         sources = {name: source_of(name) for name in ("api_key", "key_file") if getattr(self, name) is not None}
         if len(set(sources.values())) < len(sources):
@@ -189,14 +194,6 @@ class KeyOptions:
         key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
         is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
         return replace(keys, general=key, is_asked=is_asked)
-
-    def _certificate(self) -> ClientCertificate | None:
-        if self.tls_client_cert is None:
-            return None
-        shown = ClientCertificate(self.tls_client_cert.expanduser())
-        require_private(shown.certificate)
-        shown.check()
-        return shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,9 @@ def pull_once(options: PullOptions, out: Console, about: Console) -> None:
 
 async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Console) -> None:
     note = Notes(about).line
-    wishes = Wishes(options.device, options.model_runtime, options.precision, options.name)
+    # A configured "ngram" is for the commands that draft.
+    runtime = None if options.runtime == "ngram" else options.runtime
+    wishes = Wishes(options.device, runtime, options.precision, options.name)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(DraftClient(url, each)) for url, each in clouds]
         if options.is_listing:
@@ -66,7 +68,10 @@ async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Conso
                 lists |= await _lists_of([each for each in clients if each is not offer.client], note)
             _keep_house(lists, about, is_pruning=options.prune)
     fetched = "Pulled." if result.is_new else "It is here already, unchanged."
-    print_line(about, f"{fetched} {_next(options, result)}", "dim")
+    advice = "`outrider run` and `outrider serve` draft with it for this target."
+    if options.to is not None:
+        advice = f"Draft with it: outrider run --draft {shlex.quote(str(result.path))}"
+    print_line(about, f"{fetched} {advice}", "dim")
     out.print(str(result.path), soft_wrap=True, highlight=False, markup=False)
 
 
@@ -139,25 +144,12 @@ async def _with_bar(offer: Offer, options: PullOptions, about: Console) -> PullR
             raise
 
 
-def _next(options: PullOptions, result: PullResult) -> str:
-    if options.to is not None:
-        return f"Draft with it: outrider run --draft {shlex.quote(str(result.path))}"
-    return "`outrider run` and `outrider serve` draft with it for this target."
-
-
 def describe(draft: OfferedDraft) -> str:
     """A draft in words."""
-    runtime, size_mb = _runtime(draft), draft.size_bytes / 1e6
-    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {size_mb:,.1f} MB, {_accepted(draft)}"
-
-
-def _runtime(draft: OfferedDraft) -> str:
-    return next((words for name, words in RUNTIME_NAMES.items() if name == draft.runtime), draft.runtime)
-
-
-def _accepted(draft: OfferedDraft) -> str:
+    runtime = next((words for name, words in RUNTIME_NAMES.items() if name == draft.runtime), draft.runtime)
     rate = draft.acceptance
-    return "acceptance not measured" if rate is None else f"{rate * 100:.0f} % of its tokens are accepted"
+    accepted = "acceptance not measured" if rate is None else f"{rate * 100:.0f} % of its tokens are accepted"
+    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {draft.size_bytes / 1e6:,.1f} MB, {accepted}"
 
 
 def show_offered(console: Console, offered: DraftList, judged: list[Judged], url: str) -> None:

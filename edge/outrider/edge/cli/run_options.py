@@ -27,7 +27,6 @@ from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
-from outrider.models.grammar.reasoning import after_reasoning, marks_reasoning
 from outrider.models.grammar.spec import GrammarSpec, dump_schema
 from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule, RuleTerms
 from outrider.models.processors.bad_words import bad_word_ids
@@ -194,12 +193,6 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
         if self.regex is not None:
             return GrammarSpec("regex", self.regex)
         return GrammarSpec("choice", dump_schema(self.choice_of)) if self.choice_of else None
-
-    def grammar_after(self, prompt: list[int], tokenizer: Tokenizer) -> GrammarSpec | None:
-        """The grammar of the text after this prompt: in a chat, of what follows the reasoning."""
-        if self.grammar is None or not self.chat or not marks_reasoning(tokenizer):
-            return self.grammar
-        return after_reasoning(self.grammar, tokenizer, prompt)
 
     def with_bad_words(self, encode: Callable[[str], list[int]]) -> ProcessorOptions:
         """The processors with the bad words. encode: without special tokens. Raises SamplingError."""

@@ -100,13 +100,9 @@ def _ask(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _ended(status: int, stderr: str) -> str:
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
-    if status < 0:
-        try:
-            how = f"its process was ended by {signal.Signals(-status).name}"
-        except ValueError:
-            how = f"its process was ended by signal {-status}"
-    else:
-        how = f"its process ended with status {status}"
+    names = {each.value: each.name for each in signal.Signals}
+    by = names.get(-status, f"signal {-status}")
+    how = f"its process was ended by {by}" if status < 0 else f"its process ended with status {status}"
     return f"{how}: {last[:300]}" if last else how
 
 

@@ -1,9 +1,10 @@
-"""Reads the `[[endpoint]]` tables and key files: a cloud's address, its name and its key."""
+"""Reads the `[[endpoint]]` tables and key files: a cloud's address, its name and its key. Writes private files."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,20 @@ def _require_private(path: Path, found: os.stat_result) -> None:
         raise ConfigError(f"the key file {path} belongs to another user (uid {found.st_uid}); expected a file of yours")
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a file for its owner's eyes only. What was there before stays until all is written. Raises OSError."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
 class Endpoint(BaseModel):
     """One cloud. key_file: holds its key, which goes to no other address. allow_http: send it without encryption."""
 
@@ -135,8 +150,8 @@ def _read(config: ConfigFile, index: int, raw: dict[str, Any]) -> Endpoint:
     except ValidationError as error:
         first = error.errors()[0]
         where = (ENDPOINT, index, *first["loc"])
-        known = ", ".join(Endpoint.model_fields)
         if first["type"] == "extra_forbidden":
+            known = ", ".join(Endpoint.model_fields)
             raise config.error(where, f"is no key of an endpoint; expected one of {known}") from None
         if first["type"] == "missing":
             raise config.error((ENDPOINT, index), f"has no {first['loc'][0]}; expected one of each endpoint") from None
@@ -185,21 +200,19 @@ class Keys:
         ConfigError for a key file that cannot be used, and for a key beside a password in the address: a request has
         one of them.
         """
-        key = self._key_of(url, urls)
+        own = self.endpoint_of(url)
+        if self.general is not None and self.is_asked and len(urls) == 1:
+            key = self.general
+        elif own is not None and own.key_file is not None:
+            key = read_key_file(Path(own.key_file))
+        else:
+            key = None if own is not None and len(self.endpoints) > 1 else self.general
         if key is not None and split_login(verifier_url(url))[1] is not None:
             raise ConfigError(
                 f"the address {without_password(url)} has a user name and password, and there is a key for it; leave "
                 "one of them out"
             )
         return key
-
-    def _key_of(self, url: str, urls: Sequence[str]) -> str | None:
-        if self.general is not None and self.is_asked and len(urls) == 1:
-            return self.general
-        own = self.endpoint_of(url)
-        if own is not None and own.key_file is not None:
-            return read_key_file(Path(own.key_file))
-        return None if own is not None and len(self.endpoints) > 1 else self.general
 
     def allows_http(self, url: str) -> bool:
         """Whether a key may go to this address without encryption."""
