@@ -37,7 +37,7 @@ from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.assemble import OpenDraft, make_agent, open_draft_bundle
+from outrider.edge.modes.assemble import OpenDraft, make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
 from outrider.models.counted import counted
@@ -77,7 +77,7 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
     notes = Notes(about)
     facts = asyncio.run(_look(clouds, notes))
-    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, notes)]
+    bundles = find_drafts(options.draft, options.choice, clouds, notes)
     for own in (each.manifest.tokenizer_fingerprint for each in bundles):
         if own != facts.tokenizer:
             raise TokenizerMismatch(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +22,7 @@ from outrider.edge.devices.profiles import Link
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.assemble import OpenDraft, eased, make_depth, make_options
+from outrider.edge.modes.assemble import OpenDraft, eased, make_depth, make_options, open_draft_bundle
 from outrider.edge.modes.draft_ladder import Candidate, candidates_of, open_ladder
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.retrieval.documents import read_documents
@@ -131,23 +130,23 @@ def find_drafts(
     notes: Notes,
     *,
     needs_server: bool = True,
-) -> list[str | Path]:
-    """Where the drafts' bundles are, at least one. Raises as `find_for_server` and `default_draft` do.
+) -> list[Bundle]:
+    """The drafts, at least one. Raises as `find_for_server`, `default_draft` and `open_draft_bundle` do.
 
     drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
     """
-    found: list[str | Path] = []
+    found: list[Bundle] = []
     for draft in dict.fromkeys(drafts):
         if draft in (AUTO, REFERENCE):
             pulled = _pulled(choice, clouds, notes, needs_server=needs_server) if draft == AUTO else []
-            found += pulled or [default_draft(choice)]
+            found += pulled or [open_draft_bundle(default_draft(choice))]
         else:
             _use_until_the_end(Path(draft))
-            found.append(draft)
+            found.append(open_draft_bundle(draft))
     return found
 
 
-def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[str | Path]:
+def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Bundle]:
     retry = None
     if not needs_server:
         retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
@@ -192,14 +191,17 @@ def place_drafts(
 
     link: the link to the cloud, by default `measured_link`; called where there is a choice.
     """
-    link = link or partial(measured_link, clouds)
-    candidates = candidates_of(bundles, choice)
-    asked = [each for each in candidates if each.choice == choice]
+    candidates, others = candidates_of(bundles, choice), list[Candidate]()
     if choice.wanted_device is not None or choice.provider:
         # The named device comes first; others only follow where it fails.
-        rest = [each for each in candidates if each not in asked]
-        return [*_ranked(asked, num_threads, link, about), *rest]
-    return _ranked(candidates, num_threads, link, about)
+        others = [each for each in candidates if each.choice != choice]
+        candidates = [each for each in candidates if each.choice == choice]
+    if len(candidates) > 1 and candidates[0].placement.runtime != "ngram":
+        with about.status("comparing the drafts on this machine", refresh_per_second=1):
+            ranked = rank(candidates, num_threads, link() if link is not None else measured_link(clouds))
+        print_line(about, f"placed: {placed_words(ranked)}", "dim")
+        candidates = [each.candidate for each in ranked]
+    return [*candidates, *others]
 
 
 def open_draft(
@@ -235,15 +237,6 @@ def show_notes(placement: Placement, notes: Notes) -> None:
         notes.line(f"note: {note}")
 
 
-def _ranked(candidates: list[Candidate], num_threads: int, link: Callable[[], Link], about: Console) -> list[Candidate]:
-    if len(candidates) < 2 or candidates[0].placement.runtime == "ngram":
-        return candidates
-    with about.status("comparing the drafts on this machine", refresh_per_second=1):
-        ranked = rank(candidates, num_threads, link())
-    print_line(about, f"placed: {placed_words(ranked)}", "dim")
-    return [each.candidate for each in ranked]
-
-
 def _use_until_the_end(place: Path) -> None:
     """Marks a bundle as in use until the command that runs now ends; outside of a command, does nothing."""
     context = click.get_current_context(silent=True)
@@ -251,15 +244,14 @@ def _use_until_the_end(place: Path) -> None:
         context.with_resource(in_use(place))
 
 
-def _checked(pulled: Path) -> Path:
-    """The place of a pulled draft that is whole. Raises BundleError with the command that mends it."""
+def _checked(pulled: Path) -> Bundle:
+    """A pulled draft that is whole. Raises BundleError with the command that mends it."""
     _use_until_the_end(pulled)
     try:
-        Bundle.open(pulled)
+        return open_draft_bundle(pulled)
     except BundleError as error:
         damage = str(error).rpartition("; ")[0]  # without the advice for bundles that were copied
         raise BundleError(f"the pulled draft is damaged: {damage}; run `outrider pull` again") from None
-    return pulled
 
 
 def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:

@@ -33,7 +33,7 @@ from outrider.edge.lab.comparison import DRAFTED, Comparison, compare_modes
 from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import COMPARE_TIMEOUT_S, Fleet, open_fleet
-from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent, open_draft_bundle
+from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -78,8 +78,7 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
     is_drafted = options.mode is not Mode.CLOUD_ONLY
     notes = Notes(about)
     needs_server = not (options.offline_ok and is_drafted)
-    paths = find_drafts(options.draft, options.choice, clouds, notes, needs_server=needs_server)
-    bundles = [open_draft_bundle(path) for path in paths]
+    bundles = find_drafts(options.draft, options.choice, clouds, notes, needs_server=needs_server)
     candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if is_drafted else []
     bundle = candidates[0].bundle if candidates else bundles[0]
     tokenizer = bundle.tokenizer()

@@ -27,7 +27,7 @@ from outrider.edge.cli.draft_source import (
 )
 from outrider.edge.cli.placing import measured_link
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
+from outrider.edge.modes.assemble import open_draft_model
 from outrider.edge.modes.draft_ladder import lazy_model, open_first
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
@@ -122,8 +122,7 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     notes = Notes(about := Console(stderr=True))
     with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
         link = beside.submit(measured_link, clouds)
-        paths = find_drafts(options.draft, options.choice, clouds, notes, needs_server=False)
-        bundles = [open_draft_bundle(path) for path in paths]
+        bundles = find_drafts(options.draft, options.choice, clouds, notes, needs_server=False)
         candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, link.result)
     bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
