@@ -20,8 +20,16 @@ import typer.main
 from rich.console import Console
 
 from outrider.edge.cli.command_options import DemoOptions
-from outrider.edge.cli.demo_run import KEPT_MS, RTTS_MS, WARM_UP, _rounded, _tree, run_demo
-from outrider.edge.cli.demo_screen import DemoScreen, short_round_trip_note
+from outrider.edge.cli.demo_run import (
+    KEPT_MS,
+    RTTS_MS,
+    WARM_UP,
+    DemoScreen,
+    _rounded,
+    _tree,
+    run_demo,
+    short_round_trip_note,
+)
 from outrider.edge.cli.draft_source import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice

@@ -80,7 +80,14 @@ def run(options: RunOptions) -> None:
     The text goes to standard output: as it is into a file or a pipe, and on a terminal after the prompt, with control
     characters shown. Everything else goes to standard error.
     """
-    options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
+    given = options.prompt
+    if given is None and sys.stdin.isatty():
+        raise click.UsageError(
+            'Missing argument PROMPT. Write `outrider run "def walk(path):"`, or pipe the text in.',
+            click.get_current_context(),
+        )
+    prompt = read_stdin("the prompt") if given in (None, "-") else require_utf8(given, "the prompt")
+    options = replace(options, prompt=prompt, seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
     run_once(options, standard_output(), Console(stderr=True))
@@ -110,16 +117,6 @@ def pull(options: PullOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
     pull_once(options, standard_output(), Console(stderr=True))
-
-
-def _prompt(given: str | None) -> str:
-    """The prompt: the argument, or standard input."""
-    if given is None and sys.stdin.isatty():
-        raise click.UsageError(
-            'Missing argument PROMPT. Write `outrider run "def walk(path):"`, or pipe the text in.',
-            click.get_current_context(),
-        )
-    return read_stdin("the prompt") if given in (None, "-") else require_utf8(given, "the prompt")
 
 
 @app.command()

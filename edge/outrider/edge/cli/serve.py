@@ -36,6 +36,7 @@ from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import require_private
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.tracing import start_tracing
+from outrider.models.counted import counted
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
@@ -157,10 +158,8 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
 
 
 def _announce(url: str, core: LocalCore) -> None:
-    drafting, num_texts = core.placement, core.drafts.max_sequences
-    if num_texts:
-        drafting += f", for {num_texts} text{'s' if num_texts > 1 else ''} at a time"
+    drafting = core.placement
+    if core.drafts.max_sequences:
+        drafting += f", for {counted(core.drafts.max_sequences, 'text')} at a time"
     lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1, a browser at {url}/"]
-    if sys.stdout is not None:  # a service under pythonw.exe has none
-        sys.stdout.write(visible("\n".join(lines)) + "\n")
-        sys.stdout.flush()
+    print(visible("\n".join(lines)), flush=True)  # nothing in a service under pythonw.exe, which has no output

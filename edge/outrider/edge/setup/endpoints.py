@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -56,14 +57,10 @@ def read_key_file(path: Path, *, is_posix: bool = os.name == "posix") -> str:
 
 def require_private(path: Path, *, is_posix: bool = os.name == "posix") -> None:
     """Raises ConfigError where other users can read the file. One that cannot be looked at is left to its reader."""
-    if not is_posix:
-        return
-    try:
+    with suppress(OSError):
         found = path.stat()
-    except OSError:
-        return
-    if stat.S_ISREG(found.st_mode):  # the shell's own pipes are private
-        _require_private(path, found)
+        if is_posix and stat.S_ISREG(found.st_mode):  # the shell's own pipes are private
+            _require_private(path, found)
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
