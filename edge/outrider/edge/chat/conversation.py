@@ -176,10 +176,9 @@ class Conversation:
         self._end_turn(prompt, tokens)
         self._held, self._has_stopped = result.held, result.finish_reason == "stop"
         self._unheld = "the server keeps no prefixes" if result.held is None else _CUT
-        text = self.messages[-1].content
-        turn = Turn(result, text, len(prompt), result.num_prompt_sent, first_token_s, sent_again, num_dropped)
-        self.turns.append(turn)
-        return turn
+        text, num_sent = self.messages[-1].content, result.num_prompt_sent
+        self.turns.append(Turn(result, text, len(prompt), num_sent, first_token_s, sent_again, num_dropped))
+        return self.turns[-1]
 
     def _end_turn(self, prompt: list[int], tokens: list[int]) -> None:
         detokenizer = self.tokenizer.detokenizer(context=prompt)

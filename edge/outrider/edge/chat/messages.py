@@ -23,7 +23,6 @@ MAX_RESERVED_SHARE: Final = 0.25
 """Of the context, that is left for an answer at most; a longer one ends where the context does."""
 TOO_LONG: Final = ("context_length_exceeded", "body_too_large")
 """Codes of refusals that dropping turns may mend."""
-_FORMAT: Final = "outrider-chat"
 
 
 class Message(BaseModel):
@@ -40,7 +39,7 @@ class SavedChat(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal["outrider-chat"] = _FORMAT
+    format: Literal["outrider-chat"] = "outrider-chat"
     version: Literal[1] = 1
     model: str = ""
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]

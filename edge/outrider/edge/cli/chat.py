@@ -59,7 +59,6 @@ COMMANDS: Final = {
 }
 DRAFT_CONTEXT: Final = 8192
 """Tokens of a chat that the draft holds; it bounds memory. Later ones get no drafts."""
-_HINT: Final = "Ctrl-D or /quit ends the chat."
 
 
 def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader | None = None) -> None:
@@ -114,10 +113,10 @@ async def _chat(
     eased_by = PowerWatch(options.on_battery).reason if draft is not None else None
     if eased_by is not None:
         notes.line(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")
-    tree = agent_options(options, eased_by)
     async with open_fleet(clouds) as fleet:
         endpoints = Endpoints(fleet.clients, on_trouble=notes.in_text, fleet=fleet)
-        agent = make_agent(Mode.STREAM, endpoints, draft.drafter if draft is not None else None, options.depth, tree)
+        drafter = draft.drafter if draft is not None else None
+        agent = make_agent(Mode.STREAM, endpoints, drafter, options.depth, agent_options(options, eased_by))
         assert isinstance(agent, StreamAgent)
         await screen.run(Conversation(agent, facts, tokenizer, facts.tokenizer, notes.line, messages))
 
@@ -150,7 +149,7 @@ class ChatScreen:
                 except KeyboardInterrupt:
                     if not self._reader.is_typed:
                         raise
-                    self._notes.line(_HINT)
+                    self._notes.line("Ctrl-D or /quit ends the chat.")
                     continue
                 except ConfigError as error:
                     self._show_error(error)
@@ -188,8 +187,8 @@ class ChatScreen:
 
     async def _show_answer(self, conversation: Conversation, question: str) -> None:
         def show(prompt: Sequence[int]) -> OnTokens:
-            printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt), end="\n")
-            self._notes.printer = printer
+            detokenizer = conversation.tokenizer.detokenizer(context=prompt)
+            self._notes.printer = printer = TokenPrinter(self._out, detokenizer, end="\n")
             return printer
 
         conversation.agent.endpoints.choose_again()

@@ -57,8 +57,6 @@ WARM_UP: Final = 8
 TRIAL: Final = 24
 """Tokens from which the time of a text is estimated."""
 
-Sweep = dict[float, dict[str, ModeFigures]]
-
 
 @dataclass(slots=True)
 class Measured:
@@ -67,7 +65,7 @@ class Measured:
     """
 
     rtt_ms: float
-    sweep: Sweep
+    sweep: dict[float, dict[str, ModeFigures]]
     left_out: list[str]
     load: str | None
 

@@ -47,11 +47,6 @@ DRAFTS: Final = (
 )
 """Options that have no effect where nothing drafts."""
 
-_DRAFT_HELP: Final = (
-    f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's target, or "
-    f"else '{REFERENCE}'."
-)
-
 
 class DraftPath(click.types.StringParamType):
     """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
@@ -66,7 +61,8 @@ Drafts = Annotated[
         "--draft",
         envvar="OUTRIDER_DRAFT",
         click_type=DraftPath(),
-        help=f"{_DRAFT_HELP} Repeat it for drafts to choose from: the fastest here is taken.",
+        help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's "
+        f"target, or else '{REFERENCE}'. Repeat it for drafts to choose from: the fastest here is taken.",
     ),
 ]
 EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]

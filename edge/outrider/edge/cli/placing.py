@@ -120,8 +120,8 @@ def key_of(candidate: Candidate, num_threads: int, found: FoundRuntime) -> Profi
     device = next(iter(named + [each for each in found.devices if each.device == placement.device]), None)
     how = f"{placement.open_on}{', emulated' if placement.is_emulated else ''}, {num_threads} threads"
     what = f"{device.full_name}, {device.driver}" if device is not None else ""
-    version = outrider_version()
-    return ProfileKey(candidate.bundle.manifest.digest, placement.runtime, found.version or "", how, what, version)
+    digest, version = candidate.bundle.manifest.digest, found.version or ""
+    return ProfileKey(digest, placement.runtime, version, how, what, outrider_version())
 
 
 def acceptance_of(bundle: Bundle) -> float | None:
@@ -154,7 +154,7 @@ def placed_words(ranked: Sequence[Ranked]) -> str:
 
 
 def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *, as_json: bool) -> None:
-    """Measures what is not kept yet, and prints a table, or a list where it is too wide. Raises OutriderError.
+    """Measures what is not kept yet, and prints a table. Raises OutriderError.
 
     drafts: bundles; none: all pulled ones.
     """

@@ -113,8 +113,7 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
 
 
 def _rate(text: GenerationResult) -> float:
-    rate = measured_rate(text)
-    return math.nan if rate is None else rate
+    return math.nan if why_no_rate(text) else text.tokens_per_s
 
 
 def median_of(values: Iterable[float]) -> float:
