@@ -65,8 +65,8 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     def __post_init__(self) -> None:
         self._choose()
         self._set_params(self.seed)
+        refuse_idle(self, not self.drafts, "nothing drafts with --no-drafts", *DRAFTS)
         if not self.drafts:
-            refuse_idle(self, "nothing drafts with --no-drafts", *DRAFTS)
             object.__setattr__(self, "choice", AS_BUNDLED)
         self._refuse_idle_drafting()
 
@@ -107,10 +107,8 @@ class PullOptions(KeyOptions):
             raise ConfigError("--runtime ngram drafts without a model, so there is nothing to pull; leave it out")
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
-        if self.is_listing:
-            refuse_idle(self, "--list changes nothing", "prune")
-        elif self.to is not None:
-            refuse_idle(self, "--to leaves the cache as it is", "prune")
+        refuse_idle(self, self.is_listing, "--list changes nothing", "prune")
+        refuse_idle(self, self.to is not None, "--to leaves the cache as it is", "prune")
 
 
 @dataclass(frozen=True)

@@ -309,8 +309,8 @@ class DemoScreen:
 
     def show_figures(self, figures: Mapping[str, ModeFigures], rtt_ms: float) -> None:
         """The main table, a column per mode."""
-        num_texts = figures[CLOUD_ONLY].num_texts
-        table = _table(f"Round trip {rtt_ms:g} ms, {num_texts} text{'s' if num_texts > 1 else ''}, the modes in turn")
+        num_texts = counted(figures[CLOUD_ONLY].num_texts, "text")
+        table = _table(f"Round trip {rtt_ms:g} ms, {num_texts}, the modes in turn")
         for mode in figures:
             table.add_column(NAMES[mode], justify="right", style="bold" if mode == STREAM else None, no_wrap=True)
         for name, show in ROWS.items():

@@ -100,11 +100,11 @@ def is_typed(parameter: str) -> bool:
     return source_of(parameter) is ParameterSource.COMMANDLINE
 
 
-def refuse_idle(options: DataclassInstance, reason: str, *parameters: str) -> None:
-    """Raises ConfigError for options that were typed and have no effect. reason: why they have none."""
+def refuse_idle(options: DataclassInstance, is_so: bool, reason: str, *parameters: str) -> None:
+    """Raises ConfigError for options that were typed and have no effect. is_so: whether `reason`, why not, applies."""
     defaults = {each.name: each.default for each in fields(options)}
     idle = [name for name in parameters if getattr(options, name) != defaults[name] and is_typed(name)]
-    if idle:
+    if is_so and idle:
         names = [LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}" for name in idle]
         it = "it" if len(names) == 1 else "them"
         raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {it} out")
@@ -112,10 +112,8 @@ def refuse_idle(options: DataclassInstance, reason: str, *parameters: str) -> No
 
 def refuse_idle_tree(options: DraftingOptions | DemoOptions) -> None:
     """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
-    if options.width == "1":
-        refuse_idle(options, "--width 1 drafts a single path", "lookup")
-    if options.runtime == "ngram":
-        refuse_idle(options, "with --runtime ngram nothing but lookup drafts", "lookup")
+    refuse_idle(options, options.width == "1", "--width 1 drafts a single path", "lookup")
+    refuse_idle(options, options.runtime == "ngram", "with --runtime ngram nothing but lookup drafts", "lookup")
 
 
 Docs = Annotated[
@@ -253,8 +251,7 @@ class DraftingOptions(PlaceOptions):
 
     def _refuse_idle_drafting(self) -> None:
         """Raises ConfigError for typed options that have no effect beside one another."""
-        if self.depth != "auto":
-            refuse_idle(self, f"--depth {self.depth} does not depend on times", "effort")
+        refuse_idle(self, self.depth != "auto", f"--depth {self.depth} does not depend on times", "effort")
         refuse_idle_tree(self)
 
 

@@ -33,6 +33,8 @@ from outrider.models.process.command_line import print_line
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import DraftList, OfferedDraft
 
+ONCE: Final = RetryPolicy(max_failures=1, max_loading_s=0.0)
+"""For one of several servers: one that does not answer is left out."""
 COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
 
 
@@ -65,7 +67,10 @@ async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Conso
         if options.to is None:
             lists = {offer.client.url: offer.offered}
             if options.prune:
-                lists |= await _lists_of([each for each in clients if each is not offer.client], note)
+                others, errors = await _ask_all([each for each in clients if each is not offer.client], note, ONCE)
+                lists |= others
+                for error in errors:
+                    note(f"{error}. What was pulled from there stays.")
             _keep_house(lists, about, is_pruning=options.prune)
     fetched = "Pulled." if result.is_new else "It is here already, unchanged."
     advice = "`outrider run` and `outrider serve` draft with it for this target."
@@ -75,15 +80,17 @@ async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Conso
     out.print(str(result.path), soft_wrap=True, highlight=False, markup=False)
 
 
-async def _lists_of(clients: Sequence[DraftClient], note: Callable[[str], None]) -> dict[str, DraftList]:
-    """What each server offers now; one that does not say is asked once and left out."""
-    found = {}
+async def _ask_all(
+    clients: Sequence[DraftClient], note: Callable[[str], None], retry: RetryPolicy | None
+) -> tuple[dict[str, DraftList], list[OutriderError]]:
+    """What each server offers now, by its address, and why the others do not say."""
+    found, errors = dict[str, DraftList](), list[OutriderError]()
     for client in clients:
         try:
-            found[client.url] = await list_offered(client, note, RetryPolicy(max_failures=1, max_loading_s=0.0))
+            found[client.url] = await list_offered(client, note, retry)
         except (CloudError, RequestError) as error:
-            note(f"{error}. What was pulled from there stays.")
-    return found
+            errors.append(error)
+    return found, errors
 
 
 def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: bool) -> None:
@@ -105,19 +112,13 @@ def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: b
 
 async def _list(clients: Sequence[DraftClient], wishes: Wishes, out: Console, note: Callable[[str], None]) -> None:
     """Shows what each server offers. Raises the first error where none can be asked."""
-    retry = RetryPolicy(max_failures=1, max_loading_s=0.0) if len(clients) > 1 else None
-    errors: list[OutriderError] = []
-    for client in clients:
-        try:
-            offered = await list_offered(client, note, retry)
-        except (CloudError, RequestError) as error:
-            errors.append(error)
-            continue
-        show_offered(out, offered, judge(offered.drafts, wishes), client.url)
-    if len(errors) == len(clients):
+    found, errors = await _ask_all(clients, note, ONCE if len(clients) > 1 else None)
+    if not found:
         raise errors[0]
-    for each in errors:
-        note(f"{each}.")
+    for url, offered in found.items():
+        show_offered(out, offered, judge(offered.drafts, wishes), url)
+    for error in errors:
+        note(f"{error}.")
 
 
 async def _with_bar(offer: Offer, options: PullOptions, about: Console) -> PullResult:

@@ -166,8 +166,7 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
 
     def _terms(self) -> RuleTerms:
         """Raises ConfigError, also for a typed delta that has no effect under the rule."""
-        if self.rule is not Rule.TOLERANCE:
-            refuse_idle(self, f"the rule is {self.rule.value}", "delta")
+        refuse_idle(self, self.rule is not Rule.TOLERANCE, f"the rule is {self.rule.value}", "delta")
         number, is_share = self.delta.removesuffix("%"), self.delta.endswith("%")
         try:
             if is_share and 1.0 <= float(number) <= 99.0:
@@ -206,14 +205,12 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
             raise ConfigError("--offline-ok needs a draft that streams; leave out --mode, or --offline-ok")
         if self.offline_ok and self.compare and is_typed("compare"):
             raise ConfigError("--compare measures the cloud, and --offline-ok does without; leave one of them out")
-        if self.grammar is not None:
-            refuse_idle(self, "the grammar says where the text ends", "ignore_eos")
+        refuse_idle(self, self.grammar is not None, "the grammar says where the text ends", "ignore_eos")
         if self.rule.needs_evidence and self.mode is Mode.STREAM:
             raise ConfigError(
                 f"--rule {self.rule.value} judges a block at a time; add --mode stop-and-wait, or leave out --rule"
             )
-        if self.mode is Mode.CLOUD_ONLY:
-            refuse_idle(self, "nothing drafts with --mode cloud-only", "rule", *DRAFTS)
-        if self.mode is Mode.STOP_AND_WAIT:
-            refuse_idle(self, "--mode stop-and-wait sends one path and waits for its answer", *TREE)
+        is_alone, is_waiting = self.mode is Mode.CLOUD_ONLY, self.mode is Mode.STOP_AND_WAIT
+        refuse_idle(self, is_alone, "nothing drafts with --mode cloud-only", "rule", *DRAFTS)
+        refuse_idle(self, is_waiting, "--mode stop-and-wait sends one path and waits for its answer", *TREE)
         self._refuse_idle_drafting()

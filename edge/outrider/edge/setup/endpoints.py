@@ -197,13 +197,12 @@ class Keys:
         ConfigError for a key file that cannot be used, and for a key beside a password in the address: a request has
         one of them.
         """
-        own = self.endpoint_of(url)
-        if self.general is not None and self.is_asked and len(urls) == 1:
-            key = self.general
-        elif own is not None and own.key_file is not None:
+        key, own = self.general, self.endpoint_of(url)
+        is_meant = key is not None and self.is_asked and len(urls) == 1
+        if own is not None and own.key_file is not None and not is_meant:
             key = read_key_file(Path(own.key_file))
-        else:
-            key = None if own is not None and len(self.endpoints) > 1 else self.general
+        elif own is not None and len(self.endpoints) > 1 and not is_meant:
+            key = None
         if key is not None and split_login(verifier_url(url))[1] is not None:
             raise ConfigError(
                 f"the address {without_password(url)} has a user name and password, and there is a key for it; leave "

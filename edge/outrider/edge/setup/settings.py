@@ -173,10 +173,8 @@ class Settings:
             elif self.endpoints and not CLOUDS.isdisjoint(long_names(option)):
                 yield option.name, ([each.url for each in self.endpoints], (ENDPOINT,))
 
-    def _checked(self, where: Where, option: click.Option, command: str) -> Any:
-        value: Any = self.config.document
-        for part in where:
-            value = value[part]
+    def _checked(self, where: tuple[str, str], option: click.Option, command: str) -> Any:
+        value: Any = self.config.table(where[0])[where[1]]
         if where[-1] in SEVERAL and not isinstance(value, list):
             value = [value]
         if where[-1] in SECRETS:
@@ -284,7 +282,7 @@ def _variables(command: str, option: click.Option, common: frozenset[str]) -> li
     return own + [name for name in shared if name not in RESERVED]
 
 
-def _where(place: str, table: Mapping[str, Any], option: click.Option) -> Where | None:
+def _where(place: str, table: Mapping[str, Any], option: click.Option) -> tuple[str, str] | None:
     names = long_names(option)
     return next(((place, name) for name in table if name.replace("-", "_") in names), None)
 
