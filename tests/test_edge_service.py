@@ -124,7 +124,7 @@ def test_the_windows_task_starts_serve_at_its_users_logon(tmp_path: Path) -> Non
 def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, system: str, place: str) -> None:
     """Written whole or not at all; the same content is left alone; only a file of ours is removed."""
     made = service(tmp_path, system)
-    assert made.path == tmp_path / place and not remove_service(made)
+    assert made.path == tmp_path / place
     assert write_service(made) and not write_service(made)
     assert made.path.read_bytes() == made.content and stat.S_IMODE(made.path.stat().st_mode) == 0o600
     mine = "# mine\n".encode("utf-16" if system == "windows" else "utf-8")
@@ -136,7 +136,8 @@ def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, sys
     assert made.path.read_bytes() == mine
     assert write_service(made, force=True) and made.path.read_bytes() == made.content
     assert [path.name for path in made.path.parent.iterdir()] == [made.path.name]  # no temporary file is left
-    assert remove_service(made) and not made.path.exists()
+    remove_service(made)
+    assert not made.path.exists()
 
 
 def test_a_failure_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

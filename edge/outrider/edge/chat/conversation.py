@@ -66,7 +66,7 @@ class Turn:
     """An answer that has ended. text: as shown. first_token_s: from the question, the rendering included.
 
     num_prompt: tokens of the prompt; num_sent of them were sent, the others by a hash. sent_again: why the ids of the
-    turns before were not kept; None where they were. num_dropped: turns that no longer fit.
+    turns before were not kept; None where they were.
     """
 
     result: GenerationResult
@@ -75,7 +75,6 @@ class Turn:
     num_sent: int
     first_token_s: float
     sent_again: str | None = None
-    num_dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -148,7 +147,7 @@ class Conversation:
             on_tokens(batch)
 
         try:
-            rendered, num_dropped = await self._render_fitting(question, max_tokens)
+            rendered = await self._render_fitting(question, max_tokens)
             is_asked = True
             prompt, sent_again = self._prompt(rendered.tokens)
             on_tokens = show(prompt)
@@ -177,7 +176,7 @@ class Conversation:
         self._held, self._has_stopped = result.held, result.finish_reason == "stop"
         self._unheld = "the server keeps no prefixes" if result.held is None else _CUT
         text, num_sent = self.messages[-1].content, result.num_prompt_sent
-        self.turns.append(Turn(result, text, len(prompt), num_sent, first_token_s, sent_again, num_dropped))
+        self.turns.append(Turn(result, text, len(prompt), num_sent, first_token_s, sent_again))
         return self.turns[-1]
 
     def _end_turn(self, prompt: list[int], tokens: list[int]) -> None:
@@ -201,8 +200,8 @@ class Conversation:
             return ids, "the template ends an answer with another token than the model"
         return rendered, "the template writes the turns before in another way"
 
-    async def _render_fitting(self, question: str, max_tokens: int) -> tuple[RenderAnswer, int]:
-        """The ids of the conversation with a question, and how many turns had to be dropped for them."""
+    async def _render_fitting(self, question: str, max_tokens: int) -> RenderAnswer:
+        """The ids of the conversation with a question; drops turns where they do not fit."""
         limit = self.facts.max_positions
         reserved = min(max_tokens, int(limit * MAX_RESERVED_SHARE))
         messages, num_dropped = [*self.messages, Message(role=USER, content=question)], 0
@@ -232,7 +231,7 @@ class Conversation:
             self.on_note(
                 f"The context of {limit} tokens is full: the {what}. The model no longer sees what is dropped."
             )
-        return rendered, num_dropped
+        return rendered
 
     async def _render(self, messages: list[Message]) -> RenderAnswer:
         dumped = [message.model_dump() for message in messages]

@@ -295,8 +295,9 @@ class ChatScreen:
             self._tell(line)
 
     def _clear(self, conversation: Conversation, rest: str) -> None:
-        kept = [message for message in conversation.messages if message.role == SYSTEM]
-        conversation.replace(kept, "the conversation was cleared")
+        conversation.replace(
+            [message for message in conversation.messages if message.role == SYSTEM], "the conversation was cleared"
+        )
         self._file = None  # a /save without a name would replace what was saved
         self._tell("cleared")
 

@@ -63,7 +63,7 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     }
 
     def __post_init__(self) -> None:
-        self._choose()
+        super().__post_init__()
         self._set_params(self.seed)
         refuse_idle(self, not self.drafts, "nothing drafts with --no-drafts", *DRAFTS)
         if not self.drafts:
@@ -142,7 +142,7 @@ class DemoOptions(PlaceOptions):
     params: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
-        self._choose()
+        super().__post_init__()
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
         refuse_idle_tree(self)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
@@ -205,7 +205,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     metrics: Annotated[bool, typer.Option("--metrics", help="Offer Prometheus metrics at /metrics.")] = False
 
     def __post_init__(self) -> None:
-        self._choose()
+        super().__post_init__()
         refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_drafting()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -38,9 +39,6 @@ class DoctorOptions(PlaceOptions, KeyOptions):
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     _keys: ClassVar = KeyOptions
 
-    def __post_init__(self) -> None:
-        self._choose()
-
 
 @takes_options(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
@@ -65,15 +63,13 @@ def doctor(options: DoctorOptions) -> None:
         found.append(finding)
         if not options.as_json:
             show_finding(console, finding)
-    num_faults = sum(each.status == "fault" for each in found)
+    counts = Counter(each.status for each in found)
     if options.as_json:
-        statuses = {each.status for each in found}
-        worst = next((status for status in ("fault", "warning") if status in statuses), "ok")
+        worst = next((status for status in ("fault", "warning") if counts[status]), "ok")
         typer.echo(json.dumps({"status": worst, "checks": [each.as_json() for each in found]}, indent=2))
     else:
-        num_warnings = sum(each.status == "warning" for each in found)
-        console.print(f"{len(found)} checks; faults: {num_faults}, warnings: {num_warnings}", highlight=False)
-    if num_faults:
+        console.print(f"{len(found)} checks; faults: {counts['fault']}, warnings: {counts['warning']}", highlight=False)
+    if counts["fault"]:
         raise typer.Exit(1)
 
 

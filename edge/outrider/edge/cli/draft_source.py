@@ -118,8 +118,7 @@ def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
     clouds = []
     for text in urls:
         url, login = split_login(verifier_url(text))
-        key = keys.for_url(text, urls)
-        clouds.append((url, ClientOptions(api_key=key, certificate=keys.certificate, login=login)))
+        clouds.append((url, ClientOptions(api_key=keys.for_url(text, urls), certificate=keys.certificate, login=login)))
     return clouds
 
 

@@ -34,8 +34,6 @@ WHAT, EXTRA = "the agent", "edge"
 ALL_PARTS = "the demo exports, serves and drafts on this machine and"
 NEEDED: Final = (*EXPORTER_PACKAGES, "openvino", "httpx", "fastapi", "uvicorn", "prometheus_client", "psutil")
 """Packages of all three parts; checked before the demo's export starts."""
-EXAMINES_ITSELF: Final = "doctor"
-"""The command that reports a broken configuration, so it runs with one."""
 EPILOG: Final = (
     "Each option also has a variable (--max-tokens of run: OUTRIDER_RUN_MAX_TOKENS, or OUTRIDER_MAX_TOKENS for all "
     "commands) and a place in the configuration file; see `outrider config`."
@@ -56,7 +54,7 @@ class ConfiguredGroup(CommandGroup):
         try:
             settings = Settings(self, read_config())
         except ConfigError:
-            if not is_help and command.name != EXAMINES_ITSELF:
+            if not is_help and command.name != "doctor":  # that reports a broken configuration
                 raise
             settings = Settings(self, ConfigFile(config_path()))
         if command.name in settings.commands and not is_help:

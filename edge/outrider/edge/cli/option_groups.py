@@ -209,7 +209,7 @@ class PlaceOptions:
     emulate_npu: EmulateNpu = False
     choice: DraftChoice = field(init=False)
 
-    def _choose(self) -> None:
+    def __post_init__(self) -> None:
         """Sets `choice`. Raises ConfigError where typed options contradict each other; a configured one gives way."""
         try:
             choice = self._choice(lambda name: True)

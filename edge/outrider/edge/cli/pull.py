@@ -35,7 +35,6 @@ from outrider.models.wire.protocol import DraftList, OfferedDraft
 
 ONCE: Final = RetryPolicy(max_failures=1, max_loading_s=0.0)
 """For one of several servers: one that does not answer is left out."""
-COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
 
 
 def pull_once(options: PullOptions, out: Console, about: Console) -> None:
@@ -159,7 +158,7 @@ def show_offered(console: Console, offered: DraftList, judged: list[Judged], url
     if not judged:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in COLUMNS:
+    for name in ("draft", "device", "runtime", "precision", "size", "accepted", "here"):
         table.add_column(name, no_wrap=name not in ("draft", "here"), overflow="fold")
     for each in judged:
         draft = each.draft

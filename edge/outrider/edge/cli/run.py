@@ -169,12 +169,18 @@ async def _generate(
     async with open_fleet(clouds) as fleet:
         if (mixed := await fleet.mixed_targets()) is not None:
             notes.in_text(mixed)
-        retry = OFFLINE_RETRY if options.offline_ok else None
-        endpoints = Endpoints(fleet.ranked(), retry, on_trouble=notes.in_text, fleet=fleet)
+        endpoints = Endpoints(
+            fleet.ranked(), OFFLINE_RETRY if options.offline_ok else None, on_trouble=notes.in_text, fleet=fleet
+        )
         drafter = draft.drafter if draft is not None else None
-        tree = replace(agent_options(options, eased_by), terms=options.terms)
-        quoted = grounding.quoted if grounding is not None else ()
-        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)
+        agent = make_agent(
+            options.mode,
+            endpoints,
+            drafter,
+            options.depth,
+            replace(agent_options(options, eased_by), terms=options.terms),
+            quoted=grounding.quoted if grounding is not None else (),
+        )
         offline: OfflineText | None = None
         if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None:
             offline = await _generate_offline_ok(agent, draft, request, fleet, tokenizer, notes)
@@ -256,9 +262,9 @@ async def _compare(
 def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool) -> list[str]:
     lines = summary_lines(ran.result, is_verbose)
     if ran.result.num_recent:
-        found = counted(ran.result.num_recent, "token")
         lines.append(
-            f"the server drafted from the answer that this prompt got before ({found}); switch it off with --no-recent"
+            f"the server drafted from the answer that this prompt got before ({counted(ran.result.num_recent, 'token')}"
+            "); switch it off with --no-recent"
         )
     if draft is not None:
         lines += draft_lines(draft.placement, num_prompt, len(ran.result.tokens))
@@ -272,8 +278,9 @@ def _passage_lines(options: RunOptions, grounding: Grounding | None) -> list[str
         return []
     if not grounding.passages:
         return ["no passage of the documents fits the prompt"]
-    found = counted(len(grounding.passages), "passage")
-    lines = [f"{found} of the documents in the prompt, {grounding.num_tokens} tokens"]
+    lines = [
+        f"{counted(len(grounding.passages), 'passage')} of the documents in the prompt, {grounding.num_tokens} tokens"
+    ]
     if options.verbose:
         lines += [
             f"[{number}] {passage.where}, characters {passage.start}-{passage.end}"

@@ -150,10 +150,9 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     }
 
     def __post_init__(self) -> None:
-        self._choose()
+        super().__post_init__()
         numbers: dict[str, Any] = self._set_params(self.seed, NUMBERS)
-        processors = replace(PLAIN, **numbers, logit_bias=tuple(map(_bias, self.logit_bias)))
-        object.__setattr__(self, "processors", processors)
+        object.__setattr__(self, "processors", replace(PLAIN, **numbers, logit_bias=tuple(map(_bias, self.logit_bias))))
         object.__setattr__(self, "terms", self._terms())
         object.__setattr__(self, "grammar", self._grammar())
         self._refuse_idle()

@@ -75,8 +75,9 @@ def serve_local(options: ServeOptions) -> None:
     if options.api_key_file is not None and options.api_key_file.is_file():  # and not a pipe of the shell
         files.append(WatchedFiles("keys", [options.api_key_file], lambda: keys.reload()))
     keys = KeyRing.load(options.api_key_file)
-    is_open = options.insecure_no_keys or options.tls_client_ca is not None
-    require_safe_host(options.host, keys, is_insecure_allowed=is_open)
+    require_safe_host(
+        options.host, keys, is_insecure_allowed=options.insecure_no_keys or options.tls_client_ca is not None
+    )
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     drafting = agent_options(options)
     clouds = clouds_of(options.cloud, cloud_keys)

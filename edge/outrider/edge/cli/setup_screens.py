@@ -63,8 +63,9 @@ def show(
     given = list(arguments or ())
     command = given.pop(0) if given else None
     if command is not None and command not in settings.commands:
-        known = ", ".join(settings.commands)
-        raise click.UsageError(f"{command!r} is no command with options; expected one of {known}.")
+        raise click.UsageError(
+            f"{command!r} is no command with options; expected one of {', '.join(settings.commands)}."
+        )
     _show(as_json, settings, command, given)
 
 
@@ -194,8 +195,7 @@ def install(
     """Start `outrider serve` now and at each login. It reads the configuration file, not this shell's variables."""
     service, about = service_here(__package__ or ""), Console(stderr=True)
     if is_printed:
-        encoding = "utf-16" if service.system == "windows" else "utf-8"
-        typer.echo(service.content.decode(encoding), nl=False)
+        typer.echo(service.content.decode(service.encoding), nl=False)
         return
     settings_here()  # a broken configuration is not installed
     unseen = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in RESERVED)

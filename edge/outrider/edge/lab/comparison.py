@@ -37,12 +37,11 @@ def measured_rate(result: GenerationResult) -> float | None:
 def why_no_rate(result: GenerationResult) -> str | None:
     """Why a text has no rate, in words; None if it has one."""
     arrivals = result.arrival_s
-    if sum(at > arrivals[0] for at in arrivals[1:]) < MIN_GAPS:
-        is_burst = len(arrivals) > MIN_GAPS
-        return "the text came in one burst" if is_burst else f"only {counted(len(arrivals), 'token')}"
-    if len(set(arrivals)) <= MIN_COMMITS or arrivals[-1] - arrivals[0] < MIN_SPAN_S:
-        return "the text came in one burst"
-    return None
+    if len(arrivals) <= MIN_GAPS:
+        return f"only {counted(len(arrivals), 'token')}"
+    num_later, span_s = sum(at > arrivals[0] for at in arrivals), arrivals[-1] - arrivals[0]
+    is_burst = num_later < MIN_GAPS or len(set(arrivals)) <= MIN_COMMITS or span_s < MIN_SPAN_S
+    return "the text came in one burst" if is_burst else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Service:
     """A file and the commands of the service manager. config: value of OUTRIDER_CONFIG for the service.
 
     turn_on: commands after the file is written. turn_off: before it is removed, or replaced where the manager keeps
-    what it has read. ask: shows whether the service runs. log: where its log is, for people.
+    what it has read. ask: shows whether the service runs. log: where its log is, for people. encoding: the file's.
     """
 
     system: System
@@ -121,6 +121,7 @@ class Service:
     turn_off: tuple[Command, ...]
     ask: Command
     log: str | None = None
+    encoding: str = "utf-8"
 
 
 def systemd_unit(command: Command, config: Path | None, config_home: Path) -> Service:
@@ -190,6 +191,7 @@ def windows_task(command: Command, config: Path | None, home: Path, user: str, p
         turn_on=(("schtasks", "/Create", *task, "/XML", str(path), "/F"), ("schtasks", "/Run", *task)),
         turn_off=(("schtasks", "/End", *task), ("schtasks", "/Delete", *task, "/F")),
         ask=("schtasks", "/Query", *task),
+        encoding="utf-16",
     )
 
 
@@ -200,9 +202,8 @@ def service_here(module: str, platform: str = sys.platform) -> Service:
     """
     python, home = Path(sys.executable), Path.home()
     # A service manager has none of this shell's variables.
-    is_named = bool(os.environ.get(VARIABLE))
-    is_moved = bool(os.environ.get("XDG_CONFIG_HOME")) and config_path().is_file()
-    chosen = config_path() if is_named or is_moved else None
+    is_moved = os.environ.get(VARIABLE) or (os.environ.get("XDG_CONFIG_HOME") and config_path().is_file())
+    chosen = config_path() if is_moved else None
     if platform == "win32":
         quiet = python.with_name("pythonw.exe")  # python.exe would open a console window
         domain, name = os.environ.get("USERDOMAIN"), os.environ.get("USERNAME", "")
@@ -230,16 +231,11 @@ def write_service(service: Service, *, force: bool = False) -> bool:
     return True
 
 
-def remove_service(service: Service) -> bool:
-    """Removes the file; False if there is none. Raises ConfigError for a file that we did not write."""
-    if not service.path.exists():
-        return False
-    if MARK not in service.path.read_bytes().decode(
-        "utf-16" if service.system == "windows" else "utf-8", errors="replace"
-    ):
+def remove_service(service: Service) -> None:
+    """Removes the file, which is there. Raises ConfigError for one that we did not write."""
+    if MARK not in service.path.read_bytes().decode(service.encoding, errors="replace"):
         raise ConfigError(f"{service.path} was not written by `outrider service install`; remove it yourself")
     service.path.unlink()
-    return True
 
 
 def run_command(command: Sequence[str]) -> tuple[bool, str]:
