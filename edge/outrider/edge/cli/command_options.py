@@ -144,7 +144,7 @@ class DemoOptions(PlaceOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
-        refuse_idle_tree(self)
+        refuse_idle_tree(self, self.width)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
             raise ConfigError(f"--json {self.json} cannot be written; name a file in a directory that you may write to")
 

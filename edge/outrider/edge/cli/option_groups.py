@@ -28,8 +28,6 @@ from outrider.models.picks.sampling import SamplingParams
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from outrider.edge.cli.command_options import DemoOptions
-
 
 Clouds = Annotated[
     list[str], typer.Option("--cloud", "--server", help="Verifier's address; repeat for others to fall back on.")
@@ -110,9 +108,9 @@ def refuse_idle(options: DataclassInstance, is_so: bool, reason: str, *parameter
         raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {it} out")
 
 
-def refuse_idle_tree(options: DraftingOptions | DemoOptions) -> None:
+def refuse_idle_tree(options: PlaceOptions, width: str) -> None:
     """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
-    refuse_idle(options, options.width == "1", "--width 1 drafts a single path", "lookup")
+    refuse_idle(options, width == "1", "--width 1 drafts a single path", "lookup")
     refuse_idle(options, options.runtime == "ngram", "with --runtime ngram nothing but lookup drafts", "lookup")
 
 
@@ -252,7 +250,7 @@ class DraftingOptions(PlaceOptions):
     def _refuse_idle_drafting(self) -> None:
         """Raises ConfigError for typed options that have no effect beside one another."""
         refuse_idle(self, self.depth != "auto", f"--depth {self.depth} does not depend on times", "effort")
-        refuse_idle_tree(self)
+        refuse_idle_tree(self, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
