@@ -242,28 +242,22 @@ class Conversation:
                 f"the message has {len(body) >> 10} KiB; a server takes {MAX_BODY_BYTES >> 10}; send a shorter one",
             )
 
-        async def ask(client: VerifierClient) -> tuple[RenderAnswer, Served]:
-            rendered = await client.render(body)
+        async def ask(client: VerifierClient) -> RenderAnswer:
+            rendered, before = await client.render(body), self._served
             served = Served(client.url, rendered.model, rendered.target)
-            if self._is_other(served):
+            if before is not None and (before.model, before.target) != (served.model, served.target):
                 self.facts = await _facts_of(client)
-            return rendered, replace(served, has_mid=self.facts.mid is not None)
+                self._held = None
+                self.on_note(f"The conversation goes on with {served}; it was with {before}.")
+            self._served = replace(served, has_mid=self.facts.mid is not None)
+            return rendered
 
         try:
-            rendered, served = await self.agent.endpoints.call(ask)
+            return await self.agent.endpoints.call(ask)
         except CloudError as error:
             if isinstance(error.__cause__, EndpointLost) and error.__cause__.status == 404:
                 raise CloudError("the server renders no conversations (/v1/render): it is older; update it") from error
             raise
-        if self._is_other(served):
-            self._held = None
-            self.on_note(f"The conversation goes on with {served}; it was with {self._served}.")
-        self._served = served
-        return rendered
-
-    def _is_other(self, served: Served) -> bool:
-        before = self._served
-        return before is not None and (before.model, before.target) != (served.model, served.target)
 
 
 async def _facts_of(client: VerifierClient) -> ModelFacts:

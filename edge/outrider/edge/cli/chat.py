@@ -146,24 +146,21 @@ class ChatScreen:
             while True:
                 try:
                     typed = await self._reader.read()
+                    if typed is None or typed.strip() == "/quit":
+                        return
+                    typed = typed.rstrip().lstrip("\r\n")
+                    if typed.startswith("/") and not typed.startswith("//"):
+                        self._command(conversation, typed)
+                    elif typed:
+                        await self._ask(conversation, typed.removeprefix("/"))
                 except KeyboardInterrupt:
                     if not self._reader.is_typed:
                         raise
                     self._notes.line("Ctrl-D or /quit ends the chat.")
-                    continue
-                except ConfigError as error:
-                    self._show_error(error)
-                    continue
-                if typed is None or typed.strip() == "/quit":
-                    return
-                typed = typed.rstrip().lstrip("\r\n")
-                if typed.startswith("/") and not typed.startswith("//"):
-                    try:
-                        self._command(conversation, typed)
-                    except OutriderError as error:
-                        self._show_error(error)
-                elif typed:
-                    await self._ask(conversation, typed[1:] if typed.startswith("//") else typed)
+                except OutriderError as error:
+                    if not self._reader.is_typed:
+                        raise  # a script must notice
+                    print_line(self._notes.about, f"error: {error}", "red")
 
     def _greet(self, conversation: Conversation) -> None:
         drafted = f", drafted by {self._drafted_by}" if self._drafted_by is not None else ""
@@ -180,8 +177,6 @@ class ChatScreen:
             if not self._answer.cancelled():
                 raise  # the whole chat is cancelled
             self._notes.line("(stopped)")
-        except OutriderError as error:
-            self._show_error(error)
         finally:
             self._answer = None
 
@@ -222,11 +217,6 @@ class ChatScreen:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
-
-    def _show_error(self, error: OutriderError) -> None:
-        if not self._reader.is_typed:
-            raise error  # a script must notice
-        print_line(self._notes.about, f"error: {error}", "red")
 
     # -- commands ----------------------------------------------------------------------------------------------------
 

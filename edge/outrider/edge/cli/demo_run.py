@@ -58,23 +58,6 @@ TRIAL: Final = 24
 """Tokens from which the time of a text is estimated."""
 
 
-@dataclass(slots=True)
-class Measured:
-    """What the demo measured, by round trip in ms. left_out: what did not fit into the time, in words, and was
-    announced; or was skipped because the machine became slower. load: warning about other processes.
-    """
-
-    rtt_ms: float
-    sweep: dict[float, dict[str, ModeFigures]]
-    left_out: list[str]
-    load: str | None
-
-    @property
-    def figures(self) -> dict[str, ModeFigures]:
-        """Those of the main round trip."""
-        return self.sweep[self.rtt_ms]
-
-
 def run_demo(options: DemoOptions, console: Console) -> None:
     """Runs the demo. Raises OutriderError; however it ends, no process is left behind."""
     make_options(options.width)  # wrong options are found before minutes go into an export
@@ -85,14 +68,14 @@ def run_demo(options: DemoOptions, console: Console) -> None:
         pair = export_reference_pair(options.choice, options.widen)
         ends_at = time.monotonic() + options.max_seconds  # starting the cloud is part of it
         with open_lab(pair.target, pair.draft, options.choice, ALONE) as lab:
-            measured = signals.run(_measure(options, lab, screen, ends_at))
+            document = signals.run(_measure(options, lab, screen, ends_at))
     if options.json is not None:
-        document = json.dumps(report(lab, measured), indent=2, allow_nan=False)
-        options.json.write_text(document + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
-async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: float) -> Measured:
+async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: float) -> dict[str, object]:
+    """Shows everything; returns the document that --json writes."""
     prompts = load_prompts(options.prompts)
     requests = [
         GenerationRequest(
@@ -132,12 +115,18 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: 
             f"{plan.num_texts - num_texts} of the {plan.num_texts} texts planned: the machine became slower"
         )
     sweep = {each_ms: compare(found, CLOUD_ONLY) for each_ms, found in results.items()}
-    measured = Measured(rtt_ms, sweep, left_out, load.warning())
-    screen.show_figures(measured.figures, rtt_ms)
+    busy = load.warning()
+    screen.show_figures(sweep[rtt_ms], rtt_ms)
     if len(sweep) > 1:
         screen.show_sweep(sweep)
-    screen.show_close(measured.figures, lab, left_out[-1] if num_texts < plan.num_texts else None, measured.load)
-    return measured
+    screen.show_close(sweep[rtt_ms], lab, left_out[-1] if num_texts < plan.num_texts else None, busy)
+    return {
+        "pair": describe_pair(lab),
+        "rtt_ms": rtt_ms,
+        "modes": _modes(sweep, rtt_ms),
+        "left_out": left_out,
+        "machine_load": busy,
+    }
 
 
 def _left_out(options: DemoOptions, plan: TimePlan, num_texts: int) -> list[str]:
@@ -188,9 +177,9 @@ async def _texts(
     return found
 
 
-def report(lab: Lab, measured: Measured) -> dict[str, object]:
-    """The document that --json writes."""
-    pair: dict[str, object] = {"tokenizer": lab.tokenizer.fingerprint}
+def describe_pair(lab: Lab) -> dict[str, object]:
+    """Facts of the two models, from their manifests, and of what drafts."""
+    pair: dict[str, object] = {}
     for role, manifest in (("target", lab.target.manifest), ("draft", lab.draft.manifest)):
         pair[role] = {
             "name": manifest.name,
@@ -200,18 +189,20 @@ def report(lab: Lab, measured: Measured) -> dict[str, object]:
             "size_bytes": manifest.report.size_bytes,
             "widened_from_parameters": manifest.widened.from_parameters if manifest.widened else None,
         }
+    return pair | {
+        "tokenizer": lab.tokenizer.fingerprint,
+        "drafted_by": lab.placement.as_json(),
+        "cores": lab.cores.note,
+    }
+
+
+def _modes(sweep: Mapping[float, Mapping[str, ModeFigures]], rtt_ms: float) -> dict[str, object]:
     modes: dict[str, object] = {}
-    for name, values in measured.figures.items():
-        by_rtt = {f"{rtt_ms:g}": _rounded(at[name].speed_up) for rtt_ms, at in measured.sweep.items()}
+    for name, values in sweep[rtt_ms].items():
+        by_rtt = {f"{each_ms:g}": _rounded(at[name].speed_up) for each_ms, at in sweep.items()}
         rounded = {key: _rounded(value) for key, value in asdict(values).items()}
         modes[name] = rounded | ({"speed_up_by_rtt_ms": by_rtt} if len(by_rtt) > 1 else {})
-    return {
-        "pair": pair | {"drafted_by": lab.placement.as_json(), "cores": lab.cores.note},
-        "rtt_ms": measured.rtt_ms,
-        "modes": modes,
-        "left_out": measured.left_out,
-        "machine_load": measured.load,
-    }
+    return modes
 
 
 def _rounded(value: float) -> float | None:

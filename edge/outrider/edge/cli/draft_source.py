@@ -146,36 +146,28 @@ def find_drafts(
 
 
 def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Bundle]:
-    retry = None
-    if not needs_server:
-        retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
-    try:
-        # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
-        note = notes.before_text if needs_server else lambda words: None
-        found = asyncio.run(_find_pulled(choice, clouds, note, retry))
-    except CloudError as error:
-        if needs_server:
-            raise
-        notes.before_text(f"{error}.")
-        last = find_pulled_from([url for url, _ in clouds], choice)
-        found = [last] if last is not None else []
+    found = asyncio.run(_find_pulled(choice, clouds, notes, needs_server=needs_server))
     for each in found:
         print_line(notes.about, f"draft: {each.words}", "dim")
     return [_checked(each.bundle.path) for each in found]
 
 
-async def _find_pulled(
-    choice: DraftChoice, clouds: Clouds, note: Callable[[str], None], retry: RetryPolicy | None
-) -> list[Pulled]:
-    if retry is not None:
-        clouds = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
-    async with open_fleet(clouds) as fleet:
-        try:
-            async with asyncio.timeout(None if retry is None else MAX_LOOK_S):
-                return await find_for_server(fleet.clients, choice, retry=retry, note=note)
-        except TimeoutError:
-            urls = " or ".join(client.url for client in fleet.clients)
-            raise CloudError(f"No verifier answers at {urls} within {MAX_LOOK_S:g} s") from None
+async def _find_pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Pulled]:
+    if needs_server:
+        async with open_fleet(clouds) as fleet:
+            return await find_for_server(fleet.clients, choice, note=notes.before_text)
+    urls = [url for url, _ in clouds]
+    retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
+    try:
+        async with open_fleet([(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]) as fleet:
+            async with asyncio.timeout(MAX_LOOK_S):  # what is tried meanwhile is of no use; the end of it is said
+                return await find_for_server(fleet.clients, choice, retry=retry)
+    except TimeoutError:
+        notes.before_text(f"No verifier answers at {' or '.join(urls)} within {MAX_LOOK_S:g} s.")
+    except CloudError as error:
+        notes.before_text(f"{error}.")
+    last = find_pulled_from(urls, choice)
+    return [last] if last is not None else []
 
 
 def place_drafts(

@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -172,20 +172,16 @@ class KeyOptions:
             certificate = ClientCertificate(self.tls_client_cert.expanduser())
             require_private(certificate.certificate)
             certificate.check()
-        keys = Keys(
-            endpoints=settings.endpoints if settings is not None else (),
-            is_http_allowed=self.allow_http,
-            certificate=certificate,
-        )
         sources = {name: source_of(name) for name in ("api_key", "key_file") if getattr(self, name) is not None}
         if len(set(sources.values())) < len(sources):
             raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
-        if not sources:
-            return keys
-        chosen = min(sources, key=lambda name: sources[name].value)
-        key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
-        is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-        return replace(keys, general=key, is_asked=is_asked)
+        key, is_asked = None, False
+        if sources:
+            chosen = min(sources, key=lambda name: sources[name].value)
+            key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
+            is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+        endpoints = settings.endpoints if settings is not None else ()
+        return Keys(key, is_asked, endpoints, is_http_allowed=self.allow_http, certificate=certificate)
 
 
 @dataclass(frozen=True, kw_only=True)

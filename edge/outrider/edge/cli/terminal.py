@@ -22,9 +22,6 @@ DRAFT_STYLE = "green"
 ALTERNATIVE_STYLE = "cyan"
 STYLES = {Origin.PICK: DRAFT_STYLE, Origin.ALTERNATIVE: ALTERNATIVE_STYLE, Origin.TARGET: ""}
 """By who guessed a token: the draft, the draft as an alternative, nobody before the target."""
-PROMPT_STYLE = "dim"
-UNVERIFIED_STYLE = "yellow"
-"""Tokens that the draft wrote alone."""
 
 
 @dataclass(slots=True)
@@ -45,10 +42,10 @@ class TokenPrinter:
     _held: list[int] = field(default_factory=list)
 
     def __call__(self, batch: TokenBatch) -> None:
-        self._print(self.prompt, PROMPT_STYLE)
+        self._print(self.prompt, "dim")
         self.prompt = ""
         if batch.is_unverified and self.console.is_terminal:
-            self._print(self.detokenizer.push(list(batch.tokens)), UNVERIFIED_STYLE)
+            self._print(self.detokenizer.push(list(batch.tokens)), "yellow")
             return
         if batch.is_unverified:
             self._held += batch.tokens  # what is written to a file cannot be taken back

@@ -103,10 +103,7 @@ def read_config(path: Path | None = None) -> ConfigFile:
 
 def dotted(where: Where) -> str:
     """A path for people: run.max_tokens, endpoint[0].url."""
-    shown = ""
-    for part in where:
-        shown += f"[{part}]" if isinstance(part, int) else f".{part}" if shown else part
-    return shown
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
 
 
 def described(value: object) -> str:
@@ -144,9 +141,6 @@ def _lines(text: str) -> Mapping[Where, int]:
 def _places(value: object, where: Where = ()) -> Iterator[Where]:
     if where:
         yield where
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _places(below, (*where, key))
-    elif isinstance(value, list):
-        for index, below in enumerate(value):
-            yield from _places(below, (*where, index))
+    below = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    for key, each in below:
+        yield from _places(each, (*where, key))
