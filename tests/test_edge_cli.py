@@ -30,7 +30,8 @@ from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.lab.comparison import CLOUD_ONLY, DRAFTED, Comparison, measured_rate, why_no_rate
+from outrider.edge.lab.comparison import DRAFTED, Comparison, measured_rate, why_no_rate
+from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, make_depth, make_options
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent

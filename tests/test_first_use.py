@@ -32,13 +32,13 @@ from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedD
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.comparison import (
-    CLOUD_ONLY,
     DRAFTED,
     Comparison,
     compare_modes,
     measured_load,
     typical,
 )
+from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent

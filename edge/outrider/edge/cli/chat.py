@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from rich.console import Console
@@ -207,7 +206,7 @@ class ChatScreen:
     def _interrupts(self) -> Iterator[None]:
         """Ctrl-C ends the answer; where there is none, it raises KeyboardInterrupt."""
 
-        def handle(number: int, frame: FrameType | None) -> None:
+        def handle(number: int, _: object) -> None:
             if self._answer is None:
                 raise KeyboardInterrupt
             self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)

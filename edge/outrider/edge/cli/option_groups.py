@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import click
 import typer
@@ -24,10 +24,6 @@ from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERE
 from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 Clouds = Annotated[
     list[str], typer.Option("--cloud", "--server", help="Verifier's address; repeat for others to fall back on.")
@@ -98,7 +94,7 @@ def is_typed(parameter: str) -> bool:
     return source_of(parameter) is ParameterSource.COMMANDLINE
 
 
-def refuse_idle(options: DataclassInstance, is_so: bool, reason: str, *parameters: str) -> None:
+def refuse_idle(options: PlaceOptions | KeyOptions, is_so: bool, reason: str, *parameters: str) -> None:
     """Raises ConfigError for options that were typed and have no effect. is_so: whether `reason`, why not, applies."""
     defaults = {each.name: each.default for each in fields(options)}
     idle = [name for name in parameters if getattr(options, name) != defaults[name] and is_typed(name)]

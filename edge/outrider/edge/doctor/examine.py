@@ -109,7 +109,8 @@ def check_disk(place: Path, usage: Callable[[Path], Any] = shutil.disk_usage) ->
 
 def check_power(sensors: Callable[[], Any] | None = None) -> Iterator[Finding]:
     """Battery or mains."""
-    battery = (sensors or getattr(psutil, "sensors_battery", lambda: None))()  # some systems lack it
+    ask: Any = sensors or getattr(psutil, "sensors_battery", lambda: None)  # missing on some systems
+    battery = ask()
     if battery is None:
         yield ok("power", "no battery is reported")
     elif battery.power_plugged is False:

@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
 from typing import IO, Any, Final, TypeVar
 
 from outrider.edge.lab.cores import Cores, running_on
@@ -105,7 +104,7 @@ class EndingOnSignals:
                 self._before[number] = signal.signal(number, self._interrupt)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self._received and isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
@@ -123,7 +122,7 @@ class EndingOnSignals:
         finally:
             self._main = None
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, frame: object) -> None:
         self._received = number
         if self._main is None:
             raise KeyboardInterrupt

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Annotated, Self
 
 import typer
@@ -55,7 +54,7 @@ class DelayProxy:
         self._thread.start()
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
