@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -17,7 +17,7 @@ from typing import Final
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.edge.cli.command_options import DemoOptions
@@ -301,18 +301,19 @@ class DemoScreen:
     def show_figures(self, figures: Mapping[str, ModeFigures], rtt_ms: float) -> None:
         """The main table, a column per mode."""
         num_texts = counted(figures[CLOUD_ONLY].num_texts, "text")
-        table = _table(f"Round trip {rtt_ms:g} ms, {num_texts}, the modes in turn")
-        for mode in figures:
-            table.add_column(NAMES[mode], justify="right", style="bold" if mode == STREAM else None, no_wrap=True)
+        columns = (
+            Column(NAMES[mode], justify="right", style="bold" if mode == STREAM else "", no_wrap=True)
+            for mode in figures
+        )
+        table = _table(f"Round trip {rtt_ms:g} ms, {num_texts}, the modes in turn", columns)
         for name, show in ROWS.items():
             table.add_row(name, *(show(mode, each) for mode, each in figures.items()))
         self.console.print(table, "")
 
     def show_sweep(self, sweep: Mapping[float, Mapping[str, ModeFigures]]) -> None:
         """Speed-ups by round trip."""
-        table = _table("Speed-up over cloud-only, by round trip")
-        for rtt_ms in sweep:
-            table.add_column(f"{rtt_ms:g} ms", justify="right", no_wrap=True)
+        columns = (Column(f"{rtt_ms:g} ms", justify="right", no_wrap=True) for rtt_ms in sweep)
+        table = _table("Speed-up over cloud-only, by round trip", columns)
         for mode in (STOP_AND_WAIT, STREAM):
             values = [_times(figures[mode].speed_up) for figures in sweep.values()]
             table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)
@@ -347,10 +348,16 @@ class DemoScreen:
             )
 
 
-def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("", no_wrap=True)
-    return table
+def _table(title: str, columns: Iterable[Column]) -> Table:
+    return Table(
+        Column(no_wrap=True),
+        *columns,
+        title=title,
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
 
 
 def _number(value: float, digits: int) -> str:

@@ -16,7 +16,7 @@ from typing import Final, cast
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
@@ -173,11 +173,10 @@ def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *,
 
 
 def _show(console: Console, ranked: Sequence[Ranked]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("draft", "runtime and device"):
-        table.add_column(name, overflow="fold")
-    for name in ("ms/token", "ms/8 nodes", "accepted", "busy", "score"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = (Column(name, overflow="fold") for name in ("draft", "runtime and device"))
+    numbers = ("ms/token", "ms/8 nodes", "accepted", "busy", "score")
+    columns = (*names, *(Column(name, justify="right", no_wrap=True) for name in numbers))
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
     for each in ranked:
         placement, profile = each.candidate.placement, each.profile
         rate = acceptance_of(each.candidate.bundle)

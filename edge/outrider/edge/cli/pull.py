@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.edge.cli.command_options import PullOptions
 from outrider.edge.cli.draft_source import Clouds, Notes, clouds_of
@@ -157,9 +157,9 @@ def show_offered(console: Console, offered: DraftList, judged: list[Judged], url
     print_line(console, f"{offered.model} at {url} has {counted(len(judged), 'draft')}.")
     if not judged:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("draft", "device", "runtime", "precision", "size", "accepted", "here"):
-        table.add_column(name, no_wrap=name not in ("draft", "here"), overflow="fold")
+    names = ("device", "runtime", "precision", "size", "accepted")
+    columns = (Column("draft", overflow="fold"), *(Column(name, no_wrap=True, overflow="fold") for name in names))
+    table = Table(*columns, Column("here", overflow="fold"), box=None, padding=(0, 2, 0, 0), header_style="dim")
     for each in judged:
         draft = each.draft
         rate = "-" if draft.acceptance is None else f"{draft.acceptance * 100:.0f} %"

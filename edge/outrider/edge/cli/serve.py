@@ -162,5 +162,5 @@ def _announce(url: str, core: LocalCore) -> None:
     drafting = core.placement
     if core.drafts.max_sequences:
         drafting += f", for {counted(core.drafts.max_sequences, 'text')} at a time"
-    lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1, a browser at {url}/"]
+    lines = (f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1, a browser at {url}/")
     print(visible("\n".join(lines)), flush=True)  # nothing in a service under pythonw.exe, which has no output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -69,32 +70,31 @@ def cached_drafts(cache: Path) -> list[Path]:
     return found
 
 
+@dataclass(slots=True)
 class Bundles:
     """The draft in use and those in the cache. Run `findings` first. draft, choice: the options of the command."""
 
-    def __init__(self, draft: str, cache: Path, choice: DraftChoice = AS_BUNDLED) -> None:
-        self._draft = draft
-        self._cache = cache
-        self._choice = choice
-        self._pulled: dict[tuple[str, str | None], Path | None] = {}
-        self._shelf = Shelf(cache / "drafts")
-        self._named: Bundle | None = None
-        self._cached: list[Bundle] = []
+    draft: str
+    cache: Path
+    choice: DraftChoice = AS_BUNDLED
+    _pulled: dict[tuple[str, str | None], Path | None] = field(default_factory=dict)
+    _named: Bundle | None = None
+    _cached: list[Bundle] = field(default_factory=list)
 
     def findings(self) -> Iterator[Finding]:
         """One for each bundle."""
-        named = None if self._draft in _CHOSEN else Path(self._draft).expanduser()
+        named = None if self.draft in _CHOSEN else Path(self.draft).expanduser()
         if named is not None:
             finding, self._named = check_bundle(named, is_used=True)
             yield finding
-        cached = [path for path in cached_drafts(self._cache) if named is None or path.resolve() != named.resolve()]
+        cached = [path for path in cached_drafts(self.cache) if named is None or path.resolve() != named.resolve()]
         for path in cached[:MAX_BUNDLES]:
             finding, bundle = check_bundle(path, is_used=False)
             yield finding
             if bundle is not None:
                 self._cached.append(bundle)
         if len(cached) > MAX_BUNDLES:
-            yield ok("bundle", f"{len(cached) - MAX_BUNDLES} more in {self._cache} were not read")
+            yield ok("bundle", f"{len(cached) - MAX_BUNDLES} more in {self.cache} were not read")
         if named is None and not self._cached:
             missing = next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None)
             if missing is not None:
@@ -107,7 +107,7 @@ class Bundles:
             yield ok(
                 "draft",
                 "the reference draft; it is exported when it is first used",
-                "`outrider pull` brings one that was made for your server's target" if self._draft == AUTO else "",
+                "`outrider pull` brings one that was made for your server's target" if self.draft == AUTO else "",
             )
 
     def for_target(self, tokenizer: str | None, target: str | None = None) -> Bundle | None:
@@ -115,18 +115,19 @@ class Bundles:
 
         tokenizer: the target's fingerprint; None: unknown. A draft with another tokenizer shows why nothing fits.
         """
-        if self._draft not in _CHOSEN:
+        if self.draft not in _CHOSEN:
             return self._named
         if (pulled := self.pulled_for(tokenizer, target)) is not None:
             return next((each for each in self._cached if each.path == pulled), None)
-        exported = [each for each in self._cached if not each.path.is_relative_to(self._shelf.root)]
+        exported = [each for each in self._cached if not each.path.is_relative_to(self.cache / "drafts")]
         fitting = (each for each in exported if tokenizer in (None, each.manifest.tokenizer_fingerprint))
         return next(fitting, next(iter(exported), None))
 
     def pulled_for(self, tokenizer: str | None, target: str | None = None) -> Path | None:
         """The place of the pulled draft that is in use for a target, intact or not."""
-        if self._draft != AUTO or tokenizer is None or next(self._shelf.drafts(), None) is None:
+        shelf = Shelf(self.cache / "drafts")
+        if self.draft != AUTO or tokenizer is None or next(shelf.drafts(), None) is None:
             return None
         if (tokenizer, target) not in self._pulled:
-            self._pulled[tokenizer, target] = find_pulled_draft(self._shelf.root, tokenizer, target, self._choice)
+            self._pulled[tokenizer, target] = find_pulled_draft(shelf.root, tokenizer, target, self.choice)
         return self._pulled[tokenizer, target]

@@ -206,10 +206,9 @@ def _examine(patient: Patient, secrets: set[str]) -> Iterator[Finding]:
     if os.name != "posix" and any(each.key_file for each in patient.keys.endpoints):
         yield ok("key file", "who else may read it is not checked on Windows", "look at its properties, Security")
     yield ok("Python", f"{'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}")
-    yield from guarded("packages", check_packages)
-    yield from guarded("runtimes", check_runtimes)
     bundles = Bundles(patient.draft, patient.cache, patient.choice)
-    yield from guarded("bundles", bundles.findings)
+    for name, check in (("packages", check_packages), ("runtimes", check_runtimes), ("bundles", bundles.findings)):
+        yield from guarded(name, check)
     reports: list[CloudReport] = []
     for url in dict.fromkeys(patient.urls):
         yield from guarded("cloud", _examine_cloud, patient, url, bundles, reports, secrets)

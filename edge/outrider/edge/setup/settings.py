@@ -100,7 +100,7 @@ class Settings:
         for error in self._unfit[command].values():
             raise error
         for option in _options(self.commands[command]):
-            variable = self._variable(command, option)
+            variable = self._variable(option)
             if variable is None:
                 continue
             raw = self._environment[variable]
@@ -125,7 +125,7 @@ class Settings:
             value = option.type_cast_value(context, value) if is_set else None
             kind, where = {
                 ParameterSource.COMMANDLINE: ("flag", option.opts[0]),
-                ParameterSource.ENVIRONMENT: ("environment", self._variable(name, option)),
+                ParameterSource.ENVIRONMENT: ("environment", self._variable(option)),
                 ParameterSource.DEFAULT_MAP: ("file", self._line(name, option.name)),
             }.get(source, ("default", None))
             found.append(Setting(long_names(option)[0], plain(value), kind, where))
@@ -133,13 +133,8 @@ class Settings:
 
     def unknown_variables(self) -> dict[str, str | None]:
         """Variables with our prefix that nothing reads, each with the closest known name."""
-        known = RESERVED.union(
-            *(
-                _variables(command, each, self.common)
-                for command in self.commands
-                for each in _options(self.commands[command])
-            )
-        )
+        options = [option for command in self.commands.values() for option in _options(command)]
+        known = RESERVED.union(*(option.envvar or () for option in options))
         unknown = sorted(name for name in self._environment if name.startswith(PREFIX) and name not in known)
         return {name: next(iter(get_close_matches(name, known, n=1)), None) for name in unknown}
 
@@ -149,9 +144,8 @@ class Settings:
         where = self._found[command][name][1]
         return f"[[{ENDPOINT}]]" if where == (ENDPOINT,) else f"line {self.config.line_of(where)}"
 
-    def _variable(self, command: str, option: click.Option) -> str | None:
-        names = _variables(command, option, self.common)
-        return next((name for name in names if self._environment.get(name)), None)
+    def _variable(self, option: click.Option) -> str | None:
+        return next((name for name in option.envvar or () if self._environment.get(name)), None)
 
     def _from_file(self, command: str) -> Iterator[tuple[str, tuple[Any, Where]]]:
         """Option by option: the value that click takes, and its place in the file."""
@@ -239,10 +233,11 @@ def long_names(option: click.Option) -> list[str]:
 def _name_variables(name: str, command: click.Command, common: frozenset[str]) -> None:
     """Lets click read the options of a command from the environment. May be called again for the same command."""
     for option in _options(command):
-        shown = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
-        # Help shows the variables that were declared, and says once how the others are named.
-        option.show_envvar = False
-        option.envvar = list(dict.fromkeys([*_variables(name, option, common), *shown]))
+        names = long_names(option)
+        own = [PREFIX + f"{name}_{each}".replace("-", "_").upper() for each in names]
+        shared = [PREFIX + each.upper() for each in names if each in common]
+        option.envvar = own + [each for each in shared if each not in RESERVED]
+        option.show_envvar = False  # the help says once how variables are named
 
 
 def expectation(option: click.Option) -> str:
@@ -273,13 +268,6 @@ def _common_names(commands: Any) -> frozenset[str]:
 
 def _options(command: click.Command) -> list[click.Option]:
     return [each for each in command.params if isinstance(each, click.Option) and not each.is_eager and each.opts]
-
-
-def _variables(command: str, option: click.Option, common: frozenset[str]) -> list[str]:
-    names = long_names(option)
-    own = [PREFIX + f"{command}_{name}".replace("-", "_").upper() for name in names]
-    shared = [PREFIX + name.upper() for name in names if name in common]
-    return own + [name for name in shared if name not in RESERVED]
 
 
 def _where(place: str, table: Mapping[str, Any], option: click.Option) -> tuple[str, str] | None:
