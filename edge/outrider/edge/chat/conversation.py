@@ -234,8 +234,8 @@ class Conversation:
         return rendered
 
     async def _render(self, messages: list[Message]) -> RenderAnswer:
-        dumped = [message.model_dump() for message in messages]
-        body = json.dumps({"messages": dumped, "tokenizer": self.fingerprint}, ensure_ascii=False).encode()
+        document = {"messages": [message.model_dump() for message in messages], "tokenizer": self.fingerprint}
+        body = json.dumps(document, ensure_ascii=False).encode()
         if len(body) > MAX_BODY_BYTES:
             raise RequestError(
                 "body_too_large",

@@ -95,9 +95,9 @@ def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:
             load_chat(path)
         except ConfigError:
             raise ConfigError(f"{path} exists and is no saved chat; choose another name") from None
-    text = SavedChat(model=model, messages=list(messages)).model_dump_json(indent=2) + "\n"
+    saved = SavedChat(model=model, messages=list(messages))
     try:
-        write_private(path, text.encode())
+        write_private(path, f"{saved.model_dump_json(indent=2)}\n".encode())
     except OSError as error:
         raise ConfigError(f"the chat cannot be saved to {path}: {error.strerror}; choose another place") from None
 

@@ -251,8 +251,10 @@ def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:
     index = PassageIndex(found.documents, default_index_cache())
     for sentence in found.left_out:
         print_line(about, f"documents {sentence}", "yellow")
-    how = "read from the cache" if index.was_cached else "made"
     print_line(
-        about, f"documents: {len(found.documents)}, in {len(index.passages)} passages; the index was {how}", "dim"
+        about,
+        f"documents: {len(found.documents)}, in {len(index.passages)} passages; the index was "
+        f"{'read from the cache' if index.was_cached else 'made'}",
+        "dim",
     )
     return Library(index, tokenizer)

@@ -98,8 +98,7 @@ def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: b
     outdated = find_outdated(shelf, lists)
     sizes = {each.bundle.path: size_of(each.bundle.path) for each in shelf.drafts()}
     if is_pruning:
-        removed = prune(shelf, outdated, lambda words: print_line(about, words, "yellow"))
-        for each in removed:
+        for each in prune(shelf, outdated, lambda words: print_line(about, words, "yellow")):
             print_line(about, f"Removed: {each.words}, {sizes.pop(each.bundle.path) / 1e6:,.1f} MB.", "dim")
         outdated = []
     line = f"The cache holds {counted(len(sizes), 'draft')}, {sum(sizes.values()) / 1e6:,.1f} MB, in {shelf.root}"

@@ -249,14 +249,15 @@ def offline_line(text: OfflineText) -> str:
 async def _compare(
     options: RunOptions, request: GenerationRequest, agent: Agent, endpoints: Endpoints, about: Console
 ) -> Comparison:
-    cloud_only = make_agent(Mode.CLOUD_ONLY, endpoints, None)
     # Drawn seldom, because that takes processor time from what is measured.
     with about.status("comparing with cloud-only", refresh_per_second=1) as status:
 
         def show(num_done: int) -> None:
             status.update(f"comparing with cloud-only: {num_done} of {ROUNDS} rounds")
 
-        return await compare_modes(agent, cloud_only, request, ROUNDS, options.cloud, show)
+        return await compare_modes(
+            agent, make_agent(Mode.CLOUD_ONLY, endpoints, None), request, ROUNDS, options.cloud, show
+        )
 
 
 def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool) -> list[str]:

@@ -177,9 +177,8 @@ def why_undrafted(result: GenerationResult, agent: Agent, max_positions: int | N
             "server with its message."
         )
     if not result.num_drafted:
-        if agent.estimates.lag_ms is None:
-            return "Nothing was drafted: the text ended before the first draft, or the draft had no guess."
-        return "Nothing was drafted: the draft had no guess."
+        early = "the text ended before the first draft, or " if agent.estimates.lag_ms is None else ""
+        return f"Nothing was drafted: {early}the draft had no guess."
     if not result.num_tested:
         return f"No draft arrived in time: {times}."
     return (

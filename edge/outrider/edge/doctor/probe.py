@@ -72,10 +72,9 @@ def _as_text(choice: DraftChoice) -> str:
 
 
 def _ask(arguments: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "outrider.edge.doctor.probe", *arguments]
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "outrider.edge.doctor.probe", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

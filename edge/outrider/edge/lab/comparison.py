@@ -209,8 +209,8 @@ def _listener(url: str) -> int | None:
     except psutil.Error:
         return None  # macOS reports it to root only
     port = urlsplit(url).port
-    found = (each.pid for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port)
-    return next(filter(None, found), None)
+    listening = (each for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port)
+    return next((each.pid for each in listening if each.pid), None)
 
 
 MARGIN: Final = 1.2
