@@ -66,8 +66,8 @@ def require_private(path: Path, *, is_posix: bool = os.name == "posix") -> None:
 def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_mode & 0o077:
         raise ConfigError(
-            f"the key file {path} can be read or written by other users (mode {stat.S_IMODE(found.st_mode):04o}); expected 0600: run "
-            f"`chmod 600 {path}`"
+            f"the key file {path} can be read or written by other users (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"expected 0600: run `chmod 600 {path}`"
         )
     if found.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"the key file {path} belongs to another user (uid {found.st_uid}); expected a file of yours")
