@@ -245,13 +245,11 @@ def expectation(option: click.Option) -> str:
     kind = option.type
     if isinstance(kind, click.Choice):
         words = "one of " + ", ".join(str(plain(each)) for each in kind.choices)
-    elif isinstance(kind, click.types.IntRange | click.types.FloatRange):
-        what = "a whole number" if isinstance(kind, click.types.IntRange) else "a number"
-        bounds = [f"at least {kind.min:g}"] if kind.min is not None else []
-        bounds += [f"at most {kind.max:g}"] if kind.max is not None else []
-        words = ", ".join([what, *bounds])
     else:
-        words = _KIND_WORDS[kind_of(option)]
+        least, most = getattr(kind, "min", None), getattr(kind, "max", None)
+        bounds = [f"at least {least:g}"] if least is not None else []
+        bounds += [f"at most {most:g}"] if most is not None else []
+        words = ", ".join([_KIND_WORDS[kind_of(option)], *bounds])
     return f"a list, each of it {words}" if option.multiple else words
 
 
