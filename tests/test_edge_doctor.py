@@ -492,7 +492,7 @@ def test_memory_disk_and_battery(tmp_path: Path) -> None:
 def test_bundles_of_the_cache_are_checked(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts only; a damaged one is a warning there, since it is made again."""
     cache = tmp_path / "cache"
-    assert cached_drafts(cache) == []
+    assert list(cached_drafts(cache)) == []
     (none,) = Bundles("auto", cache).findings()
     assert none.status == "ok" and "`outrider pull`" in none.advice
     with monkeypatch.context() as patch:
@@ -506,7 +506,7 @@ def test_bundles_of_the_cache_are_checked(bundle: Path, tmp_path: Path, monkeypa
     shutil.copytree(bundle, target)
     manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
     (target / "manifest.json").write_text(json.dumps(manifest | {"role": "target"}), encoding="utf-8")
-    assert cached_drafts(cache) == places[:2]
+    assert list(cached_drafts(cache)) == places[:2]
     (places[1] / "tokenizer.json").unlink()
     bundles = Bundles("reference", cache)
     found = list(bundles.findings())

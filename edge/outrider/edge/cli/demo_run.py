@@ -106,7 +106,7 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: 
             WARM_UP,
             ends_at - time.monotonic(),
         )
-        left_out = _left_out(options, plan, len(requests))
+        left_out = list(_left_out(options, plan, len(requests)))
         screen.show_plan(plan, left_out, options.max_seconds)
         results = await _texts(options, lab, plan, requests, screen, ends_at)
     num_texts = len(results[rtt_ms][CLOUD_ONLY])
@@ -129,15 +129,13 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: 
     }
 
 
-def _left_out(options: DemoOptions, plan: TimePlan, num_texts: int) -> list[str]:
-    left_out = []
+def _left_out(options: DemoOptions, plan: TimePlan, num_texts: int) -> Iterator[str]:
     if plan.num_texts < num_texts:
-        left_out.append(f"{num_texts - plan.num_texts} of {num_texts} texts")
+        yield f"{num_texts - plan.num_texts} of {num_texts} texts"
     if plan.max_tokens < options.max_tokens:
-        left_out.append(f"{options.max_tokens - plan.max_tokens} of {options.max_tokens} tokens per text")
+        yield f"{options.max_tokens - plan.max_tokens} of {options.max_tokens} tokens per text"
     if options.rtt_ms is None and (without := set(RTTS_MS) - set(plan.rtts_ms)):
-        left_out.append(f"the round trip of {' and '.join(f'{each:g}' for each in sorted(without))} ms")
-    return left_out
+        yield f"the round trip of {' and '.join(f'{each:g}' for each in sorted(without))} ms"
 
 
 def _tree(options: DemoOptions) -> AgentOptions:

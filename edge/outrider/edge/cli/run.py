@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -274,20 +274,16 @@ def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool)
     return lines
 
 
-def _passage_lines(options: RunOptions, grounding: Grounding | None) -> list[str]:
+def _passage_lines(options: RunOptions, grounding: Grounding | None) -> Iterator[str]:
     if grounding is None:
-        return []
+        return
     if not grounding.passages:
-        return ["no passage of the documents fits the prompt"]
-    lines = [
-        f"{counted(len(grounding.passages), 'passage')} of the documents in the prompt, {grounding.num_tokens} tokens"
-    ]
+        yield "no passage of the documents fits the prompt"
+        return
+    yield f"{counted(len(grounding.passages), 'passage')} of the documents in the prompt, {grounding.num_tokens} tokens"
     if options.verbose:
-        lines += [
-            f"[{number}] {passage.where}, characters {passage.start}-{passage.end}"
-            for number, passage in enumerate(grounding.passages, 1)
-        ]
-    return lines
+        for number, passage in enumerate(grounding.passages, 1):
+            yield f"[{number}] {passage.where}, characters {passage.start}-{passage.end}"
 
 
 def _document(options: RunOptions, ran: Ran, draft: OpenDraft | None, tokenizer: Tokenizer) -> dict[str, object]:

@@ -44,11 +44,11 @@ class TokenPrinter:
     def __call__(self, batch: TokenBatch) -> None:
         self._print(self.prompt, "dim")
         self.prompt = ""
-        if batch.is_unverified and self.console.is_terminal:
-            self._print(self.detokenizer.push(list(batch.tokens)), "yellow")
-            return
         if batch.is_unverified:
-            self._held += batch.tokens  # what is written to a file cannot be taken back
+            if self.console.is_terminal:
+                self._print(self.detokenizer.push(list(batch.tokens)), "yellow")
+            else:
+                self._held += batch.tokens  # what is written to a file cannot be taken back
             return
         for origin, run in groupby(range(len(batch.tokens)), batch.origin):
             self._print(self.detokenizer.push([batch.tokens[index] for index in run]), STYLES[origin])

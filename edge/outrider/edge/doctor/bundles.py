@@ -53,9 +53,8 @@ def check_bundle(path: Path, *, is_used: bool) -> tuple[Finding, Bundle | None]:
     return ok(name, f"{manifest.name} at {path}: intact, {counted(len(manifest.files), 'file')}, for {made}"), bundle
 
 
-def cached_drafts(cache: Path) -> list[Path]:
+def cached_drafts(cache: Path) -> Iterator[Path]:
     """Directories of draft bundles below the cache, sorted; nothing is hashed."""
-    found: list[Path] = []
     for folder, below, files in os.walk(cache):
         depth = len(Path(folder).relative_to(cache).parts)
         below[:] = sorted(name for name in below if depth < MAX_DEPTH and not name.startswith("."))
@@ -66,8 +65,7 @@ def cached_drafts(cache: Path) -> list[Path]:
             except OutriderError:
                 is_target = Path(folder).name == "target"
             if not is_target:
-                found.append(Path(folder))
-    return found
+                yield Path(folder)
 
 
 @dataclass(slots=True)

@@ -99,9 +99,8 @@ class EndingOnSignals:
 
     def __enter__(self) -> EndingOnSignals:
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        for number in numbers:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._interrupt)
+        heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._interrupt) for number in heard}
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
