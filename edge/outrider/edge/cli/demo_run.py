@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Final
 
@@ -62,19 +62,18 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     """Runs the demo. Raises OutriderError; however it ends, no process is left behind."""
     make_options(options.width)  # wrong options are found before minutes go into an export
     require_asked_device(options.choice)
-    screen = DemoScreen(console)
-    screen.show_intro(options)
+    show_intro(console, options)
     with EndingOnSignals() as signals:
         pair = export_reference_pair(options.choice, options.widen)
         ends_at = time.monotonic() + options.max_seconds  # starting the cloud is part of it
         with open_lab(pair.target, pair.draft, options.choice, ALONE) as lab:
-            document = signals.run(_measure(options, lab, screen, ends_at))
+            document = signals.run(_measure(options, lab, console, ends_at))
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
-async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: float) -> dict[str, object]:
+async def _measure(options: DemoOptions, lab: Lab, console: Console, ends_at: float) -> dict[str, object]:
     """Shows everything; returns the document that --json writes."""
     prompts = load_prompts(options.prompts)
     requests = [
@@ -88,12 +87,12 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: 
         for i, prompt in enumerate(prompts)
     ]
     rtt_ms = MAIN_RTT_MS if options.rtt_ms is None else options.rtt_ms
-    screen.show_lab(lab)
+    show_lab(console, lab)
     with MachineLoad() as load:
         async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
             modes = three_modes(endpoints, lab.drafter, _tree(options))
             # Shown, not counted: it also warms everything up.
-            with screen.streaming(prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
+            with streaming(console, prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
                 await modes[STREAM].generate(requests[0], on_tokens)
             trial = replace(requests[0], max_tokens=min(TRIAL, options.max_tokens), ignore_eos=True)
             times = [TextTime.of(await modes[name].generate(trial), rtt_ms) for name in (CLOUD_ONLY, STOP_AND_WAIT)]
@@ -107,8 +106,8 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: 
             ends_at - time.monotonic(),
         )
         left_out = list(_left_out(options, plan, len(requests)))
-        screen.show_plan(plan, left_out, options.max_seconds)
-        results = await _texts(options, lab, plan, requests, screen, ends_at)
+        show_plan(console, plan, left_out, options.max_seconds)
+        results = await _texts(options, lab, plan, requests, console, ends_at)
     num_texts = len(results[rtt_ms][CLOUD_ONLY])
     if num_texts < plan.num_texts:
         left_out.append(
@@ -116,10 +115,10 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen, ends_at: 
         )
     sweep = {each_ms: compare(found, CLOUD_ONLY) for each_ms, found in results.items()}
     busy = load.warning()
-    screen.show_figures(sweep[rtt_ms], rtt_ms)
+    show_figures(console, sweep[rtt_ms], rtt_ms)
     if len(sweep) > 1:
-        screen.show_sweep(sweep)
-    screen.show_close(sweep[rtt_ms], lab, left_out[-1] if num_texts < plan.num_texts else None, busy)
+        show_sweep(console, sweep)
+    show_close(console, sweep[rtt_ms], lab, left_out[-1] if num_texts < plan.num_texts else None, busy)
     return {
         "pair": describe_pair(lab),
         "rtt_ms": rtt_ms,
@@ -147,7 +146,7 @@ async def _texts(
     lab: Lab,
     plan: TimePlan,
     requests: Sequence[GenerationRequest],
-    screen: DemoScreen,
+    console: Console,
     ends_at: float,
 ) -> dict[float, dict[str, list[GenerationResult]]]:
     """Each text at every round trip and in every mode in turn, then the next: what the machine does hits all alike."""
@@ -167,7 +166,7 @@ async def _texts(
             longest_s = max(after - before for before, after in pairwise(began))
             return began[-1] + longest_s <= ends_at
 
-        with screen.counting("measuring", len(agents) * len(planned)) as count:
+        with counting(console, "measuring", len(agents) * len(planned)) as count:
             results = await interleave(agents, planned, lambda key, result: count(), has_time)
     found: dict[float, dict[str, list[GenerationResult]]] = {}
     for (rtt_ms, name), texts in results.items():
@@ -213,137 +212,139 @@ def _rounded(value: float) -> float | None:
 NAMES: Final = {CLOUD_ONLY: "cloud-only", STOP_AND_WAIT: "stop-and-wait", STREAM: "stream"}
 
 
-@dataclass(frozen=True, slots=True)
-class DemoScreen:
-    """Prints to `console`, in the order of the demonstration."""
-
-    console: Console
-
-    def show_intro(self, options: DemoOptions) -> None:
-        """Introduces the demo and its limits."""
-        self.console.rule("Outrider: a draft here, the target in the cloud")
-        self.console.print(
-            "The reference pair was trained on the Python standard library. It completes Python source; it is not a "
-            "chat model. Its prompts here are functions that it was not trained on."
-        )
-        if options.widen:
-            self.console.print(
-                f"The target is [bold]widened to {options.widen:,.0f} MB without changing its text[/bold]: its new "
-                "neurons are computed and multiplied by zero, so a step takes as long as one of a model of that size. "
-                "--widen 0 leaves it as it is; then a step is so short that drafting hardly pays.",
-                highlight=False,
-            )
-        self.console.print(
-            "The first time, the pair is exported in one to three minutes; then it comes from the cache. The demo "
-            f"itself takes about {options.max_seconds:.0f} s at most.",
+def show_intro(console: Console, options: DemoOptions) -> None:
+    """Introduces the demo and its limits."""
+    console.rule("Outrider: a draft here, the target in the cloud")
+    console.print(
+        "The reference pair was trained on the Python standard library. It completes Python source; it is not a "
+        "chat model. Its prompts here are functions that it was not trained on."
+    )
+    if options.widen:
+        console.print(
+            f"The target is [bold]widened to {options.widen:,.0f} MB without changing its text[/bold]: its new "
+            "neurons are computed and multiplied by zero, so a step takes as long as one of a model of that size. "
+            "--widen 0 leaves it as it is; then a step is so short that drafting hardly pays.",
             highlight=False,
         )
+    console.print(
+        "The first time, the pair is exported in one to three minutes; then it comes from the cache. The demo "
+        f"itself takes about {options.max_seconds:.0f} s at most.",
+        highlight=False,
+    )
 
-    def show_lab(self, lab: Lab) -> None:
-        """The models and where they run."""
-        for role, manifest in (("target", lab.target.manifest), ("draft", lab.draft.manifest)):
-            widened = f", widened from {manifest.widened.from_parameters / 1e6:.1f}M" if manifest.widened else ""
-            print_line(
-                self.console,
-                f"{role}: {manifest.architecture.parameters / 1e6:.1f}M parameters{widened}, {manifest.precision}, "
-                f"{manifest.report.size_bytes / 1e6:,.1f} MB, {manifest.runtime}",
-            )
-        print_line(self.console, f"drafted by: {lab.placement.words}", "bold")
-        for note in lab.placement.notes:
-            print_line(self.console, f"note: {note}", "yellow")
-        print_line(self.console, f"{lab.cores.note}")
 
-    @contextmanager
-    def streaming(self, prompt: Prompt, tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[OnTokens]:
-        """Shows a prompt, and the text that follows it as it arrives."""
-        self.console.rule(Text(visible(f"{prompt.file}, line {prompt.line}")), style="dim", align="left")
-        self.console.print(
-            Text.assemble(
-                ("the prompt is dim, ", "dim"),
-                ("accepted drafts are green", DRAFT_STYLE),
-                ", the rest is the target's own\n",
-            )
-        )
-        self.console.print(Text(visible(prompt.text), style="dim"), end="", soft_wrap=True)
-        printer = TokenPrinter(self.console, tokenizer.detokenizer(context=ids), end="\n")
-        yield printer
-        printer.finish()
-        self.console.rule(style="dim")
-
-    @contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar that disappears when it is full; gives a function to call after each text."""
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        # Once a second: drawing happens on the agent's core.
-        with Progress(*columns, console=self.console, transient=True, refresh_per_second=1) as progress:
-            task = progress.add_task(escape(what), total=total)
-            yield lambda: progress.advance(task)
-
-    def show_plan(self, plan: TimePlan, left_out: Sequence[str], max_seconds: float) -> None:
-        """What will be measured, and what does not fit into the time."""
-        *first, last = (f"{rtt_ms:g}" for rtt_ms in plan.rtts_ms)
-        trips = f"round trips of {', '.join(first)} and {last} ms" if first else f"a round trip of {last} ms"
+def show_lab(console: Console, lab: Lab) -> None:
+    """The models and where they run."""
+    for role, manifest in (("target", lab.target.manifest), ("draft", lab.draft.manifest)):
+        widened = f", widened from {manifest.widened.from_parameters / 1e6:.1f}M" if manifest.widened else ""
         print_line(
-            self.console,
-            f"Measures {counted(plan.num_texts, 'text')} of {plan.max_tokens} tokens at {trips}, in three modes in "
-            f"turn: about {plan.seconds:.0f} s.",
+            console,
+            f"{role}: {manifest.architecture.parameters / 1e6:.1f}M parameters{widened}, {manifest.precision}, "
+            f"{manifest.report.size_bytes / 1e6:,.1f} MB, {manifest.runtime}",
         )
-        if left_out:
-            print_line(
-                self.console,
-                f"{max_seconds:.0f} s are too short for {' and '.join(left_out)}; --max-seconds "
-                f"{2 * max_seconds:.0f} measures more.",
-                "yellow",
-            )
+    print_line(console, f"drafted by: {lab.placement.words}", "bold")
+    for note in lab.placement.notes:
+        print_line(console, f"note: {note}", "yellow")
+    print_line(console, f"{lab.cores.note}")
 
-    def show_figures(self, figures: Mapping[str, ModeFigures], rtt_ms: float) -> None:
-        """The main table, a column per mode."""
-        num_texts = counted(figures[CLOUD_ONLY].num_texts, "text")
-        columns = (
-            Column(NAMES[mode], justify="right", style="bold" if mode == STREAM else "", no_wrap=True)
-            for mode in figures
+
+@contextmanager
+def streaming(console: Console, prompt: Prompt, tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[OnTokens]:
+    """Shows a prompt, and the text that follows it as it arrives."""
+    console.rule(Text(visible(f"{prompt.file}, line {prompt.line}")), style="dim", align="left")
+    console.print(
+        Text.assemble(
+            ("the prompt is dim, ", "dim"),
+            ("accepted drafts are green", DRAFT_STYLE),
+            ", the rest is the target's own\n",
         )
-        table = _table(f"Round trip {rtt_ms:g} ms, {num_texts}, the modes in turn", columns)
-        for name, show in ROWS.items():
-            table.add_row(name, *(show(mode, each) for mode, each in figures.items()))
-        self.console.print(table, "")
+    )
+    console.print(Text(visible(prompt.text), style="dim"), end="", soft_wrap=True)
+    printer = TokenPrinter(console, tokenizer.detokenizer(context=ids), end="\n")
+    yield printer
+    printer.finish()
+    console.rule(style="dim")
 
-    def show_sweep(self, sweep: Mapping[float, Mapping[str, ModeFigures]]) -> None:
-        """Speed-ups by round trip."""
-        columns = (Column(f"{rtt_ms:g} ms", justify="right", no_wrap=True) for rtt_ms in sweep)
-        table = _table("Speed-up over cloud-only, by round trip", columns)
-        for mode in (STOP_AND_WAIT, STREAM):
-            values = [_times(figures[mode].speed_up) for figures in sweep.values()]
-            table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)
-        self.console.print(table, "")
 
-    def show_close(self, figures: Mapping[str, ModeFigures], lab: Lab, skipped: str | None, load: str | None) -> None:
-        """Explains the figures and their limits. skipped: what was planned and not measured."""
-        self.console.print(
-            "tokens/s leaves out the prompt. From accepted drafts: share of the text. Bytes are of bodies, prompt "
-            "included. docs/glossary.md explains every figure.",
-            style="dim",
-            highlight=False,
+@contextmanager
+def counting(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar that disappears when it is full; gives a function to call after each text."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Once a second: drawing happens on the agent's core.
+    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
+        task = progress.add_task(escape(what), total=total)
+        yield lambda: progress.advance(task)
+
+
+def show_plan(console: Console, plan: TimePlan, left_out: Sequence[str], max_seconds: float) -> None:
+    """What will be measured, and what does not fit into the time."""
+    *first, last = (f"{rtt_ms:g}" for rtt_ms in plan.rtts_ms)
+    trips = f"round trips of {', '.join(first)} and {last} ms" if first else f"a round trip of {last} ms"
+    print_line(
+        console,
+        f"Measures {counted(plan.num_texts, 'text')} of {plan.max_tokens} tokens at {trips}, in three modes in "
+        f"turn: about {plan.seconds:.0f} s.",
+    )
+    if left_out:
+        print_line(
+            console,
+            f"{max_seconds:.0f} s are too short for {' and '.join(left_out)}; --max-seconds "
+            f"{2 * max_seconds:.0f} measures more.",
+            "yellow",
         )
-        if (note := short_round_trip_note(figures)) is not None:
-            self.console.print(note, style="dim", highlight=False)
-        if any(not math.isfinite(f.tokens_per_s) for f in figures.values()):
-            self.console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
-        if skipped is not None:
-            print_line(self.console, f"Not measured: {skipped}.", "yellow")
-        if load is not None:
-            print_line(self.console, load, "yellow")
-        if lab.placement.is_emulated:
-            self.console.print(
-                "The NPU was emulated on the CPU: text, acceptance and code are an NPU's, the times are not.",
-                style="yellow",
-            )
-        if any(not f.identical for f in figures.values()):
-            self.console.print(
-                "A text differs where two tokens score almost alike: batches of other shapes round differently. "
-                "`python -m bench.invariant` counts and explains such cases.",
-                style="yellow",
-            )
+
+
+def show_figures(console: Console, figures: Mapping[str, ModeFigures], rtt_ms: float) -> None:
+    """The main table, a column per mode."""
+    num_texts = counted(figures[CLOUD_ONLY].num_texts, "text")
+    columns = (
+        Column(NAMES[mode], justify="right", style="bold" if mode == STREAM else "", no_wrap=True) for mode in figures
+    )
+    table = _table(f"Round trip {rtt_ms:g} ms, {num_texts}, the modes in turn", columns)
+    for name, show in ROWS.items():
+        table.add_row(name, *(show(mode, each) for mode, each in figures.items()))
+    console.print(table, "")
+
+
+def show_sweep(console: Console, sweep: Mapping[float, Mapping[str, ModeFigures]]) -> None:
+    """Speed-ups by round trip."""
+    columns = (Column(f"{rtt_ms:g} ms", justify="right", no_wrap=True) for rtt_ms in sweep)
+    table = _table("Speed-up over cloud-only, by round trip", columns)
+    for mode in (STOP_AND_WAIT, STREAM):
+        values = [_times(figures[mode].speed_up) for figures in sweep.values()]
+        table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)
+    console.print(table, "")
+
+
+def show_close(
+    console: Console, figures: Mapping[str, ModeFigures], lab: Lab, skipped: str | None, load: str | None
+) -> None:
+    """Explains the figures and their limits. skipped: what was planned and not measured."""
+    console.print(
+        "tokens/s leaves out the prompt. From accepted drafts: share of the text. Bytes are of bodies, prompt "
+        "included. docs/glossary.md explains every figure.",
+        style="dim",
+        highlight=False,
+    )
+    if (note := short_round_trip_note(figures)) is not None:
+        console.print(note, style="dim", highlight=False)
+    if any(not math.isfinite(f.tokens_per_s) for f in figures.values()):
+        console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
+    if skipped is not None:
+        print_line(console, f"Not measured: {skipped}.", "yellow")
+    if load is not None:
+        print_line(console, load, "yellow")
+    if lab.placement.is_emulated:
+        console.print(
+            "The NPU was emulated on the CPU: text, acceptance and code are an NPU's, the times are not.",
+            style="yellow",
+        )
+    if any(not f.identical for f in figures.values()):
+        console.print(
+            "A text differs where two tokens score almost alike: batches of other shapes round differently. "
+            "`python -m bench.invariant` counts and explains such cases.",
+            style="yellow",
+        )
 
 
 def _table(title: str, columns: Iterable[Column]) -> Table:

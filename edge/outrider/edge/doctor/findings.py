@@ -44,12 +44,11 @@ def from_error(name: str, error: Exception, status: Status = "fault", advice: st
     return Finding(status, name, problem or last, last if problem else advice)
 
 
+@dataclass(eq=False)
 class Failed(Exception):
     """Raised by a check that found a fault, where what comes after it in the check needs what is broken."""
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.found)
-        self.finding = finding
+    finding: Finding
 
 
 def guarded(name: str, check: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterator[Finding]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 import click
@@ -194,7 +193,7 @@ class Settings:
         return value
 
     def _check_names(self) -> None:
-        self._require_known(self.config.document, (), {COMMON, ENDPOINT, *self.commands}, "tables are")
+        self._require_known(self.config.document, (), {COMMON, ENDPOINT, *self.commands}, "tables are", {})
         removed = {name: each for command in self.commands.values() for name, each in removed_options(command).items()}
         common = self.config.table(COMMON)
         self._require_known(common, (COMMON,), set(self.common), "options of several commands are", removed)
@@ -209,7 +208,7 @@ class Settings:
         where: tuple[str, ...],
         known: set[str],
         what: str,
-        removed: Mapping[str, str] = MappingProxyType({}),
+        removed: Mapping[str, str],
     ) -> None:
         seen: set[str] = set()
         for name in table:
