@@ -154,8 +154,8 @@ async def _texts(
         agents: dict[tuple[float, str], Agent] = {}
         for rtt_ms in plan.rtts_ms:
             endpoints = await stack.enter_async_context(connected(lab.url, lab.cores, rtt_ms))
-            modes = three_modes(endpoints, lab.drafter, _tree(options))
-            agents |= {(rtt_ms, name): mode for name, mode in modes.items()}
+            for name, mode in three_modes(endpoints, lab.drafter, _tree(options)).items():
+                agents[rtt_ms, name] = mode
         planned = [replace(each, max_tokens=plan.max_tokens) for each in requests[: plan.num_texts]]
         for agent in agents.values():
             await agent.generate(replace(planned[0], max_tokens=min(WARM_UP, plan.max_tokens)))
@@ -308,8 +308,10 @@ def show_figures(console: Console, figures: Mapping[str, ModeFigures], rtt_ms: f
 
 def show_sweep(console: Console, sweep: Mapping[float, Mapping[str, ModeFigures]]) -> None:
     """Speed-ups by round trip."""
-    columns = (Column(f"{rtt_ms:g} ms", justify="right", no_wrap=True) for rtt_ms in sweep)
-    table = _table("Speed-up over cloud-only, by round trip", columns)
+    table = _table(
+        "Speed-up over cloud-only, by round trip",
+        (Column(f"{rtt_ms:g} ms", justify="right", no_wrap=True) for rtt_ms in sweep),
+    )
     for mode in (STOP_AND_WAIT, STREAM):
         values = [_times(figures[mode].speed_up) for figures in sweep.values()]
         table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)

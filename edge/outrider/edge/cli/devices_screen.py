@@ -76,8 +76,7 @@ def devices_as_json(found: list[FoundRuntime]) -> dict[str, object]:
 def show_devices(console: Console, found: list[FoundRuntime]) -> None:
     """Prints the devices found as a table, or as a list where that is too wide; then advice for missing ones."""
     rows = [row for each in found for row in _rows(each)]
-    columns = (Column(name, no_wrap=True) for name in COLUMNS)
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(*(Column(name, no_wrap=True) for name in COLUMNS), box=None, padding=(0, 2, 0, 0), header_style="dim")
     for row in rows:
         table.add_row(*map(escape, row))
     if Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width:

@@ -25,7 +25,6 @@ class Reader(Protocol):
 
     async def read(self) -> str | None:
         """The next message; None at the end. Raises KeyboardInterrupt on Ctrl-C, ConfigError for bytes of no text."""
-        ...
 
 
 class PipeReader:

@@ -173,10 +173,14 @@ def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *,
 
 
 def _show(console: Console, ranked: Sequence[Ranked]) -> None:
-    names = (Column(name, overflow="fold") for name in ("draft", "runtime and device"))
-    numbers = ("ms/token", "ms/8 nodes", "accepted", "busy", "score")
-    columns = (*names, *(Column(name, justify="right", no_wrap=True) for name in numbers))
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(
+        *(Column(name, overflow="fold") for name in ("draft", "runtime and device")),
+        *(Column(name, justify="right", no_wrap=True) for name in ("ms/token", "ms/8 nodes")),
+        *(Column(name, justify="right", no_wrap=True) for name in ("accepted", "busy", "score")),
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for each in ranked:
         placement, profile = each.candidate.placement, each.profile
         rate = acceptance_of(each.candidate.bundle)

@@ -156,9 +156,17 @@ def show_offered(console: Console, offered: DraftList, judged: list[Judged], url
     print_line(console, f"{offered.model} at {url} has {counted(len(judged), 'draft')}.")
     if not judged:
         return
-    names = ("device", "runtime", "precision", "size", "accepted")
-    columns = (Column("draft", overflow="fold"), *(Column(name, no_wrap=True, overflow="fold") for name in names))
-    table = Table(*columns, Column("here", overflow="fold"), box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(
+        Column("draft", overflow="fold"),
+        *(
+            Column(name, no_wrap=True, overflow="fold")
+            for name in ("device", "runtime", "precision", "size", "accepted")
+        ),
+        Column("here", overflow="fold"),
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for each in judged:
         draft = each.draft
         rate = "-" if draft.acceptance is None else f"{draft.acceptance * 100:.0f} %"
