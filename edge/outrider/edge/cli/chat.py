@@ -82,10 +82,8 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
                 f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token "
                 "ids would mean different text; use a draft made for this target"
             )
-    draft = None
-    if options.drafts:
-        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
-        draft = open_draft(candidates, options, notes, notes.line, DRAFT_CONTEXT)
+    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if options.drafts else []
+    draft = open_draft(candidates, options, notes, notes.line, DRAFT_CONTEXT) if candidates else None
     with closing(draft.drafter) if draft is not None else nullcontext():
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, notes, reader)
         asyncio.run(_chat(options, clouds, bundles[0].tokenizer(), facts, draft, messages, screen, notes))
