@@ -87,8 +87,10 @@ def show_devices(console: Console, found: list[FoundRuntime]) -> None:
             for name, detail in zip(COLUMNS[2:], details, strict=True):
                 console.print(Padding(Text(f"{name}: {detail}"), (0, 0, 0, 2)))
     for missing in _missing(found):
-        what = f"no {missing['device'].upper()} in {missing['name']}"
-        console.print(f"\n[bold]{what}[/bold]: {escape(missing['help'])}", highlight=False)
+        console.print(
+            f"\n[bold]no {missing['device'].upper()} in {missing['name']}[/bold]: {escape(missing['help'])}",
+            highlight=False,
+        )
 
 
 def _rows(found: FoundRuntime) -> Iterator[tuple[str, ...]]:

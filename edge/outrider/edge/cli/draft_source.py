@@ -159,9 +159,10 @@ async def _find_pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, nee
     urls = [url for url, _ in clouds]
     retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
     try:
-        async with open_fleet([(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]) as fleet:
-            async with asyncio.timeout(MAX_LOOK_S):  # what is tried meanwhile is of no use; the end of it is said
-                return await find_for_server(fleet.clients, choice, retry=retry)
+        hasty = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
+        async with open_fleet(hasty) as fleet, asyncio.timeout(MAX_LOOK_S):
+            # What is tried meanwhile is of no use; the end of it is said.
+            return await find_for_server(fleet.clients, choice, retry=retry)
     except TimeoutError:
         notes.before_text(f"No verifier answers at {' or '.join(urls)} within {MAX_LOOK_S:g} s.")
     except CloudError as error:

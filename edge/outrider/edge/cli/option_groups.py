@@ -45,7 +45,6 @@ DRAFTS: Final = (
 class DraftPath(click.types.StringParamType):
     """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
 
-    name = "text"
     envvar_list_splitter = os.pathsep
 
 

@@ -209,7 +209,11 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
             raise ConfigError(
                 f"--rule {self.rule.value} judges a block at a time; add --mode stop-and-wait, or leave out --rule"
             )
-        is_alone, is_waiting = self.mode is Mode.CLOUD_ONLY, self.mode is Mode.STOP_AND_WAIT
-        refuse_idle(self, is_alone, "nothing drafts with --mode cloud-only", "rule", *DRAFTS)
-        refuse_idle(self, is_waiting, "--mode stop-and-wait sends one path and waits for its answer", *TREE)
+        refuse_idle(self, self.mode is Mode.CLOUD_ONLY, "nothing drafts with --mode cloud-only", "rule", *DRAFTS)
+        refuse_idle(
+            self,
+            self.mode is Mode.STOP_AND_WAIT,
+            "--mode stop-and-wait sends one path and waits for its answer",
+            *TREE,
+        )
         self._refuse_idle_drafting()

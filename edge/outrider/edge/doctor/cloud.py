@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from outrider.edge.doctor.findings import Failed, Finding, fault, from_error, ok, warning
 from outrider.edge.setup.endpoints import is_plain_http
@@ -46,8 +46,6 @@ Result = TypeVar("Result")
 
 class Facts(BaseModel):
     """What is read of GET /v1/model."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str = Field(max_length=200)
     protocol: int = Field(ge=1, le=10**6)

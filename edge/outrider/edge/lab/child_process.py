@@ -99,8 +99,11 @@ class EndingOnSignals:
 
     def __enter__(self) -> EndingOnSignals:
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._interrupt) for number in heard}
+        self._before = {
+            number: signal.signal(number, self._interrupt)
+            for number in numbers
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
