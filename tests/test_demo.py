@@ -20,8 +20,18 @@ import typer.main
 from rich.console import Console
 
 from outrider.edge.cli.command_options import DemoOptions
-from outrider.edge.cli.demo_run import KEPT_MS, RTTS_MS, WARM_UP, _rounded, _tree, run_demo
-from outrider.edge.cli.demo_screen import DemoScreen, short_round_trip_note
+from outrider.edge.cli.demo_run import (
+    KEPT_MS,
+    RTTS_MS,
+    WARM_UP,
+    _rounded,
+    _tree,
+    run_demo,
+    short_round_trip_note,
+    show_figures,
+    show_plan,
+    show_sweep,
+)
 from outrider.edge.cli.draft_source import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice
@@ -208,9 +218,9 @@ def test_the_time_of_a_text_is_that_of_its_trial() -> None:
 def test_the_demo_says_before_it_measures_what_it_measures() -> None:
     """How many texts, where, for how long; and what would take longer."""
     out = io.StringIO()
-    screen = DemoScreen(Console(file=out))
-    screen.show_plan(TimePlan((0.0, 10.0, 100.0), 1, 32, 99.6), ["5 of 6 texts", "the round trip of 50 ms"], 120.0)
-    screen.show_plan(TimePlan((4.0,), 2, 64, 8.0), [], 120.0)
+    console = Console(file=out)
+    show_plan(console, TimePlan((0.0, 10.0, 100.0), 1, 32, 99.6), ["5 of 6 texts", "the round trip of 50 ms"], 120.0)
+    show_plan(console, TimePlan((4.0,), 2, 64, 8.0), [], 120.0)
     assert out.getvalue().splitlines() == [
         "Measures 1 text of 32 tokens at round trips of 0, 10 and 100 ms, in three modes in turn: about 100 s.",
         "120 s are too short for 5 of 6 texts and the round trip of 50 ms; --max-seconds 240 measures more.",
@@ -264,7 +274,7 @@ def test_a_text_too_short_for_a_rate_has_none() -> None:
     """Neither has the ratio: a dash on the screen, null in the file; as `outrider run` reports it."""
     modes = compare({CLOUD_ONLY: [short_text(8)], STREAM: [short_text(8)]}, CLOUD_ONLY)
     out = io.StringIO()
-    DemoScreen(Console(file=out, width=100, no_color=True)).show_figures(modes, 10.0)
+    show_figures(Console(file=out, width=100, no_color=True), modes, 10.0)
     rows = {line.split("  ")[0]: line.split()[-2:] for line in out.getvalue().splitlines()}
     assert rows["speed-up"] == rows["tokens/s"] == ["-", "-"]
     assert rows["first token, ms"] == ["100", "100"]
@@ -276,14 +286,14 @@ def test_a_text_too_short_for_a_rate_has_none() -> None:
 def test_the_demos_tables_keep_their_numbers_on_a_narrow_terminal(width: int) -> None:
     """Nothing is cut or folded; a number that there is not is a dash."""
     out = io.StringIO()
-    screen = DemoScreen(Console(file=out, width=width, no_color=True))
+    console = Console(file=out, width=width, no_color=True)
     modes = {
         CLOUD_ONLY: figures(speed_up=1.0),
         STOP_AND_WAIT: figures(tokens_per_s=math.nan, speed_up=math.nan),
         STREAM: figures(identical=False, num_different=12),
     }
-    screen.show_figures(modes, 10.0)
-    screen.show_sweep(dict.fromkeys((0.0, 10.0, 50.0, 100.0), modes))
+    show_figures(console, modes, 10.0)
+    show_sweep(console, dict.fromkeys((0.0, 10.0, 50.0, 100.0), modes))
     shown = out.getvalue()
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     rows = {line.split("  ")[0]: line.split() for line in shown.splitlines()}

@@ -17,7 +17,7 @@ from tests.serving import serve_fake
 from tests.test_edge_config import KEY
 
 from outrider.edge.cli.draft_source import clouds_of
-from outrider.edge.doctor.cloud import Cloud, CloudReport
+from outrider.edge.doctor.cloud import CloudReport
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.serve.routes import PATHS_ARE
 from outrider.edge.setup.config_file import ConfigFile
@@ -121,7 +121,7 @@ def test_a_proxy_that_cannot_be_used_is_one_line(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=words) as found:
         VerifierClient("http://cloud.example")
     assert "secret" not in str(found.value)
-    report = CloudReport(Cloud("http://cloud.example"))
+    report = CloudReport("http://cloud.example")
     (finding,) = [each for each in report.findings() if each.status == "fault"]
     assert finding.name == "proxy" and "secret" not in f"{finding}"
     VerifierClient("http://127.0.0.1:1")

@@ -21,17 +21,17 @@ from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.cli import main as cli
 from outrider.edge.cli.command_options import DemoOptions
-from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison
 from outrider.edge.cli.run import Ran, _lines, make_request
 from outrider.edge.cli.run import _document as as_document
 from outrider.edge.cli.run_options import RunOptions
-from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_lines
+from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.lab.comparison import measured_rate, why_no_rate
+from outrider.edge.lab.comparison import DRAFTED, Comparison, measured_rate, why_no_rate
+from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, make_depth, make_options
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
@@ -289,8 +289,8 @@ RESULT = GenerationResult(
 
 def test_numbers_for_programs_are_plain_json() -> None:
     """The keys of every report, no NaN, and the whole document survives a round trip."""
-    numbers = mode_numbers(RESULT)
-    assert numbers == {
+    document = result_as_json(RESULT, "text")
+    numbers = {
         "tokens_per_s": None,
         "ttft_ms": 100.0,
         "itl_ms_p50": 0.0,
@@ -302,8 +302,8 @@ def test_numbers_for_programs_are_plain_json() -> None:
         "bytes_up_per_token": 100.0,
         "bytes_down_per_token": 50.0,
     }
-    assert mode_numbers(LONG)["tokens_per_s"] == pytest.approx(15 / 0.8)
-    document = result_as_json(RESULT, "text")
+    assert {name: document[name] for name in numbers} == numbers
+    assert result_as_json(LONG, "")["tokens_per_s"] == pytest.approx(15 / 0.8)
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
@@ -385,7 +385,7 @@ def test_a_rate_that_cannot_be_known_is_not_shown(arrival_s: tuple[float, ...], 
     result = replace(LONG, tokens=(1,) * len(arrival_s), arrival_s=arrival_s)
     assert measured_rate(result) is None and why_no_rate(result) == why
     assert f"- tokens/s ({why})" in summary_lines(result)[0]
-    assert mode_numbers(result)["tokens_per_s"] is None
+    assert result_as_json(result, "")["tokens_per_s"] is None
 
 
 def test_the_terminal_shows_every_character_once_and_colours_the_accepted() -> None:

@@ -176,7 +176,7 @@ def test_the_draft_that_a_command_takes_is_marked(
         assert prune(shelf, [found], stayed.append) == []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outrider.edge.cli.run.open_draft_bundle", try_to_prune)
+    monkeypatch.setattr("outrider.edge.cli.draft_source.open_draft_bundle", try_to_prune)
     for draft in ("auto", str(pulled)):
         assert run_main(monkeypatch, "run", "text", "--cloud", server.url, "--draft", draft) == 130
     assert len(stayed) == 2 and all("a running process uses it" in note for note in stayed)

@@ -639,19 +639,19 @@ def test_pull_then_run(
 
 
 def test_without_a_pulled_draft_a_run_takes_the_reference(
-    server: FakeServer, place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer, place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And `--draft reference` takes it in any case; a draft that is named is taken as it is."""
-    reference = Path("the-reference")
+    reference, named = make_draft(tmp_path / "the-reference").path, make_draft(tmp_path / "named").path
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda choice: reference)
     about = Console(file=io.StringIO())
 
-    def found(draft: str, url: str = server.url, choice: DraftChoice = AS_BUNDLED) -> str | Path:
-        (path,) = find_drafts([draft], choice, clouds_of([url], Keys()), Notes(about))
-        return path
+    def found(draft: str, url: str = server.url, choice: DraftChoice = AS_BUNDLED) -> Path:
+        (bundle,) = find_drafts([draft], choice, clouds_of([url], Keys()), Notes(about))
+        return bundle.path
 
     assert RunOptions("x").draft == [AUTO]
-    assert found(AUTO) == found("reference") == reference and found("named") == "named"
+    assert found(AUTO) == found("reference") == reference and found(str(named)) == named
     pulled = pull(server.url)[0].path
     assert found(AUTO) == pulled and found("reference") == reference
     with serve_fake(has_chat_template=False) as same_tokenizer:

@@ -182,7 +182,7 @@ def test_a_draft_is_found_for_the_first_cloud_that_says_its_target(
         found = find_drafts(
             [AUTO], AS_BUNDLED, clouds_of([old, server.url], Keys()), Notes(Console(file=shown, width=200))
         )
-        assert found == [pulled]
+        assert [bundle.path for bundle in found] == [pulled]
     assert shown.getvalue() == f"draft: cpu, pulled from {server.url}\n"
 
 

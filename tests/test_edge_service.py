@@ -10,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -21,9 +20,12 @@ from outrider.edge.cli import setup_screens as service_screen
 from outrider.edge.setup.service import (
     MARK,
     Service,
+    launchd_agent,
     remove_service,
     run_command,
     service_here,
+    systemd_unit,
+    windows_task,
     write_service,
 )
 from outrider.models.errors import ConfigError, RuntimeUnavailable
@@ -38,9 +40,19 @@ PLACES = (
 Capture = pytest.CaptureFixture[str]
 
 
-def service(home: Path, system: str = "systemd", python: str = "/opt/a b/bin/python") -> Service:
+def service(
+    home: Path, system: str = "systemd", python: str = "/opt/a b/bin/python", *, has_config: bool = True
+) -> Service:
     """The service of a user whose home is `home`."""
-    return Service(system, home, Path(python), "outrider.edge.cli", "me", home / "my $100% config.toml")  # type: ignore[arg-type]
+    command, config = (
+        (python, "-m", "outrider.edge.cli", "serve"),
+        home / "my $100% config.toml" if has_config else None,
+    )
+    if system == "systemd":
+        return systemd_unit(command, config, home / ".config")
+    if system == "launchd":
+        return launchd_agent(command, config, home, "me")
+    return windows_task(command, config, home, "me", home / "AppData" / "Local" / "outrider")
 
 
 def unit_of(text: str) -> configparser.ConfigParser:
@@ -53,7 +65,7 @@ def unit_of(text: str) -> configparser.ConfigParser:
 
 def test_the_unit_starts_serve_with_the_configuration(tmp_path: Path) -> None:
     """Paths with spaces, dollars and percent signs survive systemd's quoting; secrets are not in it."""
-    unit = unit_of(service(tmp_path, python="/opt/a b/$x 5%/python").content().decode())
+    unit = unit_of(service(tmp_path, python="/opt/a b/$x 5%/python").content.decode())
     command = unit["Service"]["ExecStart"].replace("$$", "$").replace("%%", "%")
     assert shlex.split(command) == ["/opt/a b/$x 5%/python", "-m", "outrider.edge.cli", "serve"]
     (environment,) = shlex.split(unit["Service"]["Environment"].replace("%%", "%"))
@@ -61,16 +73,16 @@ def test_the_unit_starts_serve_with_the_configuration(tmp_path: Path) -> None:
     assert unit["Install"]["WantedBy"] == "default.target" and unit["Service"]["RestartPreventExitStatus"] == "2"
     for line in ("NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID"):
         assert unit["Service"][line] == "true"
-    assert "OUTRIDER_CONFIG" not in replace(service(tmp_path), config=None).content().decode()
+    assert "OUTRIDER_CONFIG" not in service(tmp_path, has_config=False).content.decode()
     with pytest.raises(ConfigError, match="line break"):
-        service(tmp_path, python="/a\nExecStartPre=/bin/evil").content()
+        service(tmp_path, python="/a\nExecStartPre=/bin/evil")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
     """Its own checker, which also looks for the program."""
     unit = tmp_path / "outrider.service"
-    unit.write_bytes(service(tmp_path, python=sys.executable).content())
+    unit.write_bytes(service(tmp_path, python=sys.executable).content)
     command = ["systemd-analyze", "--user", "verify", str(unit)]
     environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -81,7 +93,7 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
 
 def test_the_launchd_agent_starts_serve_and_starts_it_again(tmp_path: Path) -> None:
     """Not run on hardware: read back as a property list."""
-    content = service(tmp_path, "launchd").content()
+    content = service(tmp_path, "launchd").content
     agent = plistlib.loads(content)
     assert agent["ProgramArguments"] == ["/opt/a b/bin/python", "-m", "outrider.edge.cli", "serve"]
     assert agent["RunAtLoad"] is True and agent["KeepAlive"] == {"SuccessfulExit": False}
@@ -91,7 +103,7 @@ def test_the_launchd_agent_starts_serve_and_starts_it_again(tmp_path: Path) -> N
 
 def test_the_windows_task_starts_serve_at_its_users_logon(tmp_path: Path) -> None:
     """Not run on hardware: read back as XML. No time limit, also on battery, without administrator's rights."""
-    content = service(tmp_path, "windows", r"C:\Program Files\Python\pythonw.exe").content()
+    content = service(tmp_path, "windows", r"C:\Program Files\Python\pythonw.exe").content
     assert content.startswith(b"\xff\xfe")  # as Task Scheduler writes its own
     task = ElementTree.fromstring(content)
     space = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
@@ -112,9 +124,9 @@ def test_the_windows_task_starts_serve_at_its_users_logon(tmp_path: Path) -> Non
 def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, system: str, place: str) -> None:
     """Written whole or not at all; the same content is left alone; only a file of ours is removed."""
     made = service(tmp_path, system)
-    assert made.path == tmp_path / place and not remove_service(made)
+    assert made.path == tmp_path / place
     assert write_service(made) and not write_service(made)
-    assert made.path.read_bytes() == made.content() and stat.S_IMODE(made.path.stat().st_mode) == 0o600
+    assert made.path.read_bytes() == made.content and stat.S_IMODE(made.path.stat().st_mode) == 0o600
     mine = "# mine\n".encode("utf-16" if system == "windows" else "utf-8")
     made.path.write_bytes(mine)
     with pytest.raises(ConfigError, match="--force"):
@@ -122,23 +134,24 @@ def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, sys
     with pytest.raises(ConfigError, match="was not written by"):
         remove_service(made)
     assert made.path.read_bytes() == mine
-    assert write_service(made, force=True) and made.path.read_bytes() == made.content()
+    assert write_service(made, force=True) and made.path.read_bytes() == made.content
     assert [path.name for path in made.path.parent.iterdir()] == [made.path.name]  # no temporary file is left
-    assert remove_service(made) and not made.path.exists()
+    remove_service(made)
+    assert not made.path.exists()
 
 
 def test_a_failure_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No half a unit, no temporary file."""
     made = service(tmp_path)
     write_service(made)
-    before = made.content()
+    before = made.content
 
     def fail(number: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="No space"):
-        write_service(replace(made, config=None), force=True)
+        write_service(service(tmp_path, has_config=False), force=True)
     assert made.path.read_bytes() == before and len(list(made.path.parent.iterdir())) == 1
 
 
@@ -148,10 +161,11 @@ def test_each_system_has_its_manager(monkeypatch: pytest.MonkeyPatch, config: Pa
     monkeypatch.setenv("USERDOMAIN", "HOME")
     found = {name: service_here("outrider.edge.cli", name) for name in ("linux", "darwin", "win32")}
     assert [each.system for each in found.values()] == ["systemd", "launchd", "windows"]
-    assert {each.config for each in found.values()} == {config} and found["win32"].user == "HOME\\me"
-    assert found["linux"].command[0] == sys.executable
+    assert {each.config for each in found.values()} == {config}
+    assert "<UserId>HOME\\me</UserId>" in found["win32"].content.decode("utf-16")
+    assert f"ExecStart={sys.executable} -m outrider.edge.cli serve\n" in found["linux"].content.decode()
     for each in found.values():
-        commands = (*each.turn_on(), *each.turn_off(), each.ask())
+        commands = (*each.turn_on, *each.turn_off, each.ask)
         assert {command[0] for command in commands} == {
             {"systemd": "systemctl", "launchd": "launchctl", "windows": "schtasks"}[each.system]
         }
@@ -180,7 +194,7 @@ def test_install_status_and_uninstall(
     """--print writes nothing; install enables and starts; variables that the service will not see are named."""
     path = service(tmp_path).path
     assert run_main(monkeypatch, "service", "install", "--print") == 0
-    assert capsys.readouterr().out == service(tmp_path).content().decode() and not path.exists() and not managed
+    assert capsys.readouterr().out == service(tmp_path).content.decode() and not path.exists() and not managed
     assert run_main(monkeypatch, "service", "status") == 1 and "not installed" in capsys.readouterr().out
     monkeypatch.setenv("OUTRIDER_DRAFT", "x")
     assert run_main(monkeypatch, "service", "install") == 0
@@ -193,7 +207,7 @@ def test_install_status_and_uninstall(
     assert "is not this version's; run `outrider service install --force`" in capsys.readouterr().out
     assert run_main(monkeypatch, "service", "install") == 2 and "--force" in capsys.readouterr().err
     assert (
-        run_main(monkeypatch, "service", "install", "--force") == 0 and path.read_bytes() == service(tmp_path).content()
+        run_main(monkeypatch, "service", "install", "--force") == 0 and path.read_bytes() == service(tmp_path).content
     )
     assert run_main(monkeypatch, "service", "uninstall") == 0 and not path.exists()
     assert managed[-2] == ("systemctl", "--user", "disable", "--now", "outrider.service")

@@ -19,14 +19,6 @@ from rich.console import Console
 from tests.export_cli import run_export
 from tests.serving import fake_tokenizer, serve_fake
 
-from outrider.edge.cli.compare import (
-    CLOUD_ONLY,
-    DRAFTED,
-    Comparison,
-    compare_modes,
-    measured_load,
-    typical,
-)
 from outrider.edge.cli.devices_screen import show_devices
 from outrider.edge.cli.draft_source import NPU_SHAPES, default_draft, draft_kind
 from outrider.edge.cli.run import _printer, run_once
@@ -39,6 +31,14 @@ from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.comparison import (
+    DRAFTED,
+    Comparison,
+    compare_modes,
+    measured_load,
+    typical,
+)
+from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent

@@ -10,8 +10,8 @@ import click
 import pytest
 import typer.main
 
-from outrider.edge.cli.compare import Comparison
 from outrider.edge.cli.summary import summary_lines
+from outrider.edge.lab.comparison import Comparison
 from outrider.edge.results import GenerationResult, Mode, Source
 
 ROOT = Path(__file__).parent.parent

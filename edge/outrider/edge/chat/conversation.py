@@ -42,11 +42,9 @@ def continued(tokenizer: Tokenizer, kept: Sequence[int], rendered: Sequence[int]
     shared = num_shared(kept, rendered)
     own, start = kept[shared:], shared
     if own:
-        context = kept[:shared]
-        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=False)
-        text = detokenizer.push(own) + detokenizer.flush()
-        detokenizer = tokenizer.detokenizer(context=context, skip_special_tokens=False)
-        found = ""
+        detokenizer = tokenizer.detokenizer(context=kept[:shared], skip_special_tokens=False)
+        text, found = detokenizer.push(own) + detokenizer.flush(), ""
+        detokenizer = tokenizer.detokenizer(context=kept[:shared], skip_special_tokens=False)
         while len(found) < len(text) and start < len(rendered):
             found += detokenizer.push(rendered[start])
             start += 1
@@ -64,7 +62,7 @@ class Turn:
     """An answer that has ended. text: as shown. first_token_s: from the question, the rendering included.
 
     num_prompt: tokens of the prompt; num_sent of them were sent, the others by a hash. sent_again: why the ids of the
-    turns before were not kept; None where they were. num_dropped: turns that no longer fit.
+    turns before were not kept; None where they were.
     """
 
     result: GenerationResult
@@ -73,7 +71,6 @@ class Turn:
     num_sent: int
     first_token_s: float
     sent_again: str | None = None
-    num_dropped: int = 0
 
 
 @dataclass(slots=True)
@@ -146,7 +143,7 @@ class Conversation:
             on_tokens(batch)
 
         try:
-            rendered, num_dropped = await self._render_fitting(question, max_tokens)
+            rendered = await self._render_fitting(question, max_tokens)
             is_asked = True
             prompt, sent_again = self._prompt(rendered)
             on_tokens = show(prompt)
@@ -174,10 +171,9 @@ class Conversation:
         self._end_turn(prompt, tokens)
         self._held, self._has_stopped = result.held, result.finish_reason == "stop"
         self._unheld = "the server keeps no prefixes" if result.held is None else _CUT
-        text = self.messages[-1].content
-        turn = Turn(result, text, len(prompt), result.num_prompt_sent, first_token_s, sent_again, num_dropped)
-        self.turns.append(turn)
-        return turn
+        text, num_sent = self.messages[-1].content, result.num_prompt_sent
+        self.turns.append(Turn(result, text, len(prompt), num_sent, first_token_s, sent_again))
+        return self.turns[-1]
 
     def _end_turn(self, prompt: list[int], tokens: list[int]) -> None:
         detokenizer = self.tokenizer.detokenizer(context=prompt)
@@ -200,8 +196,8 @@ class Conversation:
             return ids, "the template ends an answer with another token than the model"
         return rendered, "the template writes the turns before in another way"
 
-    async def _render_fitting(self, question: str, max_tokens: int) -> tuple[list[int], int]:
-        """The ids of the conversation with a question, and how many turns had to be dropped for them."""
+    async def _render_fitting(self, question: str, max_tokens: int) -> list[int]:
+        """The ids of the conversation with a question; drops turns where they do not fit."""
         limit = self.facts.max_positions
 
         async def render(messages: list[Message]) -> list[int]:
@@ -222,41 +218,33 @@ class Conversation:
             self.on_note(
                 f"The context of {limit} tokens is full: the {what}. The model no longer sees what is dropped."
             )
-        return tokens, num_dropped
+        return tokens
 
     async def _render(self, messages: list[Message]) -> RenderAnswer:
-        dumped = [message.model_dump() for message in messages]
-        body = json.dumps({"messages": dumped, "tokenizer": self.fingerprint}, ensure_ascii=False).encode()
+        document = {"messages": [message.model_dump() for message in messages], "tokenizer": self.fingerprint}
+        body = json.dumps(document, ensure_ascii=False).encode()
         if len(body) > MAX_BODY_BYTES:
             raise RequestError(
                 "body_too_large",
                 f"the message has {len(body) >> 10} KiB; a server takes {MAX_BODY_BYTES >> 10}; send a shorter one",
             )
-        served: list[Served] = []
 
         async def ask(client: VerifierClient) -> RenderAnswer:
-            rendered = await client.render(body)
-            served[:] = [Served(client.url, rendered.model, rendered.target)]
-            if self._is_other(served[0]):
+            rendered, before = await client.render(body), self._served
+            served = Served(client.url, rendered.model, rendered.target)
+            if before is not None and (before.model, before.target) != (served.model, served.target):
                 self.facts = await _facts_of(client)
-            served[:] = [replace(served[0], has_mid=self.facts.mid is not None)]
+                self._held = None
+                self.on_note(f"The conversation goes on with {served}; it was with {before}.")
+            self._served = replace(served, has_mid=self.facts.mid is not None)
             return rendered
 
         try:
-            rendered = await self.agent.endpoints.call(ask)
+            return await self.agent.endpoints.call(ask)
         except CloudError as error:
             if isinstance(error.__cause__, EndpointLost) and error.__cause__.status == 404:
                 raise CloudError("the server renders no conversations (/v1/render): it is older; update it") from error
             raise
-        if self._is_other(served[0]):
-            self._held = None
-            self.on_note(f"The conversation goes on with {served[0]}; it was with {self._served}.")
-        self._served = served[0]
-        return rendered
-
-    def _is_other(self, served: Served) -> bool:
-        before = self._served
-        return before is not None and (before.model, before.target) != (served.model, served.target)
 
 
 async def _facts_of(client: VerifierClient) -> ModelFacts:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from outrider.edge.setup.endpoints import write_private
 from outrider.models.errors import ConfigError, RequestError
 
 SYSTEM: Final = "system"
@@ -24,7 +23,6 @@ MAX_RESERVED_SHARE: Final = 0.25
 """Of the context, that is left for an answer at most; a longer one ends where the context does."""
 TOO_LONG: Final = ("context_length_exceeded", "body_too_large")
 """Codes of refusals that dropping turns may mend."""
-_FORMAT: Final = "outrider-chat"
 
 
 class Message(BaseModel):
@@ -41,7 +39,7 @@ class SavedChat(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Literal["outrider-chat"] = _FORMAT
+    format: Literal["outrider-chat"] = "outrider-chat"
     version: Literal[1] = 1
     model: str = ""
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
@@ -123,17 +121,9 @@ def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:
             load_chat(path)
         except ConfigError:
             raise ConfigError(f"{path} exists and is no saved chat; choose another name") from None
-    text = SavedChat(model=model, messages=list(messages)).model_dump_json(indent=2) + "\n"
+    saved = SavedChat(model=model, messages=list(messages))
     try:
-        # A new file that only its owner can read, renamed last: what was saved before stays until then.
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_private(path, f"{saved.model_dump_json(indent=2)}\n".encode())
     except OSError as error:
         raise ConfigError(f"the chat cannot be saved to {path}: {error.strerror}; choose another place") from None
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from outrider.models.process.interrupts import run_guarded
+import importlib
 
-TYPE_CHECKING = False  # `typing` is not imported before Ctrl-C is guarded
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from outrider.models.process.interrupts import run_guarded
 
 
 def main() -> None:
     """The console script."""
-    run_guarded(_load)
-
-
-def _load() -> Callable[[], None]:
-    from outrider.edge.cli.main import main
-
-    return main
+    run_guarded(lambda: importlib.import_module("outrider.edge.cli.main").main)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from rich.console import Console
@@ -37,13 +36,14 @@ from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.assemble import OpenDraft, make_agent, open_draft_bundle
+from outrider.edge.modes.assemble import OpenDraft, make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
-from outrider.models.bundle.bundle import Bundle
+from outrider.models.counted import counted
 from outrider.models.errors import ConfigError, OutriderError, TokenizerMismatch
 from outrider.models.picks.sampling import MAX_SEED
 from outrider.models.process.command_line import print_line
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import ModelFacts
 
 COMMANDS: Final = {
@@ -58,7 +58,6 @@ COMMANDS: Final = {
 }
 DRAFT_CONTEXT: Final = 8192
 """Tokens of a chat that the draft holds; it bounds memory. Later ones get no drafts."""
-_HINT: Final = "Ctrl-D or /quit ends the chat."
 
 
 def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader | None = None) -> None:
@@ -76,16 +75,18 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
     notes = Notes(about)
     facts = asyncio.run(_look(clouds, notes))
-    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, notes)]
-    for each in bundles:
-        _require_same_tokenizer(each, facts)
-    draft = None
-    if options.drafts:
-        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
-        draft = open_draft(candidates, options, notes, notes.line, DRAFT_CONTEXT)
+    bundles = find_drafts(options.draft, options.choice, clouds, notes)
+    for own in (each.manifest.tokenizer_fingerprint for each in bundles):
+        if own != facts.tokenizer:
+            raise TokenizerMismatch(
+                f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token "
+                "ids would mean different text; use a draft made for this target"
+            )
+    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if options.drafts else []
+    draft = open_draft(candidates, options, notes, notes.line, DRAFT_CONTEXT) if candidates else None
     with closing(draft.drafter) if draft is not None else nullcontext():
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, notes, reader)
-        asyncio.run(_chat(options, clouds, bundles[0], facts, draft, messages, screen, notes))
+        asyncio.run(_chat(options, clouds, bundles[0].tokenizer(), facts, draft, messages, screen, notes))
 
 
 async def _look(clouds: Clouds, notes: Notes) -> ModelFacts:
@@ -96,19 +97,10 @@ async def _look(clouds: Clouds, notes: Notes) -> ModelFacts:
         return await read_facts(endpoints)
 
 
-def _require_same_tokenizer(bundle: Bundle, facts: ModelFacts) -> None:
-    own = bundle.manifest.tokenizer_fingerprint
-    if own != facts.tokenizer:
-        raise TokenizerMismatch(
-            f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token ids "
-            "would mean different text; use a draft made for this target"
-        )
-
-
 async def _chat(
     options: ChatOptions,
     clouds: Clouds,
-    bundle: Bundle,
+    tokenizer: Tokenizer,
     facts: ModelFacts,
     draft: OpenDraft | None,
     messages: list[Message],
@@ -118,13 +110,12 @@ async def _chat(
     eased_by = PowerWatch(options.on_battery).reason if draft is not None else None
     if eased_by is not None:
         notes.line(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")
-    tree = agent_options(options, eased_by)
     async with open_fleet(clouds) as fleet:
         endpoints = Endpoints(fleet.clients, on_trouble=notes.in_text, fleet=fleet)
-        agent = make_agent(Mode.STREAM, endpoints, draft.drafter if draft is not None else None, options.depth, tree)
+        drafter = draft.drafter if draft is not None else None
+        agent = make_agent(Mode.STREAM, endpoints, drafter, options.depth, agent_options(options, eased_by))
         assert isinstance(agent, StreamAgent)
-        fingerprint = bundle.manifest.tokenizer_fingerprint
-        await screen.run(Conversation(agent, facts, bundle.tokenizer(), fingerprint, notes.line, messages))
+        await screen.run(Conversation(agent, facts, tokenizer, facts.tokenizer, notes.line, messages))
 
 
 class ChatScreen:
@@ -133,9 +124,8 @@ class ChatScreen:
     def __init__(
         self, options: ChatOptions, drafted_by: str | None, out: Console, notes: Notes, reader: Reader
     ) -> None:
+        self._options = options
         self._params = options.params
-        self._max_tokens = options.max_tokens
-        self._system = options.system
         self._file = options.load
         self._drafted_by = drafted_by
         self._out = out
@@ -145,41 +135,36 @@ class ChatScreen:
 
     async def run(self, conversation: Conversation) -> None:
         """Chats until the input ends, or /quit."""
-        if self._system:
-            conversation.set_system(self._system)
+        if self._options.system:
+            conversation.set_system(self._options.system)
         if self._reader.is_typed:
             self._greet(conversation)
-        with _interrupts(self._on_interrupt):
+        with self._interrupts():
             while True:
                 try:
                     typed = await self._reader.read()
+                    if typed is None or typed.strip() == "/quit":
+                        return
+                    typed = typed.rstrip().lstrip("\r\n")
+                    if typed.startswith("/") and not typed.startswith("//"):
+                        self._command(conversation, typed)
+                    elif typed:
+                        await self._ask(conversation, typed.removeprefix("/"))
                 except KeyboardInterrupt:
                     if not self._reader.is_typed:
                         raise
-                    self._notes.line(_HINT)
-                    continue
-                except ConfigError as error:
-                    self._show_error(error)
-                    continue
-                if typed is None or typed.strip() == "/quit":
-                    return
-                typed = typed.rstrip().lstrip("\r\n")
-                if typed.startswith("/") and not typed.startswith("//"):
-                    try:
-                        self._command(conversation, typed)
-                    except OutriderError as error:
-                        self._show_error(error)
-                elif typed:
-                    await self._ask(conversation, typed[1:] if typed.startswith("//") else typed)
+                    self._notes.line("Ctrl-D or /quit ends the chat.")
+                except OutriderError as error:
+                    if not self._reader.is_typed:
+                        raise  # a script must notice
+                    print_line(self._notes.about, f"error: {error}", "red")
 
     def _greet(self, conversation: Conversation) -> None:
         drafted = f", drafted by {self._drafted_by}" if self._drafted_by is not None else ""
-        print_line(
-            self._notes.about, f"{conversation.model}, {conversation.facts.max_positions} tokens{drafted}", "dim"
-        )
-        print_line(self._notes.about, "Enter sends, Alt-Enter begins a new line, /help lists the commands.", "dim")
+        self._tell(f"{conversation.model}, {conversation.facts.max_positions} tokens{drafted}")
+        self._tell("Enter sends, Alt-Enter begins a new line, /help lists the commands.")
         if conversation.messages:
-            print_line(self._notes.about, f"goes on after {_turns(conversation.messages)}", "dim")
+            self._tell(f"goes on after {counted(len(turns_of(conversation.messages)), 'turn')}")
 
     async def _ask(self, conversation: Conversation, question: str) -> None:
         self._answer = asyncio.get_running_loop().create_task(self._show_answer(conversation, question))
@@ -189,20 +174,18 @@ class ChatScreen:
             if not self._answer.cancelled():
                 raise  # the whole chat is cancelled
             self._notes.line("(stopped)")
-        except OutriderError as error:
-            self._show_error(error)
         finally:
             self._answer = None
 
     async def _show_answer(self, conversation: Conversation, question: str) -> None:
         def show(prompt: Sequence[int]) -> OnTokens:
-            printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt), end="\n")
-            self._notes.printer = printer
+            detokenizer = conversation.tokenizer.detokenizer(context=prompt)
+            self._notes.printer = printer = TokenPrinter(self._out, detokenizer, end="\n")
             return printer
 
         conversation.agent.endpoints.choose_again()
         try:
-            turn = await conversation.answer(question, self._params, self._max_tokens, show)
+            turn = await conversation.answer(question, self._params, self._options.max_tokens, show)
         except OutriderError:
             if self._notes.printer is not None:
                 self._notes.printer.break_line()
@@ -217,17 +200,20 @@ class ChatScreen:
         if (why := ended_by(turn.result.finish_reason)) is not None:
             self._notes.line(f"(ended by {why})")
 
-    def _on_interrupt(self) -> bool:
-        """Ends the answer; returns whether there is one."""
-        if self._answer is None:
-            return False
-        self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)
-        return True
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Ctrl-C ends the answer; where there is none, it raises KeyboardInterrupt."""
 
-    def _show_error(self, error: OutriderError) -> None:
-        if not self._reader.is_typed:
-            raise error  # a script must notice
-        print_line(self._notes.about, f"error: {error}", "red")
+        def handle(number: int, _: object) -> None:
+            if self._answer is None:
+                raise KeyboardInterrupt
+            self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)
+
+        before = signal.signal(signal.SIGINT, handle)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     # -- commands ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +256,7 @@ class ChatScreen:
         path = Path(rest).expanduser()
         saved, self._file = load_chat(path), path
         conversation.replace(list(saved.messages), "another conversation was loaded")
-        self._tell(f"{_turns(saved.messages)}, with {saved.model or 'a target without a name'}")
+        self._tell(f"{counted(len(turns_of(saved.messages)), 'turn')}, with {saved.model or 'a target without a name'}")
         for message in saved.messages:
             self._tell(f"{message.role}: {message.content}")
 
@@ -296,30 +282,11 @@ class ChatScreen:
             self._tell(line)
 
     def _clear(self, conversation: Conversation, rest: str) -> None:
-        kept = [message for message in conversation.messages if message.role == SYSTEM]
-        conversation.replace(kept, "the conversation was cleared")
+        conversation.replace(
+            [message for message in conversation.messages if message.role == SYSTEM], "the conversation was cleared"
+        )
         self._file = None  # a /save without a name would replace what was saved
         self._tell("cleared")
 
     def _tell(self, line: str) -> None:
         print_line(self._notes.about, line, "dim")
-
-
-def _turns(messages: Sequence[Message]) -> str:
-    number = len(turns_of(messages))
-    return f"{number} turn{'' if number == 1 else 's'}"
-
-
-@contextmanager
-def _interrupts(take: Callable[[], bool]) -> Iterator[None]:
-    """Calls `take` on Ctrl-C; raises KeyboardInterrupt where that returns False."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if not take():
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

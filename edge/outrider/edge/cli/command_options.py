@@ -24,12 +24,10 @@ from outrider.edge.cli.option_groups import (
     SamplingOptions,
     SourceOptions,
     Width,
-    given,
     is_typed,
     refuse_idle,
     refuse_idle_tree,
 )
-from outrider.edge.devices.discovery import ModelRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftRuntime
 from outrider.edge.drafting.depth import Effort
 from outrider.models.bundle.manifest import Device, Precision
@@ -39,7 +37,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.listen_options import AccessOptions, Host, Port
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
 
@@ -65,15 +63,15 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     }
 
     def __post_init__(self) -> None:
-        self._choose()
+        super().__post_init__()
         self._set_params(self.seed)
+        refuse_idle(self, not self.drafts, "nothing drafts with --no-drafts", *DRAFTS)
         if not self.drafts:
-            refuse_idle("nothing drafts with --no-drafts", given(self, *DRAFTS))
             object.__setattr__(self, "choice", AS_BUNDLED)
         self._refuse_idle_drafting()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PullOptions(KeyOptions):
     """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
 
@@ -109,18 +107,11 @@ class PullOptions(KeyOptions):
             raise ConfigError("--runtime ngram drafts without a model, so there is nothing to pull; leave it out")
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
-        if self.is_listing:
-            refuse_idle("--list changes nothing", {"--prune": self.prune})
-        elif self.to is not None:
-            refuse_idle("--to leaves the cache as it is", {"--prune": self.prune})
-
-    @property
-    def model_runtime(self) -> ModelRuntime | None:
-        """The runtime to pull for; a configured "ngram" is for the commands that draft."""
-        return None if self.runtime == "ngram" else self.runtime
+        refuse_idle(self, self.is_listing, "--list changes nothing", "prune")
+        refuse_idle(self, self.to is not None, "--to leaves the cache as it is", "prune")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DemoOptions(PlaceOptions):
     """The command line. The text of prompt i is drawn with seed + i.
 
@@ -151,14 +142,14 @@ class DemoOptions(PlaceOptions):
     params: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
-        self._choose()
+        super().__post_init__()
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
-        refuse_idle_tree(self.width, self.lookup, self.runtime)
+        refuse_idle_tree(self, self.width)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
             raise ConfigError(f"--json {self.json} cannot be written; name a file in a directory that you may write to")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
@@ -214,7 +205,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     metrics: Annotated[bool, typer.Option("--metrics", help="Offer Prometheus metrics at /metrics.")] = False
 
     def __post_init__(self) -> None:
-        self._choose()
+        super().__post_init__()
         refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_drafting()
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.edge.devices.discovery import (
@@ -76,9 +76,7 @@ def devices_as_json(found: list[FoundRuntime]) -> dict[str, object]:
 def show_devices(console: Console, found: list[FoundRuntime]) -> None:
     """Prints the devices found as a table, or as a list where that is too wide; then advice for missing ones."""
     rows = [row for each in found for row in _rows(each)]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True)
+    table = Table(*(Column(name, no_wrap=True) for name in COLUMNS), box=None, padding=(0, 2, 0, 0), header_style="dim")
     for row in rows:
         table.add_row(*map(escape, row))
     if Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width:
@@ -89,8 +87,10 @@ def show_devices(console: Console, found: list[FoundRuntime]) -> None:
             for name, detail in zip(COLUMNS[2:], details, strict=True):
                 console.print(Padding(Text(f"{name}: {detail}"), (0, 0, 0, 2)))
     for missing in _missing(found):
-        what = f"no {missing['device'].upper()} in {missing['name']}"
-        console.print(f"\n[bold]{what}[/bold]: {escape(missing['help'])}", highlight=False)
+        console.print(
+            f"\n[bold]no {missing['device'].upper()} in {missing['name']}[/bold]: {escape(missing['help'])}",
+            highlight=False,
+        )
 
 
 def _rows(found: FoundRuntime) -> Iterator[tuple[str, ...]]:

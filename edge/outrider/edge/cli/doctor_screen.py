@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.edge.cli.option_groups import REMOVED_DRAFTING, Clouds, Drafts, KeyOptions, PlaceOptions, Threads
-from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
+from outrider.edge.doctor.findings import Finding, Status, from_error, ok, warning
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.settings import settings_here
 from outrider.edge.store.auto import AUTO
@@ -25,7 +26,7 @@ from outrider.models.visible import visible
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold red"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DoctorOptions(PlaceOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
@@ -37,9 +38,6 @@ class DoctorOptions(PlaceOptions, KeyOptions):
     threads: Threads = 0
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     _keys: ClassVar = KeyOptions
-
-    def __post_init__(self) -> None:
-        self._choose()
 
 
 @takes_options(DoctorOptions)
@@ -55,7 +53,7 @@ def doctor(options: DoctorOptions) -> None:
     try:
         keys = options.keys()
     except ConfigError as error:
-        configuration.append(_from_error("key file", error))
+        configuration.append(from_error("key file", error))
         keys = Keys()
     patient = Patient(
         options.cloud, options.draft[0], default_cache_dir(), keys, options.choice, options.threads, configuration
@@ -65,15 +63,13 @@ def doctor(options: DoctorOptions) -> None:
         found.append(finding)
         if not options.as_json:
             show_finding(console, finding)
-    num_faults = sum(each.status == "fault" for each in found)
+    counts = Counter(each.status for each in found)
     if options.as_json:
-        statuses = {each.status for each in found}
-        worst = next((status for status in ("fault", "warning") if status in statuses), "ok")
+        worst = next((status for status in ("fault", "warning") if counts[status]), "ok")
         typer.echo(json.dumps({"status": worst, "checks": [each.as_json() for each in found]}, indent=2))
     else:
-        num_warnings = sum(each.status == "warning" for each in found)
-        console.print(f"{len(found)} checks; faults: {num_faults}, warnings: {num_warnings}", highlight=False)
-    if num_faults:
+        console.print(f"{len(found)} checks; faults: {counts['fault']}, warnings: {counts['warning']}", highlight=False)
+    if counts["fault"]:
         raise typer.Exit(1)
 
 
@@ -82,7 +78,7 @@ def check_configuration() -> Iterator[Finding]:
     try:
         settings = settings_here()
     except ConfigError as error:
-        yield _from_error("configuration", error)
+        yield from_error("configuration", error)
         return
     config = settings.config
     if config.is_there:
@@ -94,10 +90,8 @@ def check_configuration() -> Iterator[Finding]:
         try:
             settings.check(command)
         except ConfigError as error:
-            problems.add(str(error))
-    for problem in sorted(problems):
-        found, _, advice = problem.rpartition("; ")
-        yield warning("configuration", found, advice)
+            problems.add(from_error("configuration", error, "warning"))
+    yield from sorted(problems, key=lambda each: (each.found, each.advice))
     for name, closest in settings.unknown_variables().items():
         advice = f"did you mean {closest}?" if closest else "unset it"
         yield warning("environment", f"{name} is set, and no option has that name", advice)
@@ -109,8 +103,3 @@ def show_finding(console: Console, finding: Finding) -> None:
     if finding.advice:
         line.append(visible(f". {finding.advice[0].upper()}{finding.advice[1:]}"), style="dim")
     console.print(line, soft_wrap=not console.is_terminal, highlight=False)
-
-
-def _from_error(name: str, error: ConfigError) -> Finding:
-    problem, separator, advice = str(error).rpartition("; ")
-    return fault(name, problem if separator else advice, advice if separator else "correct it")

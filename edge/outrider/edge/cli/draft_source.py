@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +22,7 @@ from outrider.edge.devices.profiles import Link
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.assemble import OpenDraft, eased, make_depth, make_options
+from outrider.edge.modes.assemble import OpenDraft, eased, make_depth, make_options, open_draft_bundle
 from outrider.edge.modes.draft_ladder import Candidate, candidates_of, lazy_model, open_ladder
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.retrieval.documents import read_documents
@@ -45,6 +44,7 @@ from outrider.models.process.extras import is_installed
 from outrider.models.text.tokenizer import Tokenizer
 
 
+@dataclass(slots=True)
 class Notes:
     """Prints what the user should know, on lines of its own. about: where to. printer: of the text that is being shown.
 
@@ -52,10 +52,9 @@ class Notes:
     So what is wrong with them is said once.
     """
 
-    def __init__(self, about: Console) -> None:
-        self.about = about
-        self.printer: TokenPrinter | None = None
-        self._said: set[str] = set()
+    about: Console
+    printer: TokenPrinter | None = None
+    _said: set[str] = field(default_factory=set)
 
     def line(self, words: str) -> None:
         """Prints a sentence."""
@@ -118,8 +117,7 @@ def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
     clouds = []
     for text in urls:
         url, login = split_login(verifier_url(text))
-        key = keys.for_url(text, urls)
-        clouds.append((url, ClientOptions(api_key=key, certificate=keys.certificate, login=login)))
+        clouds.append((url, ClientOptions(api_key=keys.for_url(text, urls), certificate=keys.certificate, login=login)))
     return clouds
 
 
@@ -130,53 +128,46 @@ def find_drafts(
     notes: Notes,
     *,
     needs_server: bool = True,
-) -> list[str | Path]:
-    """Where the drafts' bundles are, at least one. Raises as `find_for_server` and `default_draft` do.
+) -> list[Bundle]:
+    """The drafts, at least one. Raises as `find_for_server`, `default_draft` and `open_draft_bundle` do.
 
     drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
     """
-    found: list[str | Path] = []
+    found: list[Bundle] = []
     for draft in dict.fromkeys(drafts):
         if draft in (AUTO, REFERENCE):
             pulled = _pulled(choice, clouds, notes, needs_server=needs_server) if draft == AUTO else []
-            found += pulled or [default_draft(choice)]
+            found += pulled or [open_draft_bundle(default_draft(choice))]
         else:
             _use_until_the_end(Path(draft))
-            found.append(draft)
+            found.append(open_draft_bundle(draft))
     return found
 
 
-def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[str | Path]:
-    retry = None
-    if not needs_server:
-        retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
-    try:
-        # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
-        note = notes.before_text if needs_server else lambda words: None
-        found = asyncio.run(_find_pulled(choice, clouds, note, retry))
-    except CloudError as error:
-        if needs_server:
-            raise
-        notes.before_text(f"{error}.")
-        last = find_pulled_from([url for url, _ in clouds], choice)
-        found = [last] if last is not None else []
+def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Bundle]:
+    found = asyncio.run(_find_pulled(choice, clouds, notes, needs_server=needs_server))
     for each in found:
         print_line(notes.about, f"draft: {each.words}", "dim")
     return [_checked(each.bundle.path) for each in found]
 
 
-async def _find_pulled(
-    choice: DraftChoice, clouds: Clouds, note: Callable[[str], None], retry: RetryPolicy | None
-) -> list[Pulled]:
-    if retry is not None:
-        clouds = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
-    async with open_fleet(clouds) as fleet:
-        try:
-            async with asyncio.timeout(None if retry is None else MAX_LOOK_S):
-                return await find_for_server(fleet.clients, choice, retry=retry, note=note)
-        except TimeoutError:
-            urls = " or ".join(client.url for client in fleet.clients)
-            raise CloudError(f"No verifier answers at {urls} within {MAX_LOOK_S:g} s") from None
+async def _find_pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Pulled]:
+    if needs_server:
+        async with open_fleet(clouds) as fleet:
+            return await find_for_server(fleet.clients, choice, note=notes.before_text)
+    urls = [url for url, _ in clouds]
+    retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
+    try:
+        hasty = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
+        async with open_fleet(hasty) as fleet, asyncio.timeout(MAX_LOOK_S):
+            # What is tried meanwhile is of no use; the end of it is said.
+            return await find_for_server(fleet.clients, choice, retry=retry)
+    except TimeoutError:
+        notes.before_text(f"No verifier answers at {' or '.join(urls)} within {MAX_LOOK_S:g} s.")
+    except CloudError as error:
+        notes.before_text(f"{error}.")
+    last = find_pulled_from(urls, choice)
+    return [last] if last is not None else []
 
 
 def place_drafts(
@@ -191,14 +182,17 @@ def place_drafts(
 
     link: the link to the cloud, by default `measured_link`; called where there is a choice.
     """
-    link = link or partial(measured_link, clouds)
-    candidates = candidates_of(bundles, choice)
-    asked = [each for each in candidates if each.choice == choice]
+    candidates, others = candidates_of(bundles, choice), list[Candidate]()
     if choice.wanted_device is not None or choice.provider:
         # The named device comes first; others only follow where it fails.
-        rest = [each for each in candidates if each not in asked]
-        return [*_ranked(asked, num_threads, link, about), *rest]
-    return _ranked(candidates, num_threads, link, about)
+        others = [each for each in candidates if each.choice != choice]
+        candidates = [each for each in candidates if each.choice == choice]
+    if len(candidates) > 1 and candidates[0].placement.runtime != "ngram":
+        with about.status("comparing the drafts on this machine", refresh_per_second=1):
+            ranked = rank(candidates, num_threads, link() if link is not None else measured_link(clouds))
+        print_line(about, f"placed: {placed_words(ranked)}", "dim")
+        candidates = [each.candidate for each in ranked]
+    return [*candidates, *others]
 
 
 def open_draft(
@@ -212,9 +206,9 @@ def open_draft(
 
     max_positions: tokens of a text that a model holds; 0: its own.
     """
-    is_asked, is_looked_up = options.choice.wanted_device is not None, options.is_looked_up
     models = [lazy_model(each, options.threads, max_positions=max_positions) for each in candidates]
-    draft = open_ladder(models, on_step, is_asked=is_asked, is_looked_up=is_looked_up)
+    is_asked = options.choice.wanted_device is not None
+    draft = open_ladder(models, on_step, is_asked=is_asked, is_looked_up=options.is_looked_up)
     show_notes(draft.placement, notes)
     return draft
 
@@ -232,15 +226,6 @@ def show_notes(placement: Placement, notes: Notes) -> None:
         notes.line(f"note: {note}")
 
 
-def _ranked(candidates: list[Candidate], num_threads: int, link: Callable[[], Link], about: Console) -> list[Candidate]:
-    if len(candidates) < 2 or candidates[0].placement.runtime == "ngram":
-        return candidates
-    with about.status("comparing the drafts on this machine", refresh_per_second=1):
-        ranked = rank(candidates, num_threads, link())
-    print_line(about, f"placed: {placed_words(ranked)}", "dim")
-    return [each.candidate for each in ranked]
-
-
 def _use_until_the_end(place: Path) -> None:
     """Marks a bundle as in use until the command that runs now ends; outside of a command, does nothing."""
     context = click.get_current_context(silent=True)
@@ -248,15 +233,14 @@ def _use_until_the_end(place: Path) -> None:
         context.with_resource(in_use(place))
 
 
-def _checked(pulled: Path) -> Path:
-    """The place of a pulled draft that is whole. Raises BundleError with the command that mends it."""
+def _checked(pulled: Path) -> Bundle:
+    """A pulled draft that is whole. Raises BundleError with the command that mends it."""
     _use_until_the_end(pulled)
     try:
-        Bundle.open(pulled)
+        return open_draft_bundle(pulled)
     except BundleError as error:
         damage = str(error).rpartition("; ")[0]  # without the advice for bundles that were copied
         raise BundleError(f"the pulled draft is damaged: {damage}; run `outrider pull` again") from None
-    return pulled
 
 
 def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:
@@ -265,8 +249,10 @@ def open_library(docs: Path, tokenizer: Tokenizer, about: Console) -> Library:
     index = PassageIndex(found.documents, default_index_cache())
     for sentence in found.left_out:
         print_line(about, f"documents {sentence}", "yellow")
-    how = "read from the cache" if index.was_cached else "made"
     print_line(
-        about, f"documents: {len(found.documents)}, in {len(index.passages)} passages; the index was {how}", "dim"
+        about,
+        f"documents: {len(found.documents)}, in {len(index.passages)} passages; the index was "
+        f"{'read from the cache' if index.was_cached else 'made'}",
+        "dim",
     )
     return Library(index, tokenizer)

@@ -25,7 +25,6 @@ class Reader(Protocol):
 
     async def read(self) -> str | None:
         """The next message; None at the end. Raises KeyboardInterrupt on Ctrl-C, ConfigError for bytes of no text."""
-        ...
 
 
 class PipeReader:
@@ -52,7 +51,8 @@ class PipeReader:
 class TerminalReader:
     """Reads with an editor: Enter sends, Alt-Enter or a backslash before Enter begins a new line, arrows go back.
 
-    history: file that keeps what was typed; None keeps it for this chat only. commands: completed after a slash.
+    history: file that keeps what was typed; None keeps it for this chat only. Raises ConfigError for one that cannot be
+    written. commands: completed after a slash.
     more: options of prompt_toolkit's session, such as a test's input and output.
     """
 
@@ -64,9 +64,16 @@ class TerminalReader:
         from prompt_toolkit.filters import Condition
         from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+        if history is not None:
+            try:  # before the session opens it: only its owner can read it
+                os.close(os.open(history, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            except OSError as error:
+                raise ConfigError(
+                    f"--history {history} cannot be written: {error.strerror}; name another file"
+                ) from None
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            history=FileHistory(str(_own_file(history))) if history is not None else InMemoryHistory(),
+            history=FileHistory(str(history)) if history is not None else InMemoryHistory(),
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             prompt_continuation=CONTINUED,
@@ -103,12 +110,3 @@ def _keys() -> Any:
         event.current_buffer.insert_text("\n")
 
     return keys
-
-
-def _own_file(path: Path) -> Path:
-    """The history's file, which only its owner can read. Raises ConfigError where it cannot be written."""
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
-    except OSError as error:
-        raise ConfigError(f"--history {path} cannot be written: {error.strerror}; name another file") from None
-    return path

@@ -16,7 +16,7 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.setup_screens import config_app, service_app
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import SeveralLines
-from outrider.edge.setup.settings import UNCONFIGURED, Settings, name_variables
+from outrider.edge.setup.settings import UNCONFIGURED, Settings
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES
 from outrider.models.errors import ConfigError
 from outrider.models.process.command_line import (
@@ -34,8 +34,6 @@ WHAT, EXTRA = "the agent", "edge"
 ALL_PARTS = "the demo exports, serves and drafts on this machine and"
 NEEDED: Final = (*EXPORTER_PACKAGES, "openvino", "httpx", "fastapi", "uvicorn", "prometheus_client", "psutil")
 """Packages of all three parts; checked before the demo's export starts."""
-EXAMINES_ITSELF: Final = "doctor"
-"""The command that reports a broken configuration, so it runs with one."""
 EPILOG: Final = (
     "Each option also has a variable (--max-tokens of run: OUTRIDER_RUN_MAX_TOKENS, or OUTRIDER_MAX_TOKENS for all "
     "commands) and a place in the configuration file; see `outrider config`."
@@ -49,27 +47,21 @@ class ConfiguredGroup(CommandGroup):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
-        if command is not None and not ctx.resilient_parsing:
-            self._configure(ctx, command, rest)
-        return name, command, rest
-
-    def _configure(self, ctx: click.Context, command: click.Command, arguments: list[str]) -> None:
-        if command.name in UNCONFIGURED:
-            return
+        if command is None or ctx.resilient_parsing or command.name in UNCONFIGURED:
+            return name, command, rest
         command.epilog = EPILOG
-        is_help = bool({"--help", "-h"}.intersection(arguments))
+        is_help = bool({"--help", "-h"}.intersection(rest))
         try:
             settings = Settings(self, read_config())
         except ConfigError:
-            if not is_help and command.name != EXAMINES_ITSELF:
+            if not is_help and command.name != "doctor":  # that reports a broken configuration
                 raise
             settings = Settings(self, ConfigFile(config_path()))
-        for name, each in settings.commands.items():
-            name_variables(name, each, settings.common)
         if command.name in settings.commands and not is_help:
             settings.check(command.name)
         ctx.default_map = settings.default_map()
         ctx.obj = settings
+        return name, command, rest
 
 
 app = make_app(
@@ -86,7 +78,14 @@ def run(options: RunOptions) -> None:
     The text goes to standard output: as it is into a file or a pipe, and on a terminal after the prompt, with control
     characters shown. Everything else goes to standard error.
     """
-    options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
+    given = options.prompt
+    if given is None and sys.stdin.isatty():
+        raise click.UsageError(
+            'Missing argument PROMPT. Write `outrider run "def walk(path):"`, or pipe the text in.',
+            click.get_current_context(),
+        )
+    prompt = read_stdin("the prompt") if given in (None, "-") else require_utf8(given, "the prompt")
+    options = replace(options, prompt=prompt, seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
     run_once(options, standard_output(), Console(stderr=True))
@@ -116,16 +115,6 @@ def pull(options: PullOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
     pull_once(options, standard_output(), Console(stderr=True))
-
-
-def _prompt(given: str | None) -> str:
-    """The prompt: the argument, or standard input."""
-    if given is None and sys.stdin.isatty():
-        raise click.UsageError(
-            'Missing argument PROMPT. Write `outrider run "def walk(path):"`, or pipe the text in.',
-            click.get_current_context(),
-        )
-    return read_stdin("the prompt") if given in (None, "-") else require_utf8(given, "the prompt")
 
 
 @app.command()
@@ -164,7 +153,3 @@ app.add_typer(service_app)
 def main() -> None:
     """Runs the command line; see `run_app`."""
     run_app(app, what=WHAT, extra=EXTRA)
-
-
-if __name__ == "__main__":
-    main()

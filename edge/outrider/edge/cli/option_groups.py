@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import click
 import typer
@@ -24,10 +24,6 @@ from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERE
 from outrider.models.client.certificate import ClientCertificate
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 Clouds = Annotated[
     list[str], typer.Option("--cloud", "--server", help="Verifier's address; repeat for others to fall back on.")
@@ -45,16 +41,10 @@ DRAFTS: Final = (
 )
 """Options that have no effect where nothing drafts."""
 
-_DRAFT_HELP: Final = (
-    f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's target, or "
-    f"else '{REFERENCE}'."
-)
-
 
 class DraftPath(click.types.StringParamType):
     """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
 
-    name = "text"
     envvar_list_splitter = os.pathsep
 
 
@@ -64,7 +54,8 @@ Drafts = Annotated[
         "--draft",
         envvar="OUTRIDER_DRAFT",
         click_type=DraftPath(),
-        help=f"{_DRAFT_HELP} Repeat it for drafts to choose from: the fastest here is taken.",
+        help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's "
+        f"target, or else '{REFERENCE}'. Repeat it for drafts to choose from: the fastest here is taken.",
     ),
 ]
 EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]
@@ -90,39 +81,32 @@ REMOVED_DRAFTING: Final = {
 """What to do in place of options that there were once."""
 
 
-def is_typed(parameter: str) -> bool:
-    """Whether the option stands on the command line: a value from the environment or the file is for every run.
-
-    True outside of a command, where options are values.
-    """
+def source_of(parameter: str) -> ParameterSource:
+    """Where the option's value comes from; outside of a command, where options are values, it counts as typed."""
     context = click.get_current_context(silent=True)
     source = context.get_parameter_source(parameter) if context is not None else None
-    return source in (None, ParameterSource.COMMANDLINE)
+    return source or ParameterSource.COMMANDLINE
 
 
-def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
-    """Whether each of these fields differs from its default, by the option's name."""
+def is_typed(parameter: str) -> bool:
+    """Whether the option stands on the command line: a value from the environment or the file is for every run."""
+    return source_of(parameter) is ParameterSource.COMMANDLINE
+
+
+def refuse_idle(options: PlaceOptions | KeyOptions, is_so: bool, reason: str, *parameters: str) -> None:
+    """Raises ConfigError for options that were typed and have no effect. is_so: whether `reason`, why not, applies."""
     defaults = {each.name: each.default for each in fields(options)}
-    return {
-        LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}": getattr(options, name) != defaults[name]
-        for name in parameters
-    }
-
-
-def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
-    """Raises ConfigError for options that were typed and have no effect, by name. reason: why they have none."""
-    parameters = {name: name.split()[0].removeprefix("--").replace("-", "_") for name in given}
-    if names := [name for name, is_given in given.items() if is_given and is_typed(parameters[name])]:
+    idle = [name for name in parameters if getattr(options, name) != defaults[name] and is_typed(name)]
+    if is_so and idle:
+        names = [LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}" for name in idle]
         it = "it" if len(names) == 1 else "them"
         raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {it} out")
 
 
-def refuse_idle_tree(width: str, lookup: bool | None, runtime: str | None) -> None:
+def refuse_idle_tree(options: PlaceOptions, width: str) -> None:
     """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
-    if width == "1":
-        refuse_idle("--width 1 drafts a single path", {LOOKUP: lookup is not None})
-    if runtime == "ngram":
-        refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: lookup is not None})
+    refuse_idle(options, width == "1", "--width 1 drafts a single path", "lookup")
+    refuse_idle(options, options.runtime == "ngram", "with --runtime ngram nothing but lookup drafts", "lookup")
 
 
 Docs = Annotated[
@@ -143,8 +127,6 @@ _INTEGERS: Final = ("top_k", "min_tokens")
 class SourceOptions:
     """Which drafts, and which clouds."""
 
-    __slots__ = ()
-
     draft: Drafts = field(default_factory=lambda: [AUTO])
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
 
@@ -152,8 +134,6 @@ class SourceOptions:
 @dataclass(frozen=True, kw_only=True)
 class KeyOptions:
     """Which key the clouds get, and which certificate the device shows."""
-
-    __slots__ = ()
 
     api_key: Annotated[
         str | None,
@@ -182,39 +162,26 @@ class KeyOptions:
         """
         context = click.get_current_context(silent=True)
         settings = context.find_object(Settings) if context is not None else None
-        keys = Keys(
-            endpoints=settings.endpoints if settings is not None else (),
-            is_http_allowed=self.allow_http,
-            certificate=self._certificate(),
-        )
-        sources = {
-            name: (context.get_parameter_source(name) if context is not None else None) or ParameterSource.COMMANDLINE
-            for name in ("api_key", "key_file")
-            if getattr(self, name) is not None
-        }
+        certificate = None
+        if self.tls_client_cert is not None:
+            certificate = ClientCertificate(self.tls_client_cert.expanduser())
+            require_private(certificate.certificate)
+            certificate.check()
+        sources = {name: source_of(name) for name in ("api_key", "key_file") if getattr(self, name) is not None}
         if len(set(sources.values())) < len(sources):
             raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
-        if not sources:
-            return keys
-        chosen = min(sources, key=lambda name: sources[name].value)
-        key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
-        is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-        return replace(keys, general=key, is_asked=is_asked)
-
-    def _certificate(self) -> ClientCertificate | None:
-        if self.tls_client_cert is None:
-            return None
-        shown = ClientCertificate(self.tls_client_cert.expanduser())
-        require_private(shown.certificate)
-        shown.check()
-        return shown
+        key, is_asked = None, False
+        if sources:
+            chosen = min(sources, key=lambda name: sources[name].value)
+            key = read_key_file(self.key_file.expanduser()) if self.key_file and chosen == "key_file" else self.api_key
+            is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
+        endpoints = settings.endpoints if settings is not None else ()
+        return Keys(key, is_asked, endpoints, is_http_allowed=self.allow_http, certificate=certificate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceOptions:
     """Where the draft runs."""
-
-    __slots__ = ()
 
     draft_device: Annotated[
         str | None,
@@ -231,7 +198,7 @@ class PlaceOptions:
     emulate_npu: EmulateNpu = False
     choice: DraftChoice = field(init=False)
 
-    def _choose(self) -> None:
+    def __post_init__(self) -> None:
         """Sets `choice`. Raises ConfigError where typed options contradict each other; a configured one gives way."""
         try:
             choice = self._choice(lambda name: True)
@@ -254,8 +221,6 @@ class PlaceOptions:
 class DraftingOptions(PlaceOptions):
     """Where the draft runs, and how much it drafts."""
 
-    __slots__ = ()
-
     depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
@@ -275,16 +240,13 @@ class DraftingOptions(PlaceOptions):
 
     def _refuse_idle_drafting(self) -> None:
         """Raises ConfigError for typed options that have no effect beside one another."""
-        if self.depth != "auto":
-            refuse_idle(f"--depth {self.depth} does not depend on times", given(self, "effort"))
-        refuse_idle_tree(self.width, self.lookup, self.runtime)
+        refuse_idle(self, self.depth != "auto", f"--depth {self.depth} does not depend on times", "effort")
+        refuse_idle_tree(self, self.width)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
     """How the text is drawn, but for its seed."""
-
-    __slots__ = ()
 
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
     param: Annotated[

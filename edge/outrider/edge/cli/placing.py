@@ -9,13 +9,14 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
@@ -42,12 +43,10 @@ from outrider.models.version import outrider_version
 
 LINK_TIMEOUT_S: Final = 2.0
 
-Measure = Callable[[str, DraftChoice, int], Profile]
-
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A place with its figures, ms. score: of `text_token_ms`. error: why it has none. is_new: measured just now."""
+    """A place with its figures, ms. score: of `text_token_ms`. error: why it has none."""
 
     candidate: Candidate
     profile: Profile | None
@@ -55,7 +54,6 @@ class Ranked:
     node_ms: float | None = None
     score_ms: float | None = None
     error: str | None = None
-    is_new: bool = False
 
     def as_json(self) -> dict[str, object]:
         """As plain data."""
@@ -81,7 +79,7 @@ def rank(
     num_threads: int = 0,
     link: Link | None = None,
     profiles: Profiles | None = None,
-    measure: Measure | None = None,
+    measure: Callable[[str, DraftChoice, int], Profile] | None = None,
     load_now: Callable[[], Load] = processor_load,
     find: Callable[[ModelRuntime], FoundRuntime] = find_runtime,
 ) -> list[Ranked]:
@@ -91,21 +89,17 @@ def rank(
     crash.
     """
     profiles, measure, link = profiles or Profiles(), measure or profile_draft, link or Link()
-    load = load_now()
-    runtimes: dict[str, FoundRuntime] = {}
+    load, find_once = load_now(), cache(find)
     rates = [acceptance_of(each.bundle) for each in candidates]
     is_rated = all(rate is not None for rate in rates)  # a rate against a missing one is no comparison
     ranked = []
     for candidate, rate in zip(candidates, rates, strict=True):
-        runtime = cast(ModelRuntime, candidate.placement.runtime)
-        if runtime not in runtimes:
-            runtimes[runtime] = find(runtime)
-        key = key_of(candidate, num_threads, runtimes[runtime])
+        key = key_of(candidate, num_threads, find_once(cast(ModelRuntime, candidate.placement.runtime)))
         own = load if candidate.placement.device in (None, "cpu") else Load()  # runtimes tell no load of others
-        profile, is_new = profiles.find(key), False
+        profile = profiles.find(key)
         if profile is None:
             try:
-                profile, is_new = measure(str(candidate.bundle.path), candidate.choice, num_threads), True
+                profile = measure(str(candidate.bundle.path), candidate.choice, num_threads)
             except ProbeFailed as failure:
                 ranked.append(Ranked(candidate, None, own, error=str(failure)))
                 continue
@@ -114,7 +108,7 @@ def rank(
             else:
                 own = Load()  # its times have the load in them
         score = text_token_ms(profile, rate if is_rated else None, own, link)
-        ranked.append(Ranked(candidate, profile, own, node_ms(profile, own, link), score, None, is_new))
+        ranked.append(Ranked(candidate, profile, own, node_ms(profile, own, link), score))
     return sorted(ranked, key=lambda each: each.score_ms if each.score_ms is not None else float("inf"))
 
 
@@ -122,13 +116,12 @@ def key_of(candidate: Candidate, num_threads: int, found: FoundRuntime) -> Profi
     """What a profile of this candidate is kept under."""
     placement = candidate.placement
     names = {placement.open_on, f"{placement.open_on}.0"}
-    device = next((each for each in found.devices if each.name in names), None) or next(
-        (each for each in found.devices if each.device == placement.device), None
-    )
+    named = [each for each in found.devices if each.name in names]
+    device = next(iter(named + [each for each in found.devices if each.device == placement.device]), None)
     how = f"{placement.open_on}{', emulated' if placement.is_emulated else ''}, {num_threads} threads"
     what = f"{device.full_name}, {device.driver}" if device is not None else ""
-    version = outrider_version()
-    return ProfileKey(candidate.bundle.manifest.digest, placement.runtime, found.version or "", how, what, version)
+    digest, version = candidate.bundle.manifest.digest, found.version or ""
+    return ProfileKey(digest, placement.runtime, version, how, what, outrider_version())
 
 
 def acceptance_of(bundle: Bundle) -> float | None:
@@ -161,11 +154,13 @@ def placed_words(ranked: Sequence[Ranked]) -> str:
 
 
 def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *, as_json: bool) -> None:
-    """Measures what is not kept yet, and prints a table, or a list where it is too wide. Raises OutriderError.
+    """Measures what is not kept yet, and prints a table. Raises OutriderError.
 
     drafts: bundles; none: all pulled ones.
     """
-    bundles = [open_draft_bundle(path) for path in drafts] or _pulled()
+    bundles = [open_draft_bundle(path) for path in drafts or [each.bundle.path for each in Shelf().drafts()]]
+    if not bundles:
+        raise BundleError("no draft is here to profile; pull one with `outrider pull`, or name one with --draft")
     groups: dict[str, list[Bundle]] = {}
     for bundle in bundles:  # drafts for different targets do not compete
         groups.setdefault(bundle.manifest.tokenizer_fingerprint, []).append(bundle)
@@ -177,19 +172,15 @@ def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *,
         _show(console, group)
 
 
-def _pulled() -> list[Bundle]:
-    bundles = [open_draft_bundle(each.bundle.path) for each in Shelf().drafts()]
-    if not bundles:
-        raise BundleError("no draft is here to profile; pull one with `outrider pull`, or name one with --draft")
-    return bundles
-
-
 def _show(console: Console, ranked: Sequence[Ranked]) -> None:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("draft", "runtime and device"):
-        table.add_column(name, overflow="fold")
-    for name in ("ms/token", "ms/8 nodes", "accepted", "busy", "score"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(
+        *(Column(name, overflow="fold") for name in ("draft", "runtime and device")),
+        *(Column(name, justify="right", no_wrap=True) for name in ("ms/token", "ms/8 nodes")),
+        *(Column(name, justify="right", no_wrap=True) for name in ("accepted", "busy", "score")),
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for each in ranked:
         placement, profile = each.candidate.placement, each.profile
         rate = acceptance_of(each.candidate.bundle)

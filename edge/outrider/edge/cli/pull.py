@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.edge.cli.command_options import PullOptions
 from outrider.edge.cli.draft_source import Clouds, Notes, clouds_of
@@ -33,7 +33,8 @@ from outrider.models.process.command_line import print_line
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import DraftList, OfferedDraft
 
-COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
+ONCE: Final = RetryPolicy(max_failures=1, max_loading_s=0.0)
+"""For one of several servers: one that does not answer is left out."""
 
 
 def pull_once(options: PullOptions, out: Console, about: Console) -> None:
@@ -43,7 +44,9 @@ def pull_once(options: PullOptions, out: Console, about: Console) -> None:
 
 async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Console) -> None:
     note = Notes(about).line
-    wishes = Wishes(options.device, options.model_runtime, options.precision, options.name)
+    # A configured "ngram" is for the commands that draft.
+    runtime = None if options.runtime == "ngram" else options.runtime
+    wishes = Wishes(options.device, runtime, options.precision, options.name)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(DraftClient(url, each)) for url, each in clouds]
         if options.is_listing:
@@ -63,22 +66,30 @@ async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Conso
         if options.to is None:
             lists = {offer.client.url: offer.offered}
             if options.prune:
-                lists |= await _lists_of([each for each in clients if each is not offer.client], note)
+                others, errors = await _ask_all([each for each in clients if each is not offer.client], note, ONCE)
+                lists |= others
+                for error in errors:
+                    note(f"{error}. What was pulled from there stays.")
             _keep_house(lists, about, is_pruning=options.prune)
     fetched = "Pulled." if result.is_new else "It is here already, unchanged."
-    print_line(about, f"{fetched} {_next(options, result)}", "dim")
+    advice = "`outrider run` and `outrider serve` draft with it for this target."
+    if options.to is not None:
+        advice = f"Draft with it: outrider run --draft {shlex.quote(str(result.path))}"
+    print_line(about, f"{fetched} {advice}", "dim")
     out.print(str(result.path), soft_wrap=True, highlight=False, markup=False)
 
 
-async def _lists_of(clients: Sequence[DraftClient], note: Callable[[str], None]) -> dict[str, DraftList]:
-    """What each server offers now; one that does not say is asked once and left out."""
-    found = {}
+async def _ask_all(
+    clients: Sequence[DraftClient], note: Callable[[str], None], retry: RetryPolicy | None
+) -> tuple[dict[str, DraftList], list[OutriderError]]:
+    """What each server offers now, by its address, and why the others do not say."""
+    found, errors = dict[str, DraftList](), list[OutriderError]()
     for client in clients:
         try:
-            found[client.url] = await list_offered(client, note, RetryPolicy(max_failures=1, max_loading_s=0.0))
+            found[client.url] = await list_offered(client, note, retry)
         except (CloudError, RequestError) as error:
-            note(f"{error}. What was pulled from there stays.")
-    return found
+            errors.append(error)
+    return found, errors
 
 
 def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: bool) -> None:
@@ -87,8 +98,7 @@ def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: b
     outdated = find_outdated(shelf, lists)
     sizes = {each.bundle.path: size_of(each.bundle.path) for each in shelf.drafts()}
     if is_pruning:
-        removed = prune(shelf, outdated, lambda words: print_line(about, words, "yellow"))
-        for each in removed:
+        for each in prune(shelf, outdated, lambda words: print_line(about, words, "yellow")):
             print_line(about, f"Removed: {each.words}, {sizes.pop(each.bundle.path) / 1e6:,.1f} MB.", "dim")
         outdated = []
     line = f"The cache holds {counted(len(sizes), 'draft')}, {sum(sizes.values()) / 1e6:,.1f} MB, in {shelf.root}"
@@ -100,19 +110,13 @@ def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: b
 
 async def _list(clients: Sequence[DraftClient], wishes: Wishes, out: Console, note: Callable[[str], None]) -> None:
     """Shows what each server offers. Raises the first error where none can be asked."""
-    retry = RetryPolicy(max_failures=1, max_loading_s=0.0) if len(clients) > 1 else None
-    errors: list[OutriderError] = []
-    for client in clients:
-        try:
-            offered = await list_offered(client, note, retry)
-        except (CloudError, RequestError) as error:
-            errors.append(error)
-            continue
-        show_offered(out, offered, judge(offered.drafts, wishes), client.url)
-    if len(errors) == len(clients):
+    found, errors = await _ask_all(clients, note, ONCE if len(clients) > 1 else None)
+    if not found:
         raise errors[0]
-    for each in errors:
-        note(f"{each}.")
+    for url, offered in found.items():
+        show_offered(out, offered, judge(offered.drafts, wishes), url)
+    for error in errors:
+        note(f"{error}.")
 
 
 async def _with_bar(offer: Offer, options: PullOptions, about: Console) -> PullResult:
@@ -139,25 +143,12 @@ async def _with_bar(offer: Offer, options: PullOptions, about: Console) -> PullR
             raise
 
 
-def _next(options: PullOptions, result: PullResult) -> str:
-    if options.to is not None:
-        return f"Draft with it: outrider run --draft {shlex.quote(str(result.path))}"
-    return "`outrider run` and `outrider serve` draft with it for this target."
-
-
 def describe(draft: OfferedDraft) -> str:
     """A draft in words."""
-    runtime, size_mb = _runtime(draft), draft.size_bytes / 1e6
-    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {size_mb:,.1f} MB, {_accepted(draft)}"
-
-
-def _runtime(draft: OfferedDraft) -> str:
-    return next((words for name, words in RUNTIME_NAMES.items() if name == draft.runtime), draft.runtime)
-
-
-def _accepted(draft: OfferedDraft) -> str:
+    runtime = next((words for name, words in RUNTIME_NAMES.items() if name == draft.runtime), draft.runtime)
     rate = draft.acceptance
-    return "acceptance not measured" if rate is None else f"{rate * 100:.0f} % of its tokens are accepted"
+    accepted = "acceptance not measured" if rate is None else f"{rate * 100:.0f} % of its tokens are accepted"
+    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {draft.size_bytes / 1e6:,.1f} MB, {accepted}"
 
 
 def show_offered(console: Console, offered: DraftList, judged: list[Judged], url: str) -> None:
@@ -165,9 +156,17 @@ def show_offered(console: Console, offered: DraftList, judged: list[Judged], url
     print_line(console, f"{offered.model} at {url} has {counted(len(judged), 'draft')}.")
     if not judged:
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=name not in ("draft", "here"), overflow="fold")
+    table = Table(
+        Column("draft", overflow="fold"),
+        *(
+            Column(name, no_wrap=True, overflow="fold")
+            for name in ("device", "runtime", "precision", "size", "accepted")
+        ),
+        Column("here", overflow="fold"),
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for each in judged:
         draft = each.draft
         rate = "-" if draft.acceptance is None else f"{draft.acceptance * 100:.0f} %"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Final
 
 from rich.console import Console
 
-from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
 from outrider.edge.cli.draft_source import (
     Clouds,
     Notes,
@@ -30,9 +29,11 @@ from outrider.edge.cli.run_options import RunOptions, compiled_for_draft
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.devices.power import PowerWatch
+from outrider.edge.lab.comparison import DRAFTED, Comparison, compare_modes
+from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import COMPARE_TIMEOUT_S, Fleet, open_fleet
-from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent, open_draft_bundle
+from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -42,6 +43,7 @@ from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.client.tracing import start_tracing
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError
+from outrider.models.grammar.reasoning import after_reasoning, marks_reasoning
 from outrider.models.process.command_line import print_line
 from outrider.models.text.detokenizer import StreamingDetokenizer
 from outrider.models.text.tokenizer import Tokenizer
@@ -76,21 +78,16 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
     is_drafted = options.mode is not Mode.CLOUD_ONLY
     notes = Notes(about)
     needs_server = not (options.offline_ok and is_drafted)
-    paths = find_drafts(options.draft, options.choice, clouds, notes, needs_server=needs_server)
-    bundles = [open_draft_bundle(path) for path in paths]
-    steps: list[str] = []
-    draft: OpenDraft | None = None
-    bundle = bundles[0]
-    if is_drafted:
-        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
-        bundle = candidates[0].bundle
+    bundles = find_drafts(options.draft, options.choice, clouds, notes, needs_server=needs_server)
+    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if is_drafted else []
+    bundle = candidates[0].bundle if candidates else bundles[0]
     tokenizer = bundle.tokenizer()
     grounding = None
     if options.docs is not None and options.prompt is not None:
         grounding = open_library(options.docs, tokenizer, about).ground(options.prompt)
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
-    if is_drafted:
-        draft = open_draft(candidates, options, notes, steps.append)
+    steps: list[str] = []
+    draft = open_draft(candidates, options, notes, steps.append) if candidates else None
     shown = Console(file=io.StringIO()) if options.as_json else out
     notes.printer = printer = _printer(shown, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None
@@ -102,14 +99,12 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
             end_tracing()
             printer.break_line()  # an error or Ctrl-C may have interrupted the text
     if options.as_json:
-        document = _document(options, ran, draft, tokenizer)
-        document |= {"eased_by": eased_by, "draft_steps": steps}
+        document = _document(options, ran, draft, tokenizer) | {"eased_by": eased_by, "draft_steps": steps}
         if grounding is not None:
             document |= {"passages": grounding.as_json(), "passage_tokens": grounding.num_tokens}
         print_document(out, document)
         return
-    figures = _lines(len(request.prompt), ran, draft, options.verbose)
-    for line in [*figures, *_passage_lines(options, grounding)]:
+    for line in [*_lines(len(request.prompt), ran, draft, options.verbose), *_passage_lines(options, grounding)]:
         print_line(about, line, "dim")
     if eased_by is not None:
         notes.line(f"drafted with half the work: {eased_by} (--on-battery full drafts all)")
@@ -141,7 +136,9 @@ def make_request(
     if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     prompt = tokenizer.encode(text, add_special_tokens=not options.chat)
-    grammar = options.grammar_after(prompt, tokenizer, is_chat=options.chat)
+    grammar = options.grammar
+    if grammar is not None and options.chat and marks_reasoning(tokenizer):
+        grammar = after_reasoning(grammar, tokenizer, prompt)  # it is of what follows the reasoning
     return GenerationRequest(
         prompt=tuple(prompt),
         params=options.params,
@@ -172,13 +169,18 @@ async def _generate(
     async with open_fleet(clouds) as fleet:
         if (mixed := await fleet.mixed_targets()) is not None:
             notes.in_text(mixed)
-        retry = OFFLINE_RETRY if options.offline_ok else None
-        endpoints = Endpoints(fleet.ranked(), retry, on_trouble=notes.in_text, fleet=fleet)
+        endpoints = Endpoints(
+            fleet.ranked(), OFFLINE_RETRY if options.offline_ok else None, on_trouble=notes.in_text, fleet=fleet
+        )
         drafter = draft.drafter if draft is not None else None
-        tree = agent_options(options, eased_by)
-        quoted = grounding.quoted if grounding is not None else ()
-        tree = replace(tree, terms=options.terms)
-        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)
+        agent = make_agent(
+            options.mode,
+            endpoints,
+            drafter,
+            options.depth,
+            replace(agent_options(options, eased_by), terms=options.terms),
+            quoted=grounding.quoted if grounding is not None else (),
+        )
         offline: OfflineText | None = None
         if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None:
             offline = await _generate_offline_ok(agent, draft, request, fleet, tokenizer, notes)
@@ -247,22 +249,23 @@ def offline_line(text: OfflineText) -> str:
 async def _compare(
     options: RunOptions, request: GenerationRequest, agent: Agent, endpoints: Endpoints, about: Console
 ) -> Comparison:
-    cloud_only = make_agent(Mode.CLOUD_ONLY, endpoints, None)
     # Drawn seldom, because that takes processor time from what is measured.
     with about.status("comparing with cloud-only", refresh_per_second=1) as status:
 
         def show(num_done: int) -> None:
             status.update(f"comparing with cloud-only: {num_done} of {ROUNDS} rounds")
 
-        return await compare_modes(agent, cloud_only, request, ROUNDS, options.cloud, show)
+        return await compare_modes(
+            agent, make_agent(Mode.CLOUD_ONLY, endpoints, None), request, ROUNDS, options.cloud, show
+        )
 
 
 def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool) -> list[str]:
     lines = summary_lines(ran.result, is_verbose)
     if ran.result.num_recent:
-        found = counted(ran.result.num_recent, "token")
         lines.append(
-            f"the server drafted from the answer that this prompt got before ({found}); switch it off with --no-recent"
+            f"the server drafted from the answer that this prompt got before ({counted(ran.result.num_recent, 'token')}"
+            "); switch it off with --no-recent"
         )
     if draft is not None:
         lines += draft_lines(draft.placement, num_prompt, len(ran.result.tokens))
@@ -271,19 +274,16 @@ def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool)
     return lines
 
 
-def _passage_lines(options: RunOptions, grounding: Grounding | None) -> list[str]:
+def _passage_lines(options: RunOptions, grounding: Grounding | None) -> Iterator[str]:
     if grounding is None:
-        return []
-    num = len(grounding.passages)
-    if not num:
-        return ["no passage of the documents fits the prompt"]
-    lines = [f"{num} passage{'s' if num > 1 else ''} of the documents in the prompt, {grounding.num_tokens} tokens"]
+        return
+    if not grounding.passages:
+        yield "no passage of the documents fits the prompt"
+        return
+    yield f"{counted(len(grounding.passages), 'passage')} of the documents in the prompt, {grounding.num_tokens} tokens"
     if options.verbose:
-        lines += [
-            f"[{number}] {passage.where}, characters {passage.start}-{passage.end}"
-            for number, passage in enumerate(grounding.passages, 1)
-        ]
-    return lines
+        for number, passage in enumerate(grounding.passages, 1):
+            yield f"[{number}] {passage.where}, characters {passage.start}-{passage.end}"
 
 
 def _document(options: RunOptions, ran: Ran, draft: OpenDraft | None, tokenizer: Tokenizer) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
@@ -20,7 +20,6 @@ from outrider.edge.cli.option_groups import (
     OfflineOk,
     SamplingOptions,
     SourceOptions,
-    given,
     is_typed,
     refuse_idle,
 )
@@ -28,54 +27,10 @@ from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
-from outrider.models.grammar.reasoning import after_reasoning, marks_reasoning
 from outrider.models.grammar.spec import GrammarSpec, dump_schema
-from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.picks.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule, RuleTerms
 from outrider.models.processors.options import PLAIN, ProcessorOptions, bad_word_ids
 from outrider.models.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrammarOptions:
-    """Which texts are allowed. The draft knows it too."""
-
-    __slots__ = ()
-
-    schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON schema that the text follows.", show_default=False)
-    ] = None
-    regex: Annotated[
-        str | None, typer.Option(help="Regular expression that the whole text matches.", show_default=False)
-    ] = None
-    choice_of: Annotated[
-        list[str], typer.Option("--choice", help="A text that is allowed, and no other; repeatable.")
-    ] = field(default_factory=list)
-    grammar: GrammarSpec | None = field(init=False)
-
-    def _set_grammar(self) -> None:
-        """Sets `grammar`. Raises ConfigError, and RequestError `invalid_grammar`."""
-        asked = {"--schema": self.schema is not None, "--regex": self.regex is not None, "--choice": self.choice_of}
-        names = [name for name, is_given in asked.items() if is_given]
-        if len(names) > 1:
-            raise ConfigError(f"{names[0]} and {names[1]} both say which texts are allowed; leave one of them out")
-        object.__setattr__(self, "grammar", self._spec())
-
-    def _spec(self) -> GrammarSpec | None:
-        if self.schema is not None:
-            try:
-                return GrammarSpec("json_schema", self.schema.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-                raise ConfigError(f"--schema {self.schema} cannot be read: {reason}; expected a JSON schema") from None
-        if self.regex is not None:
-            return GrammarSpec("regex", self.regex)
-        return GrammarSpec("choice", dump_schema(self.choice_of)) if self.choice_of else None
-
-    def grammar_after(self, prompt: list[int], tokenizer: Tokenizer, *, is_chat: bool) -> GrammarSpec | None:
-        """The grammar of the text after this prompt: in a chat, of what follows the reasoning."""
-        if self.grammar is None or not is_chat or not marks_reasoning(tokenizer):
-            return self.grammar
-        return after_reasoning(self.grammar, tokenizer, prompt)
 
 
 def compiled_for_draft(spec: GrammarSpec | None, tokenizer: Tokenizer) -> CompiledGrammar | None:
@@ -101,34 +56,6 @@ NUMBERS: Final = (
 """Rules on rows that --param gives."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RuleOptions:
-    """What changes the target's choice besides sampling; numbers are --param's. The draft knows the processors too."""
-
-    __slots__ = ()
-
-    logit_bias: Annotated[
-        list[str], typer.Option(metavar="ID=NUMBER", help="Added to a token's logit, -100 to 100; repeatable.")
-    ] = field(default_factory=list)
-    bad_word: Annotated[list[str], typer.Option(help="A word that the text never has; repeatable.")] = field(
-        default_factory=list
-    )
-    processors: ProcessorOptions = field(init=False)
-
-    def _set_rules(self, numbers: Mapping[str, float]) -> None:
-        """Sets `processors`, without the bad words. numbers: by their names. Raises ConfigError, SamplingError."""
-        fields: dict[str, Any] = {**numbers, "logit_bias": tuple(map(_bias, self.logit_bias))}
-        if "min_tokens" in numbers:
-            fields["min_tokens"] = int(numbers["min_tokens"])
-        object.__setattr__(self, "processors", replace(PLAIN, **fields))
-
-    def with_bad_words(self, encode: Callable[[str], list[int]]) -> ProcessorOptions:
-        """The processors with the bad words. encode: without special tokens. Raises SamplingError."""
-        if not self.bad_word:
-            return self.processors
-        return replace(self.processors, bad_words=tuple(map(tuple, bad_word_ids(encode, self.bad_word))))
-
-
 def _bias(text: str) -> tuple[int, float]:
     token, separator, addend = text.partition("=")
     try:
@@ -139,12 +66,20 @@ def _bias(text: str) -> tuple[int, float]:
         raise ConfigError(f"--logit-bias is {text!r}; expected ID=NUMBER, such as 42=-100") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AcceptanceOptions:
-    """The rule, and tolerance's parameters."""
+@dataclass(frozen=True)
+class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
+    """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values.
 
-    __slots__ = ()
+    terms: the rule, and tolerance's parameter. processors: what else changes the target's choice, without the bad
+    words. grammar: which texts are allowed. The draft knows both.
+    """
 
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The text to continue; read from standard input where it is - or missing.", show_default=False
+        ),
+    ] = None
     rule: Annotated[
         Rule,
         typer.Option(
@@ -159,45 +94,27 @@ class AcceptanceOptions:
             help="tolerance: accept while log p >= log q - delta; 70% calibrates delta until so many are accepted.",
         ),
     ] = str(DEFAULT_DELTA)
-    terms: RuleTerms = field(init=False)
-
-    def _set_terms(self) -> None:
-        """Sets `terms`. Raises ConfigError, also for a typed delta that has no effect under the rule."""
-        if self.rule is not Rule.TOLERANCE:
-            refuse_idle(f"the rule is {self.rule.value}", given(self, "delta"))
-        try:
-            number, is_share = float(self.delta.removesuffix("%")), self.delta.endswith("%")
-            terms = RuleTerms(self.rule, acceptance=number / 100.0) if is_share else RuleTerms(self.rule, number)
-        except ValueError:
-            number, is_share, terms = -1.0, False, PLAIN_TERMS
-        if not (1.0 <= number <= 99.0 if is_share else 0.0 <= number <= MAX_DELTA):
-            raise ConfigError(
-                f"--delta is {self.delta!r}; expected a number, 0 to {MAX_DELTA:g}, or a share, 1% to 99%"
-            )
-        object.__setattr__(self, "terms", terms)
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions(
-    SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, GrammarOptions, AcceptanceOptions, KeyOptions
-):
-    """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
-
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="The text to continue; read from standard input where it is - or missing.", show_default=False
-        ),
-    ] = None
-    _accepting: ClassVar = AcceptanceOptions
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     _drafting: ClassVar = DraftingOptions
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
     _sampling: ClassVar = SamplingOptions
     seed: Annotated[int | None, typer.Option(help="Same seed, same text; default: drawn, and printed.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False
-    _rules: ClassVar = RuleOptions
-    _grammar: ClassVar = GrammarOptions
+    logit_bias: Annotated[
+        list[str], typer.Option(metavar="ID=NUMBER", help="Added to a token's logit, -100 to 100; repeatable.")
+    ] = field(default_factory=list)
+    bad_word: Annotated[list[str], typer.Option(help="A word that the text never has; repeatable.")] = field(
+        default_factory=list
+    )
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON schema that the text follows.", show_default=False)
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(help="Regular expression that the whole text matches.", show_default=False)
+    ] = None
+    choice_of: Annotated[
+        list[str], typer.Option("--choice", help="A text that is allowed, and no other; repeatable.")
+    ] = field(default_factory=list)
     docs: Docs = None
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
     offline_ok: OfflineOk = False
@@ -213,6 +130,9 @@ class RunOptions(
     ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     _keys: ClassVar = KeyOptions
+    terms: RuleTerms = field(init=False)
+    processors: ProcessorOptions = field(init=False)
+    grammar: GrammarSpec | None = field(init=False)
 
     HELP: ClassVar = {
         "The text": ("max_tokens", "temperature", "seed", "param", "schema", "docs", "chat"),
@@ -229,10 +149,11 @@ class RunOptions(
     }
 
     def __post_init__(self) -> None:
-        self._choose()
-        self._set_rules(self._set_params(self.seed, NUMBERS))
-        self._set_terms()
-        self._set_grammar()
+        super().__post_init__()
+        numbers: dict[str, Any] = self._set_params(self.seed, NUMBERS)
+        object.__setattr__(self, "processors", replace(PLAIN, **numbers, logit_bias=tuple(map(_bias, self.logit_bias))))
+        object.__setattr__(self, "terms", self._terms())
+        object.__setattr__(self, "grammar", self._grammar())
         self._refuse_idle()
         if self.mode is Mode.CLOUD_ONLY:
             if self.compare and is_typed("compare"):
@@ -241,20 +162,57 @@ class RunOptions(
             object.__setattr__(self, "choice", AS_BUNDLED)
             object.__setattr__(self, "compare", False)
 
+    def _terms(self) -> RuleTerms:
+        """Raises ConfigError, also for a typed delta that has no effect under the rule."""
+        refuse_idle(self, self.rule is not Rule.TOLERANCE, f"the rule is {self.rule.value}", "delta")
+        number, is_share = self.delta.removesuffix("%"), self.delta.endswith("%")
+        try:
+            if is_share and 1.0 <= float(number) <= 99.0:
+                return RuleTerms(self.rule, acceptance=float(number) / 100.0)
+            if not is_share and 0.0 <= float(number) <= MAX_DELTA:
+                return RuleTerms(self.rule, float(number))
+        except ValueError:
+            pass  # no number
+        raise ConfigError(f"--delta is {self.delta!r}; expected a number, 0 to {MAX_DELTA:g}, or a share, 1% to 99%")
+
+    def _grammar(self) -> GrammarSpec | None:
+        """Raises ConfigError, and RequestError `invalid_grammar`."""
+        asked = {"--schema": self.schema is not None, "--regex": self.regex is not None, "--choice": self.choice_of}
+        names = [name for name, is_given in asked.items() if is_given]
+        if len(names) > 1:
+            raise ConfigError(f"{names[0]} and {names[1]} both say which texts are allowed; leave one of them out")
+        if self.schema is not None:
+            try:
+                return GrammarSpec("json_schema", self.schema.read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+                raise ConfigError(f"--schema {self.schema} cannot be read: {reason}; expected a JSON schema") from None
+        if self.regex is not None:
+            return GrammarSpec("regex", self.regex)
+        return GrammarSpec("choice", dump_schema(self.choice_of)) if self.choice_of else None
+
+    def with_bad_words(self, encode: Callable[[str], list[int]]) -> ProcessorOptions:
+        """The processors with the bad words. encode: without special tokens. Raises SamplingError."""
+        if not self.bad_word:
+            return self.processors
+        return replace(self.processors, bad_words=tuple(map(tuple, bad_word_ids(encode, self.bad_word))))
+
     def _refuse_idle(self) -> None:
         """Raises ConfigError for typed options that would have no effect."""
         if self.offline_ok and self.mode is not Mode.STREAM and is_typed("offline_ok"):
             raise ConfigError("--offline-ok needs a draft that streams; leave out --mode, or --offline-ok")
         if self.offline_ok and self.compare and is_typed("compare"):
             raise ConfigError("--compare measures the cloud, and --offline-ok does without; leave one of them out")
-        if self.grammar is not None:
-            refuse_idle("the grammar says where the text ends", given(self, "ignore_eos"))
+        refuse_idle(self, self.grammar is not None, "the grammar says where the text ends", "ignore_eos")
         if self.rule.needs_evidence and self.mode is Mode.STREAM:
             raise ConfigError(
                 f"--rule {self.rule.value} judges a block at a time; add --mode stop-and-wait, or leave out --rule"
             )
-        if self.mode is Mode.CLOUD_ONLY:
-            refuse_idle("nothing drafts with --mode cloud-only", given(self, "rule", *DRAFTS))
-        if self.mode is Mode.STOP_AND_WAIT:
-            refuse_idle("--mode stop-and-wait sends one path and waits for its answer", given(self, *TREE))
+        refuse_idle(self, self.mode is Mode.CLOUD_ONLY, "nothing drafts with --mode cloud-only", "rule", *DRAFTS)
+        refuse_idle(
+            self,
+            self.mode is Mode.STOP_AND_WAIT,
+            "--mode stop-and-wait sends one path and waits for its answer",
+            *TREE,
+        )
         self._refuse_idle_drafting()

@@ -27,7 +27,6 @@ from outrider.edge.cli.draft_source import (
 )
 from outrider.edge.cli.placing import measured_link
 from outrider.edge.devices.power import PowerWatch
-from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.edge.modes.draft_ladder import lazy_model, open_first
 from outrider.edge.serve.lent_drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
@@ -36,6 +35,7 @@ from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import require_private
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.tracing import start_tracing
+from outrider.models.counted import counted
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
@@ -73,8 +73,9 @@ def serve_local(options: ServeOptions) -> None:
     if options.api_key_file is not None and options.api_key_file.is_file():  # and not a pipe of the shell
         files.append(WatchedFiles("keys", [options.api_key_file], lambda: keys.reload()))
     keys = KeyRing.load(options.api_key_file)
-    is_open = options.insecure_no_keys or options.tls_client_ca is not None
-    require_safe_host(options.host, keys, is_insecure_allowed=is_open)
+    require_safe_host(
+        options.host, keys, is_insecure_allowed=options.insecure_no_keys or options.tls_client_ca is not None
+    )
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     drafting = agent_options(options)
     clouds = clouds_of(options.cloud, cloud_keys)
@@ -120,8 +121,7 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     notes = Notes(about := Console(stderr=True))
     with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
         link = beside.submit(measured_link, clouds)
-        paths = find_drafts(options.draft, options.choice, clouds, notes, needs_server=False)
-        bundles = [open_draft_bundle(path) for path in paths]
+        bundles = find_drafts(options.draft, options.choice, clouds, notes, needs_server=False)
         candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, link.result)
     bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
@@ -152,10 +152,8 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
 
 
 def _announce(url: str, core: LocalCore) -> None:
-    drafting, num_texts = core.placement, core.drafts.max_sequences
-    if num_texts:
-        drafting += f", for {num_texts} text{'s' if num_texts > 1 else ''} at a time"
-    lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1, a browser at {url}/"]
-    if sys.stdout is not None:  # a service under pythonw.exe has none
-        sys.stdout.write(visible("\n".join(lines)) + "\n")
-        sys.stdout.flush()
+    drafting = core.placement
+    if core.drafts.max_sequences:
+        drafting += f", for {counted(core.drafts.max_sequences, 'text')} at a time"
+    lines = (f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1, a browser at {url}/")
+    print(visible("\n".join(lines)), flush=True)  # nothing in a service under pythonw.exe, which has no output

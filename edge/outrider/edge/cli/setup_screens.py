@@ -7,23 +7,15 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final
 
 import click
 import typer
 from rich.console import Console
 
 from outrider.edge.setup.config_file import VARIABLE, config_path
-from outrider.edge.setup.service import (
-    Service,
-    remove_service,
-    run_command,
-    service_here,
-    write_service,
-)
+from outrider.edge.setup.service import remove_service, run_command, service_here, write_service
 from outrider.edge.setup.settings import (
     PREFIX,
     RESERVED,
@@ -32,11 +24,12 @@ from outrider.edge.setup.settings import (
     Settings,
     expectation,
     long_names,
+    plain,
     settings_here,
 )
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
-from outrider.models.process.command_line import CommandGroup, print_line
+from outrider.models.process.command_line import CommandGroup, kind_of, print_line
 
 config_app = typer.Typer(
     cls=CommandGroup,
@@ -70,8 +63,9 @@ def show(
     given = list(arguments or ())
     command = given.pop(0) if given else None
     if command is not None and command not in settings.commands:
-        known = ", ".join(settings.commands)
-        raise click.UsageError(f"{command!r} is no command with options; expected one of {known}.")
+        raise click.UsageError(
+            f"{command!r} is no command with options; expected one of {', '.join(settings.commands)}."
+        )
     _show(as_json, settings, command, given)
 
 
@@ -84,8 +78,14 @@ def path() -> None:
 @config_app.command()
 def init() -> None:
     """Write a commented example of the file. One that is there is never overwritten."""
-    place = config_path()
-    write_new(place, example_config(settings_here(is_read=False).commands))
+    place, commands = config_path(), settings_here(is_read=False).commands
+    text = HEAD + "".join(f"\n[{name}]\n" + "".join(_lines(each)) for name, each in commands.items())
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with place.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{place} is there already and is left as it is; edit it, or remove it first") from None
     print_line(Console(), f"wrote {place}")
 
 
@@ -157,51 +157,25 @@ HEAD: Final = """\
 """
 
 
-def example_config(commands: Mapping[str, click.Command]) -> str:
-    """The example's text. commands: by their names."""
-    return HEAD + "".join(f"\n[{name}]\n" + "".join(_lines(each)) for name, each in commands.items())
-
-
-def write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there yet. Raises ConfigError if it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{path} is there already and is left as it is; edit it, or remove it first") from None
-
-
 def _lines(command: click.Command) -> Iterator[str]:
     for option in command.params:
         names = long_names(option) if isinstance(option, click.Option) and not option.is_eager else []
         if not isinstance(option, click.Option) or not names or not SECRETS.isdisjoint(names):
             continue
-        yield from (f"{line}\n" for line in _wrapped(f"{option.help or ''} Takes {expectation(option)}."))
+        text = f"{option.help or ''} Takes {expectation(option)}.".strip()
+        yield from (f"# {line}\n" for line in textwrap.wrap(text, 108))
         yield f"#{names[0]} = {_example(option)}\n"
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text.strip(), 110, initial_indent="# ", subsequent_indent="# ")
 
 
 def _example(option: click.Option) -> str:
     """The default in TOML; where there is none, a value that the option takes."""
-    default: Any = option.default() if callable(option.default) else option.default
-    if isinstance(default, list | tuple):
-        return json.dumps([str(each) for each in default], ensure_ascii=False)
-    if isinstance(default, Enum):
-        default = default.value
-    if isinstance(default, bool | int | float | str):
+    default = plain(option.default() if callable(option.default) else option.default)
+    if isinstance(default, list | bool | int | float | str):
         return json.dumps(default, ensure_ascii=False)  # of these, TOML's spelling is JSON's
     if isinstance(option.type, click.Choice):
-        return json.dumps(str(next(iter(option.type.choices))))
-    if option.is_flag or isinstance(option.type, click.types.BoolParamType):
-        return "true"
-    least = getattr(option.type, "min", None)
-    if isinstance(option.type, click.types.FloatParamType):
-        return str(float(least or 1.0))
-    return str(least or 1) if isinstance(option.type, click.types.IntParamType) else '"..."'
+        return json.dumps(plain(next(iter(option.type.choices))))
+    least = getattr(option.type, "min", None) or 1
+    return {"bool": "true", "int": f"{least}", "float": f"{float(least)}", "str": '"..."'}[kind_of(option)]
 
 
 service_app = typer.Typer(
@@ -219,12 +193,16 @@ def install(
     force: Annotated[bool, typer.Option("--force", help="Replace a file of other content.")] = False,
 ) -> None:
     """Start `outrider serve` now and at each login. It reads the configuration file, not this shell's variables."""
-    service, about = _service(), Console(stderr=True)
+    service, about = service_here(__package__ or ""), Console(stderr=True)
     if is_printed:
-        encoding = "utf-16" if service.system == "windows" else "utf-8"
-        typer.echo(service.content().decode(encoding), nl=False)
+        typer.echo(service.content.decode(service.encoding), nl=False)
         return
-    _check_configuration(about)
+    settings_here()  # a broken configuration is not installed
+    unseen = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in RESERVED)
+    if unseen:
+        print_line(
+            about, f"note: the service does not see {', '.join(unseen)}; put it into the configuration file", "yellow"
+        )
     changed = write_service(service, force=force)
     print_line(Console(), f"{'wrote' if changed else 'unchanged:'} {service.path}")
     if service.system != "systemd":
@@ -232,57 +210,42 @@ def install(
     if service.system == "windows" and service.config is not None:
         print_line(about, f"note: a task has no variables; run `setx OUTRIDER_CONFIG {service.config}`", "yellow")
     if service.system == "launchd":
-        run_command(service.turn_off()[0])  # launchd keeps an agent that it has read
-    for command in service.turn_on():
-        if not _run(about, command):
-            raise typer.Exit(1)
+        run_command(service.turn_off[0])  # launchd keeps an agent that it has read
+    if not all(_run(about, command) for command in service.turn_on):
+        raise typer.Exit(1)
     print_line(Console(), "started, and starts at each login; see `outrider service status`")
 
 
 @service_app.command()
 def uninstall() -> None:
     """Stop the service and remove its file."""
-    service, about = _service(), Console(stderr=True)
+    service, about = service_here(__package__ or ""), Console(stderr=True)
     if not service.path.exists():
         print_line(Console(), f"not installed: {service.path} is not there")
         return
-    for command in service.turn_off():
+    for command in service.turn_off:
         _run(about, command)  # it may be off already; the file goes anyway
     remove_service(service)
     if service.system == "systemd":
-        run_command(("systemctl", "--user", "daemon-reload"))
+        run_command(service.turn_on[0])  # the manager forgets the unit
     print_line(Console(), f"removed {service.path}")
 
 
 @service_app.command()
 def status() -> None:
     """Show whether the service is installed, whether its file is this version's, and whether it runs."""
-    service = _service()
+    service = service_here(__package__ or "")
     if not service.path.exists():
         print_line(Console(), f"not installed: {service.path} is not there; run `outrider service install`")
         raise typer.Exit(1)
-    fits = service.path.read_bytes() == service.content()
     print_line(Console(), f"installed: {service.path}")
-    if not fits:
+    if service.path.read_bytes() != service.content:
         print_line(Console(), "its content is not this version's; run `outrider service install --force`", "yellow")
-    does_run, answer = run_command(service.ask())
+    does_run, answer = run_command(service.ask)
     print_line(Console(), "runs" if does_run else f"does not run: {answer}")
-    _show_log_advice(service)
+    if service.log is not None:
+        print_line(Console(), f"its log: {service.log}", "dim")
     raise typer.Exit(0 if does_run else 1)
-
-
-def _service() -> Service:
-    return service_here(__package__ or "")
-
-
-def _check_configuration(about: Console) -> None:
-    """Raises ConfigError for a broken configuration; names variables of this shell that the service will not see."""
-    settings_here()
-    unseen = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in RESERVED)
-    if unseen:
-        print_line(
-            about, f"note: the service does not see {', '.join(unseen)}; put it into the configuration file", "yellow"
-        )
 
 
 def _run(about: Console, command: tuple[str, ...]) -> bool:
@@ -291,10 +254,3 @@ def _run(about: Console, command: tuple[str, ...]) -> bool:
         shown = shlex.join(command) if sys.platform != "win32" else " ".join(command)
         print_line(about, f"`{shown}` failed: {answer}; run it yourself when that is mended", "yellow")
     return succeeded
-
-
-def _show_log_advice(service: Service) -> None:
-    if service.system == "systemd":
-        print_line(Console(), "its log: journalctl --user -u outrider", "dim")
-    elif service.system == "launchd":
-        print_line(Console(), f"its log: {service.home / 'Library' / 'Logs' / 'outrider.log'}", "dim")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Final
 
@@ -11,7 +11,6 @@ from outrider.edge.chat.conversation import Conversation, Turn
 from outrider.edge.devices.placement import Placement
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
-from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stream import StreamAgent
@@ -23,12 +22,21 @@ _SOURCES = {LOOKUP_RANK: "lookup", QUOTE_RANK: "documents"}
 """Ranks that stand for what guessed without a model."""
 
 
-def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
-    """The numbers of one mode, under the keys that every report of Outrider uses; None where a number is unknown.
+def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
+    """A generation as plain data: the text, who produced each token, and its numbers; None where one is unknown.
 
-    itl is the inter-token latency: tokens that arrive together have gaps of 0 between them. Bytes are of bodies.
+    itl is the inter-token latency: tokens that arrive together have gaps of 0 between them. Bytes are of bodies, but
+    for those of the headers.
     """
+    num_tokens = max(1, len(result.tokens))
     return {
+        "mode": result.mode.value,
+        "text": text,
+        "tokens": list(result.tokens),
+        "sources": [source.value for source in result.sources],
+        "finish_reason": result.finish_reason,
+        "rule": result.rule.value,
+        "lossy": result.is_lossy,
         "tokens_per_s": None if (rate := measured_rate(result)) is None else _number(rate),
         "ttft_ms": _number(result.ttft_ms),
         "itl_ms_p50": _number(result.gap_ms(50)),
@@ -39,21 +47,6 @@ def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
         "passes_per_token": _number(result.passes_per_token),
         "bytes_up_per_token": _number(result.bytes_up_per_token),
         "bytes_down_per_token": _number(result.bytes_down_per_token),
-    }
-
-
-def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
-    """A generation as plain data: the text, who produced each token, and its numbers."""
-    num_tokens = max(1, len(result.tokens))
-    return {
-        "mode": result.mode.value,
-        "text": text,
-        "tokens": list(result.tokens),
-        "sources": [source.value for source in result.sources],
-        "finish_reason": result.finish_reason,
-        "rule": result.rule.value,
-        "lossy": result.is_lossy,
-        **mode_numbers(result),
         "header_bytes_up_per_token": _number(result.wire.headers_up / num_tokens),
         "header_bytes_down_per_token": _number(result.wire.headers_down / num_tokens),
         "num_sessions": result.num_sessions,
@@ -71,8 +64,7 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
 
 def ended_by(finish_reason: str) -> str | None:
     """What cut a text short, in words; None where the model ended it."""
-    known = {"stop": None, "length": "--max-tokens", "context": "the context"}
-    return known.get(finish_reason, finish_reason)
+    return {"stop": None, "length": "--max-tokens", "context": "the context"}.get(finish_reason, finish_reason)
 
 
 def summary_lines(result: GenerationResult, is_verbose: bool = False) -> list[str]:
@@ -83,7 +75,9 @@ def summary_lines(result: GenerationResult, is_verbose: bool = False) -> list[st
     label = "LOSSY, not the target's text: " if result.is_lossy else ""
     cut = ended_by(result.finish_reason)
     end = f" (ended by {cut})" if cut is not None else ""
-    line = f"{label}{result.mode.value}: {counted(len(result.tokens), 'token')}{end}, {_speed(result)}"
+    rate = measured_rate(result)
+    speed = f"{rate:.1f} tokens/s" if rate is not None else f"- tokens/s ({why_no_rate(result)})"
+    line = f"{label}{result.mode.value}: {counted(len(result.tokens), 'token')}{end}, {speed}"
     if result.mode is not Mode.CLOUD_ONLY:
         line += f", {result.accepted_share:.0%} from accepted drafts".replace("%", " %")
     passes = f"{result.tokens_per_pass:.2f} tokens per" if result.num_passes else "no"
@@ -91,32 +85,30 @@ def summary_lines(result: GenerationResult, is_verbose: bool = False) -> list[st
     if is_verbose:
         lines += _verbose_lines(result)
     if result.num_sessions > 1:
-        times = result.num_sessions - 1
-        lines.append(f"the connection was lost and resumed {times} time{'s' if times > 1 else ''}")
+        lines.append(f"the connection was lost and resumed {counted(result.num_sessions - 1, 'time')}")
     if result.draft_error is not None:
         lines.append(f"drafting ended early: {result.draft_error}")
     return lines
 
 
-def _verbose_lines(result: GenerationResult) -> list[str]:
+def _verbose_lines(result: GenerationResult) -> Iterator[str]:
     num_tokens = max(1, len(result.tokens))
     rate = result.acceptance_rate
     accepted = f" ({rate:.0%} of those tested)".replace("%", " %") if rate is not None else ""
-    lines = [
-        f"first token after {result.ttft_ms:.0f} ms; target passes: {result.num_passes}",
+    yield f"first token after {result.ttft_ms:.0f} ms; target passes: {result.num_passes}"
+    yield (
         f"drafted tokens, the server's own included: {result.num_proposed} verified, {result.num_tested} tested, "
-        f"{result.num_accepted} accepted{accepted}",
-    ]
+        f"{result.num_accepted} accepted{accepted}"
+    )
     if result.num_drafted:
-        lines.append(
+        yield (
             f"this device: guesses at {result.num_drafted} positions, {result.num_sent} guesses sent; "
             f"{hits_words(result.hits)}"
         )
-    lines.append(
+    yield (
         f"bytes per token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
         f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down"
     )
-    return lines
 
 
 def hits_words(hits: Mapping[int, int]) -> str:
@@ -131,11 +123,6 @@ def hits_words(hits: Mapping[int, int]) -> str:
         (hits.get(QUOTE_RANK, 0), "from documents"),
     )
     return "hits: " + (", ".join(f"{num} {name}" for num, name in parts if num) or "none")
-
-
-def _speed(result: GenerationResult) -> str:
-    rate = measured_rate(result)
-    return f"{rate:.1f} tokens/s" if rate is not None else f"- tokens/s ({why_no_rate(result)})"
 
 
 def draft_lines(placement: Placement, num_prompt: int, num_tokens: int) -> list[str]:
@@ -174,7 +161,11 @@ def why_undrafted(result: GenerationResult, agent: Agent, max_positions: int | N
         return f"Nothing was drafted: the prompt has {num_prompt} tokens and the draft holds {max_positions}."
     if isinstance(agent.depth, FixedDepth) and agent.depth.plan().depth == 0:
         return "Nothing was drafted: --depth 0 asks for it."
-    times = _times(agent.estimates)
+    found = agent.estimates
+    times = (
+        f"a target step takes {found.step_ms:.1f} ms, a drafted token {found.draft_ms:.1f} ms, checking it "
+        f"{found.extra_ms:.1f} ms more, a round trip {found.round_trip_ms:.0f} ms"
+    )
     if isinstance(agent.depth, CostModelDepth) and not agent.depth.is_on:
         depth = agent.depth
         if depth.is_slow:
@@ -186,20 +177,12 @@ def why_undrafted(result: GenerationResult, agent: Agent, max_positions: int | N
             "server with its message."
         )
     if not result.num_drafted:
-        if agent.estimates.lag_ms is None:
-            return "Nothing was drafted: the text ended before the first draft, or the draft had no guess."
-        return "Nothing was drafted: the draft had no guess."
+        early = "the text ended before the first draft, or " if agent.estimates.lag_ms is None else ""
+        return f"Nothing was drafted: {early}the draft had no guess."
     if not result.num_tested:
         return f"No draft arrived in time: {times}."
     return (
         f"{result.num_accepted} of {result.num_tested} drafted tokens were accepted: this draft does not fit the text."
-    )
-
-
-def _times(e: Estimates) -> str:
-    return (
-        f"a target step takes {e.step_ms:.1f} ms, a drafted token {e.draft_ms:.1f} ms, checking it {e.extra_ms:.1f} ms "
-        f"more, a round trip {e.round_trip_ms:.0f} ms"
     )
 
 
@@ -218,27 +201,21 @@ def stats_lines(
         lines.append(f"{counted(conversation.num_dropped, 'turn')} dropped, because the context was full")
     if turns:
         last = turns[-1]
-        lines += [_first_tokens(turns), _reuse(len(turns), last), *_sent_again(turns)]
-        lines += [f"last answer, {line}" for line in summary_lines(last.result, is_verbose)]
+        times = [turn.first_token_s * 1e3 for turn in turns]
+        lines += [
+            f"time to first token: {times[0]:.0f} ms in answer 1, {times[-1]:.0f} ms in the last, median "
+            f"{median(times):.0f} ms",
+            f"answer {len(turns)}: {last.result.cached_prompt_tokens} of {last.num_prompt} prompt tokens were in the "
+            f"server's cache; {last.num_sent} were sent",
+            _sent_again(turns),
+            *(f"last answer, {line}" for line in summary_lines(last.result, is_verbose)),
+        ]
     return lines
 
 
-def _first_tokens(turns: list[Turn]) -> str:
-    times = [turn.first_token_s * 1e3 for turn in turns]
-    middle = f"median {median(times):.0f} ms"
-    return f"time to first token: {times[0]:.0f} ms in answer 1, {times[-1]:.0f} ms in the last, {middle}"
-
-
-def _reuse(number: int, turn: Turn) -> str:
-    return (
-        f"answer {number}: {turn.result.cached_prompt_tokens} of {turn.num_prompt} prompt tokens were in the server's "
-        f"cache; {turn.num_sent} were sent"
-    )
-
-
-def _sent_again(turns: list[Turn]) -> list[str]:
+def _sent_again(turns: list[Turn]) -> str:
     again = [(number, turn.sent_again) for number, turn in enumerate(turns, start=1) if turn.sent_again is not None]
     if not again:
-        return ["no turn was sent again"]
+        return "no turn was sent again"
     number, why = again[-1]
-    return [f"all was sent again for {counted(len(again), 'answer')}, last for answer {number}: {why}"]
+    return f"all was sent again for {counted(len(again), 'answer')}, last for answer {number}: {why}"

@@ -7,6 +7,7 @@ exactly.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from rich.console import Console
@@ -21,11 +22,9 @@ DRAFT_STYLE = "green"
 ALTERNATIVE_STYLE = "cyan"
 STYLES = {Origin.PICK: DRAFT_STYLE, Origin.ALTERNATIVE: ALTERNATIVE_STYLE, Origin.TARGET: ""}
 """By who guessed a token: the draft, the draft as an alternative, nobody before the target."""
-PROMPT_STYLE = "dim"
-UNVERIFIED_STYLE = "yellow"
-"""Tokens that the draft wrote alone."""
 
 
+@dataclass(slots=True)
 class TokenPrinter:
     """An `OnTokens` that prints. Call `finish` after the last batch: half a character may be waiting for its rest.
 
@@ -35,65 +34,61 @@ class TokenPrinter:
     text into a file or a pipe; on a terminal every text ends its line.
     """
 
-    def __init__(self, console: Console, detokenizer: StreamingDetokenizer, prompt: str = "", end: str = "") -> None:
-        self._console = console
-        self._detokenizer = detokenizer
-        self._prompt = prompt
-        self._end = end
-        self._is_in_line = False
-        self._held: list[int] = []
+    console: Console
+    detokenizer: StreamingDetokenizer
+    prompt: str = ""
+    end: str = ""
+    _is_in_line: bool = False
+    _held: list[int] = field(default_factory=list)
 
     def __call__(self, batch: TokenBatch) -> None:
-        self._print(self._prompt, PROMPT_STYLE)
-        self._prompt = ""
+        self._print(self.prompt, "dim")
+        self.prompt = ""
         if batch.is_unverified:
-            self._print_unverified(batch)
+            if self.console.is_terminal:
+                self._print(self.detokenizer.push(list(batch.tokens)), "yellow")
+            else:
+                self._held += batch.tokens  # what is written to a file cannot be taken back
             return
         for origin, run in groupby(range(len(batch.tokens)), batch.origin):
-            self._print(self._detokenizer.push([batch.tokens[index] for index in run]), STYLES[origin])
+            self._print(self.detokenizer.push([batch.tokens[index] for index in run]), STYLES[origin])
 
     def replace_unverified(self, detokenizer: StreamingDetokenizer) -> None:
         """The tokens that follow replace unverified ones. detokenizer: one that has the verified text as context."""
         self._held = []
-        if self._console.is_terminal:  # elsewhere they were not printed
+        if self.console.is_terminal:  # elsewhere they were not printed
             self.break_line()
-            self._detokenizer = detokenizer
-
-    def _print_unverified(self, batch: TokenBatch) -> None:
-        if self._console.is_terminal:
-            self._print(self._detokenizer.push(list(batch.tokens)), UNVERIFIED_STYLE)
-        else:
-            self._held += batch.tokens  # what is written to a file cannot be taken back
+            self.detokenizer = detokenizer
 
     def confirm_unverified(self, num_tokens: int) -> None:
         """The first of the unverified tokens are the target's, or are all that there will be."""
         confirmed, self._held = self._held[:num_tokens], self._held[num_tokens:]
-        self._print(self._detokenizer.push(confirmed), "")
+        self._print(self.detokenizer.push(confirmed), "")
 
     def finish(self) -> None:
         """Prints what is left and what ends it."""
-        self._print(self._detokenizer.flush(), "")
-        if self._console.is_terminal:
-            self._console.print()
+        self._print(self.detokenizer.flush(), "")
+        if self.console.is_terminal:
+            self.console.print()
         else:
-            self._print(self._end, "")
+            self._print(self.end, "")
         self._is_in_line = False
 
     def break_line(self) -> None:
         """Ends an unfinished line on a terminal, so that a message stands on its own."""
-        if self._is_in_line and self._console.is_terminal:
-            self._console.print()
+        if self._is_in_line and self.console.is_terminal:
+            self.console.print()
             self._is_in_line = False
 
     def _print(self, text: str, style: str) -> None:
         if not text:
             return
-        if self._console.is_terminal:
-            self._console.print(Text(visible(text), style=style), end="", soft_wrap=True)
+        if self.console.is_terminal:
+            self.console.print(Text(visible(text), style=style), end="", soft_wrap=True)
         else:
             # Not through rich, which drops some control characters and replaces tabs.
-            self._console.file.write(text)
-            self._console.file.flush()
+            self.console.file.write(text)
+            self.console.file.flush()
         self._is_in_line = not text.endswith("\n")
 
 

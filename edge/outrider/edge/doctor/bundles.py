@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
-from outrider.edge.doctor.findings import Finding, fault, ok, warning
-from outrider.edge.doctor.probe import ProbeFailed, find_pulled_draft
+from outrider.edge.doctor.findings import Finding, Status, from_error, ok, warning
+from outrider.edge.doctor.probe import find_pulled_draft
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
@@ -32,27 +33,28 @@ def check_bundle(path: Path, *, is_used: bool) -> tuple[Finding, Bundle | None]:
     is_used: a damaged one is a fault; in the cache only it is a warning.
     """
     name = "draft" if is_used else "bundle"
-    report = fault if is_used else warning
+    status: Status = "fault" if is_used else "warning"
     try:
         bundle = Bundle.open(path)
         manifest = bundle.manifest
         if manifest.role != "draft":
-            advice = "name a draft, as outrider-export writes it"
-            return report(name, f"{path} is a {manifest.role} bundle; expected a draft", advice), None
+            return Finding(
+                status,
+                name,
+                f"{path} is a {manifest.role} bundle; expected a draft",
+                "name a draft, as outrider-export writes it",
+            ), None
         bundle.tokenizer()
     except OutriderError as error:
-        problem, _, advice = str(error).rpartition("; ")
-        return report(name, problem or advice, advice if problem else "export or copy it again"), None
+        return from_error(name, error, status, "export or copy it again"), None
     except OSError as error:
-        return report(name, f"{path} cannot be read ({error.strerror})", "correct its permissions"), None
+        return Finding(status, name, f"{path} cannot be read ({error.strerror})", "correct its permissions"), None
     made = f"{manifest.runtime} on {manifest.device}, {manifest.precision}"
-    found = f"{manifest.name} at {path}: intact, {counted(len(manifest.files), 'file')}, for {made}"
-    return ok(name, found), bundle
+    return ok(name, f"{manifest.name} at {path}: intact, {counted(len(manifest.files), 'file')}, for {made}"), bundle
 
 
-def cached_drafts(cache: Path) -> list[Path]:
+def cached_drafts(cache: Path) -> Iterator[Path]:
     """Directories of draft bundles below the cache, sorted; nothing is hashed."""
-    found: list[Path] = []
     for folder, below, files in os.walk(cache):
         depth = len(Path(folder).relative_to(cache).parts)
         below[:] = sorted(name for name in below if depth < MAX_DEPTH and not name.startswith("."))
@@ -63,80 +65,67 @@ def cached_drafts(cache: Path) -> list[Path]:
             except OutriderError:
                 is_target = Path(folder).name == "target"
             if not is_target:
-                found.append(Path(folder))
-    return found
+                yield Path(folder)
 
 
-FindPulled = Callable[[Path, str, str | None, DraftChoice], Path | None]
-
-
+@dataclass(slots=True)
 class Bundles:
     """The draft in use and those in the cache. Run `findings` first. draft, choice: the options of the command."""
 
-    def __init__(
-        self,
-        draft: str,
-        cache: Path,
-        choice: DraftChoice = AS_BUNDLED,
-        find_pulled: FindPulled = find_pulled_draft,
-    ) -> None:
-        self._draft = draft
-        self._cache = cache
-        self._choice = choice
-        self._find_pulled = find_pulled
-        self._pulled: dict[tuple[str, str | None], Path | None] = {}
-        self._shelf = Shelf(cache / "drafts")
-        self.intact: list[Bundle] = []
-        self.is_broken = False
+    draft: str
+    cache: Path
+    choice: DraftChoice = AS_BUNDLED
+    _pulled: dict[tuple[str, str | None], Path | None] = field(default_factory=dict)
+    _named: Bundle | None = None
+    _cached: list[Bundle] = field(default_factory=list)
 
     def findings(self) -> Iterator[Finding]:
         """One for each bundle."""
-        named = None if self._draft in _CHOSEN else Path(self._draft).expanduser()
+        named = None if self.draft in _CHOSEN else Path(self.draft).expanduser()
         if named is not None:
-            yield from self._check(named, is_used=True)
-        cached = [path for path in cached_drafts(self._cache) if named is None or path.resolve() != named.resolve()]
+            finding, self._named = check_bundle(named, is_used=True)
+            yield finding
+        cached = [path for path in cached_drafts(self.cache) if named is None or path.resolve() != named.resolve()]
         for path in cached[:MAX_BUNDLES]:
-            yield from self._check(path, is_used=False)
+            finding, bundle = check_bundle(path, is_used=False)
+            yield finding
+            if bundle is not None:
+                self._cached.append(bundle)
         if len(cached) > MAX_BUNDLES:
-            yield ok("bundle", f"{len(cached) - MAX_BUNDLES} more in {self._cache} were not read")
-        if named is None and not self.intact:
+            yield ok("bundle", f"{len(cached) - MAX_BUNDLES} more in {self.cache} were not read")
+        if named is None and not self._cached:
             missing = next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None)
             if missing is not None:
-                found = f"none is here, and the reference draft cannot be exported: {missing} is not installed"
-                yield warning("draft", found, "run `outrider pull`")
+                yield warning(
+                    "draft",
+                    f"none is here, and the reference draft cannot be exported: {missing} is not installed",
+                    "run `outrider pull`",
+                )
                 return
-            advice = "`outrider pull` brings one that was made for your server's target" if self._draft == AUTO else ""
-            yield ok("draft", "the reference draft; it is exported when it is first used", advice)
+            yield ok(
+                "draft",
+                "the reference draft; it is exported when it is first used",
+                "`outrider pull` brings one that was made for your server's target" if self.draft == AUTO else "",
+            )
 
     def for_target(self, tokenizer: str | None, target: str | None = None) -> Bundle | None:
         """The draft in use for a target: the named one, the one pulled for it, or the reference draft.
 
         tokenizer: the target's fingerprint; None: unknown. A draft with another tokenizer shows why nothing fits.
         """
-        if self._draft not in _CHOSEN:
-            return None if self.is_broken else next(iter(self.intact), None)
+        if self.draft not in _CHOSEN:
+            return self._named
         if (pulled := self.pulled_for(tokenizer, target)) is not None:
-            return next((each for each in self.intact if each.path == pulled), None)
-        exported = [each for each in self.intact if not each.path.is_relative_to(self._shelf.root)]
+            return next((each for each in self._cached if each.path == pulled), None)
+        exported = [each for each in self._cached if not each.path.is_relative_to(self.cache / "drafts")]
         fitting = (each for each in exported if tokenizer in (None, each.manifest.tokenizer_fingerprint))
         return next(fitting, next(iter(exported), None))
 
     def pulled_for(self, tokenizer: str | None, target: str | None = None) -> Path | None:
         """The place of the pulled draft that is in use for a target, intact or not."""
-        if self._draft != AUTO or tokenizer is None or next(self._shelf.drafts(), None) is None:
+        shelf = Shelf(self.cache / "drafts")
+        if self.draft != AUTO or tokenizer is None or next(shelf.drafts(), None) is None:
             return None
         if (tokenizer, target) not in self._pulled:
-            try:
-                found = self._find_pulled(self._shelf.root, tokenizer, target, self._choice)
-            except ProbeFailed:
-                found = None  # the runtimes' own findings say why
-            self._pulled[tokenizer, target] = found
+            self._pulled[tokenizer, target] = find_pulled_draft(shelf.root, tokenizer, target, self.choice)
         return self._pulled[tokenizer, target]
-
-    def _check(self, path: Path, *, is_used: bool) -> Iterator[Finding]:
-        finding, bundle = check_bundle(path, is_used=is_used)
-        if bundle is not None:
-            self.intact.append(bundle)
-        elif is_used:
-            self.is_broken = True
-        yield finding

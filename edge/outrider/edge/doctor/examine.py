@@ -25,10 +25,10 @@ from outrider.edge.devices.discovery import (
 )
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.doctor.bundles import Bundles
-from outrider.edge.doctor.findings import Finding, fault, guarded, ok, warning, without_secrets
+from outrider.edge.doctor.findings import Failed, Finding, fault, from_error, guarded, ok, warning, without_secrets
 from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, profile_draft
 from outrider.edge.drafting.depth import MAX_DEPTH
-from outrider.edge.setup.endpoints import Endpoint, Keys
+from outrider.edge.setup.endpoints import Keys
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
 from outrider.models.client.address import split_login, verifier_url, without_password
@@ -57,7 +57,8 @@ def check_runtimes(
         try:
             found = ask(runtime)
         except ProbeFailed as error:
-            yield fault(name, f"it cannot list its devices: {error}", f"install it again: {_reinstall(runtime)}")
+            again = install_advice(runtime).partition("run: ")[2].replace("install", "install --force-reinstall", 1)
+            yield fault(name, f"it cannot list its devices: {error}", f"install it again: {again}")
             continue
         if found.version is None:
             yield ok(name, "not installed", install_advice(runtime).partition("; ")[2] + ", if drafts need it")
@@ -75,8 +76,7 @@ def check_runtimes(
         yield warning("runtimes", "no runtime works, so only n-gram lookup drafts", install_advice("openvino"))
     for device, nodes in NODES.items():
         if installed and not any(found.has(device) for found in installed):
-            runtime = "openvino" if installed[0].runtime == "openvino" else installed[0].runtime
-            words = advice(runtime, device).partition(" To try the NPU path")[0]
+            words = advice(installed[0].runtime, device).partition(" To try the NPU path")[0]
             if any(root.glob(nodes)):
                 yield warning(device.upper(), "the system shows one, and no runtime drives it", words)
             else:
@@ -109,8 +109,8 @@ def check_disk(place: Path, usage: Callable[[Path], Any] = shutil.disk_usage) ->
 
 def check_power(sensors: Callable[[], Any] | None = None) -> Iterator[Finding]:
     """Battery or mains."""
-    ask: Any = sensors or getattr(psutil, "sensors_battery", None)  # missing on some systems
-    battery = ask() if ask is not None else None
+    ask: Any = sensors or getattr(psutil, "sensors_battery", lambda: None)  # missing on some systems
+    battery = ask()
     if battery is None:
         yield ok("power", "no battery is reported")
     elif battery.power_plugged is False:
@@ -119,24 +119,10 @@ def check_power(sensors: Callable[[], Any] | None = None) -> Iterator[Finding]:
         yield ok("power", f"plugged in, battery at {battery.percent:.0f} %")
 
 
-def _reinstall(runtime: ModelRuntime) -> str:
-    return install_advice(runtime).partition("run: ")[2].replace("install", "install --force-reinstall", 1)
-
-
 DISTRIBUTION: Final = "outrider"
-LEAST_PYTHON: Final = (3, 11)
 CLASHES: Final = (("onnxruntime", "onnxruntime-gpu"), ("onnxruntime", "onnxruntime-directml"))
 """Packages that write the same files: the one that was installed last works, or neither."""
 EXTRAS: Final = ("edge", "edge-onnxruntime")
-
-
-def check_python() -> Iterator[Finding]:
-    """The interpreter's version."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info < LEAST_PYTHON:
-        yield fault("Python", f"{version}; expected 3.11 or newer", "install a newer Python")
-    else:
-        yield ok("Python", f"{version} at {sys.executable}")
 
 
 def check_packages(distribution: str = DISTRIBUTION) -> Iterator[Finding]:
@@ -152,36 +138,36 @@ def check_packages(distribution: str = DISTRIBUTION) -> Iterator[Finding]:
         needed = [Requirement(text) for text in metadata.requires(distribution) or ()]
         own = metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        yield fault("packages", f"{distribution} is not installed as a package", 'pip install "outrider[edge]"')
-        return
-    num_right, wrong = 0, False
-    for extra in ("", *EXTRAS):
-        for each in needed:
-            is_base = each.marker is None or each.marker.evaluate({"extra": ""})
-            if (extra == "") != is_base or (each.marker is not None and not each.marker.evaluate({"extra": extra})):
-                continue
-            found = _version(each.name)
-            if found is not None and each.specifier.contains(found, prereleases=True):
-                num_right += 1
-                continue
-            bracket = f"[{extra}]" if extra else ""
-            if found is None and each.name in ("openvino", "onnxruntime"):
-                continue  # one runtime is enough; the runtimes' own check says which is missing
-            wrong = True
-            state = "is not installed" if found is None else f"is {found}"
-            yield fault(
-                "packages", f"{each.name} {state}; expected {each.specifier}", f'pip install "{distribution}{bracket}"'
+        raise Failed(
+            fault("packages", f"{distribution} is not installed as a package", 'pip install "outrider[edge]"')
+        ) from None
+    num_right, wrong = 0, list[Finding]()
+    for each in needed:
+        fitting = (name for name in ("", *EXTRAS) if each.marker is None or each.marker.evaluate({"extra": name}))
+        extra, found = next(fitting, None), _version(each.name)
+        if extra is None or (found is None and each.name in ("openvino", "onnxruntime")):
+            continue  # one runtime is enough; the runtimes' own check says which is missing
+        if found is not None and each.specifier.contains(found, prereleases=True):
+            num_right += 1
+            continue
+        state = "is not installed" if found is None else f"is {found}"
+        wrong.append(
+            fault(
+                "packages",
+                f"{each.name} {state}; expected {each.specifier}",
+                f'pip install "{distribution}{f"[{extra}]" if extra else ""}"',
             )
+        )
     for one, other in CLASHES:
         if _version(one) is not None and _version(other) is not None:
-            wrong = True
-            yield warning(
-                "packages",
-                f"{one} and {other} are both installed and overwrite each other",
-                f"pip uninstall {one} {other}, then install one of them",
+            wrong.append(
+                warning(
+                    "packages",
+                    f"{one} and {other} are both installed and overwrite each other",
+                    f"pip uninstall {one} {other}, then install one of them",
+                )
             )
-    if not wrong:
-        yield ok("packages", f"{distribution} {own}; {num_right} requirements are met")
+    yield from wrong or [ok("packages", f"{distribution} {own}; {num_right} requirements are met")]
 
 
 def _version(name: str) -> str | None:
@@ -219,15 +205,15 @@ def _examine(patient: Patient, secrets: set[str]) -> Iterator[Finding]:
     yield from patient.configuration
     if os.name != "posix" and any(each.key_file for each in patient.keys.endpoints):
         yield ok("key file", "who else may read it is not checked on Windows", "look at its properties, Security")
-    yield from guarded("Python", check_python)
-    yield from guarded("packages", check_packages)
-    yield from guarded("runtimes", check_runtimes)
+    yield ok("Python", f"{'.'.join(map(str, sys.version_info[:3]))} at {sys.executable}")
     bundles = Bundles(patient.draft, patient.cache, patient.choice)
-    yield from guarded("bundles", bundles.findings)
+    for name, check in (("packages", check_packages), ("runtimes", check_runtimes), ("bundles", bundles.findings)):
+        yield from guarded(name, check)
     reports: list[CloudReport] = []
     for url in dict.fromkeys(patient.urls):
         yield from guarded("cloud", _examine_cloud, patient, url, bundles, reports, secrets)
-    draft = _draft_for(bundles, next((each for each in reports if each.facts), None))
+    facts = next((each.facts for each in reports if each.facts is not None), None)
+    draft = bundles.for_target(facts.tokenizer, facts.target) if facts is not None else bundles.for_target(None)
     yield from guarded("speed", _examine_speed, patient, draft, reports)
     draft_bytes = sum(entry.size for entry in draft.manifest.files) if draft is not None else None
     yield from guarded("memory", check_memory, draft_bytes)
@@ -239,49 +225,40 @@ def _examine_cloud(
     patient: Patient, url: str, bundles: Bundles, reports: list[CloudReport], secrets: set[str]
 ) -> Iterator[Finding]:
     if not is_installed("httpx"):
-        yield fault("cloud", "the package httpx is not installed", 'pip install "outrider[edge]"')
-        return
-    from outrider.edge.doctor.cloud import Cloud, CloudReport, check_tokenizer
+        raise Failed(fault("cloud", "the package httpx is not installed", 'pip install "outrider[edge]"'))
+    from outrider.edge.doctor.cloud import CloudReport, check_tokenizer
 
     try:
         address, login = split_login(verifier_url(url))
     except ConfigError:
-        found = f"{without_password(url)!r} is no address; expected http://host:port or https://host"
-        yield fault("cloud", found, "correct it")
-        return
-    endpoint = next((each for each in patient.keys.endpoints if each.url == verifier_url(url)), None)
+        raise Failed(
+            fault(
+                "cloud",
+                f"{without_password(url)!r} is no address; expected http://host:port or https://host",
+                "correct it",
+            )
+        ) from None
     try:
         key = patient.keys.key_of(url, patient.urls)
     except ConfigError as error:
-        problem, _, advice = str(error).rpartition("; ")
-        yield fault("key file" if login is None else "key", problem, advice)
-        return
+        raise Failed(from_error("key file" if login is None else "key", error)) from error
     if key is not None:
         secrets.add(key)
-    label = _label(address, endpoint) if len(patient.urls) > 1 else ""
-    is_http_allowed = patient.keys.allows_http(url)
-    report = CloudReport(Cloud(address, key, label, is_http_allowed, patient.keys.certificate, login))
+    endpoint = patient.keys.endpoint_of(url)
+    name = (endpoint.name if endpoint is not None else None) or without_password(address).partition("://")[2]
+    label = name if len(patient.urls) > 1 else ""
+    report = CloudReport(address, key, label, patient.keys.allows_http(url), patient.keys.certificate, login)
     reports.append(report)
     yield from report.findings()
-    if report.facts is not None:
-        draft = _draft_for(bundles, report)
-        if draft is not None:
-            manifest = draft.manifest
-            yield check_tokenizer(report, manifest.name, manifest.tokenizer_fingerprint)
-        elif (pulled := bundles.pulled_for(report.facts.tokenizer, report.facts.target)) is not None:
-            found = f"the one pulled for {report.facts.name} is damaged, at {pulled}"
-            yield fault(report.step_name("draft"), found, "run `outrider pull` again")
-
-
-def _draft_for(bundles: Bundles, report: CloudReport | None) -> Bundle | None:
-    """The draft in use with a cloud; None: no cloud answers."""
-    if report is None or report.facts is None:
-        return bundles.for_target(None)
-    return bundles.for_target(report.facts.tokenizer, report.facts.target)
-
-
-def _label(url: str, endpoint: Endpoint | None) -> str:
-    return endpoint.name if endpoint is not None and endpoint.name else without_password(url).partition("://")[2]
+    if report.facts is None:
+        return
+    facts = report.facts
+    if (draft := bundles.for_target(facts.tokenizer, facts.target)) is not None:
+        yield report.named(check_tokenizer(facts, draft.manifest.name, draft.manifest.tokenizer_fingerprint))
+    elif (pulled := bundles.pulled_for(facts.tokenizer, facts.target)) is not None:
+        yield report.named(
+            fault("draft", f"the one pulled for {facts.name} is damaged, at {pulled}", "run `outrider pull` again")
+        )
 
 
 def _examine_speed(patient: Patient, draft: Bundle | None, reports: Iterable[CloudReport]) -> Iterator[Finding]:
@@ -291,8 +268,9 @@ def _examine_speed(patient: Patient, draft: Bundle | None, reports: Iterable[Clo
         try:
             profile = profile_draft(str(draft.path), patient.choice, patient.threads)
         except ProbeFailed as error:
-            yield fault("draft's device", str(error), "choose another with --draft-device, or see `outrider devices`")
-            return
+            raise Failed(
+                fault("draft's device", str(error), "choose another with --draft-device, or see `outrider devices`")
+            ) from error
     yield ok(
         "draft's device",
         f"{profile.words}: opened in {profile.open_s:.1f} s, {profile.token_ms:.2f} ms per token "
@@ -301,8 +279,8 @@ def _examine_speed(patient: Patient, draft: Bundle | None, reports: Iterable[Clo
     if (words := load.warning()) is not None:
         yield warning("load", words.partition(". ")[0], "measure again when it is idle")
     for report in reports:
-        if report.is_working and report.round_trip_ms is not None:
-            yield judge_speed(profile, report.step_ms, report.round_trip_ms, report.cloud.label)
+        if report.round_trip_ms is not None:
+            yield judge_speed(profile, report.step_ms, report.round_trip_ms, report.label)
 
 
 def judge_speed(profile: TimedDraft, step_ms: float | None, round_trip_ms: float, label: str = "") -> Finding:

@@ -16,11 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.devices.profiles import Profile
+from outrider.edge.doctor.findings import in_one_line
 from outrider.edge.store.shelf import Shelf, find_pulled
 from outrider.models.errors import OutriderError
 
@@ -55,8 +56,14 @@ def profile_draft(bundle: str, choice: DraftChoice, num_threads: int = 0) -> Tim
 
 
 def find_pulled_draft(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> Path | None:
-    """Where the draft lies that `find_pulled` finds, in a process of its own: it asks runtimes. Raises ProbeFailed."""
-    found = _ask(["pulled", str(shelf), tokenizer, json.dumps(target), _as_text(choice)])["path"]
+    """Where the draft lies that `find_pulled` finds, in a process of its own: it asks runtimes.
+
+    None where the process gives no answer: the runtimes' own findings say why.
+    """
+    try:
+        found = _ask(["pulled", str(shelf), tokenizer, json.dumps(target), _as_text(choice)])["path"]
+    except ProbeFailed:
+        return None
     return None if found is None else Path(found)
 
 
@@ -65,10 +72,9 @@ def _as_text(choice: DraftChoice) -> str:
 
 
 def _ask(arguments: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "outrider.edge.doctor.probe", *arguments]
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "outrider.edge.doctor.probe", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -93,13 +99,9 @@ def _ask(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _ended(status: int, stderr: str) -> str:
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
-    if status < 0:
-        try:
-            how = f"its process was ended by {signal.Signals(-status).name}"
-        except ValueError:
-            how = f"its process was ended by signal {-status}"
-    else:
-        how = f"its process ended with status {status}"
+    names = {each.value: each.name for each in signal.Signals}
+    by = names.get(-status, f"signal {-status}")
+    how = f"its process was ended by {by}" if status < 0 else f"its process ended with status {status}"
     return f"{how}: {last[:300]}" if last else how
 
 
@@ -140,8 +142,7 @@ def main(arguments: Sequence[str]) -> None:
     what, *rest = arguments
     try:
         if what == "runtime":
-            runtime: ModelRuntime = "openvino" if rest[0] == "openvino" else "onnxruntime"
-            found = find_runtime(runtime).as_json()
+            found = find_runtime(cast(ModelRuntime, rest[0])).as_json()
         elif what == "pulled":
             shelf, tokenizer, target, options = rest
             pulled = find_pulled(tokenizer, json.loads(target), DraftChoice(*json.loads(options)), Shelf(Path(shelf)))
@@ -152,8 +153,7 @@ def main(arguments: Sequence[str]) -> None:
     except OutriderError as error:
         found = {"error": str(error)}
     except Exception as error:  # a runtime raises what it likes
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        found = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+        found = {"error": in_one_line(error)}
     print(_ANSWER + json.dumps(found), flush=True)
 
 

@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
 from typing import IO, Any, Final, TypeVar
 
 from outrider.edge.lab.cores import Cores, running_on
@@ -88,51 +87,45 @@ def _end(process: subprocess.Popen[str]) -> None:
 class EndingOnSignals:
     """A context that treats signals that would end this process at once like Ctrl-C, so that children are ended too.
 
-    Ctrl-C, because asyncio answers it by cancelling the main task; any other exception could come out of the middle of
-    its clean-up. What the process was started to ignore it goes on to ignore: a hangup (nohup), Ctrl-C (a script's
-    background job). Leaves with SystemExit and the code that shells expect. For the main thread only.
+    What `run` runs is cancelled, as asyncio does on Ctrl-C: an exception could come out of the middle of its clean-up.
+    A hangup that the process was started to ignore (nohup) it goes on to ignore. Leaves with SystemExit and the code
+    that shells expect. For the main thread only.
     """
 
     def __init__(self) -> None:
         self._received = 0
         self._before: dict[int, Any] = {}
-        self._cancel: Any = None  # asyncio's handler of Ctrl-C, while Ctrl-C itself is ignored
+        self._main: asyncio.Task[Any] | None = None
 
     def __enter__(self) -> EndingOnSignals:
         numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        for number in numbers:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._interrupt)
+        self._before = {
+            number: signal.signal(number, self._interrupt)
+            for number in numbers
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._received and isinstance(error, KeyboardInterrupt):
+        if self._received and isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             sys.exit(128 + self._received)
 
     def run(self, main: Coroutine[Any, Any, Result]) -> Result:
         """`asyncio.run`, which cancels `main` and lets it clean up on any of these signals."""
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            return asyncio.run(main)
 
-        async def take_handler() -> Result:
-            self._cancel = signal.getsignal(signal.SIGINT)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        async def cancellable() -> Result:
+            self._main = asyncio.current_task()
             return await main
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # or asyncio would not install its own
         try:
-            return asyncio.run(take_handler())
+            return asyncio.run(cancellable())
         finally:
-            self._cancel = None
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._main = None
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+    def _interrupt(self, number: int, frame: object) -> None:
         self._received = number
-        if self._cancel is not None:
-            self._cancel(signal.SIGINT, frame)
-        elif signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        if self._main is None:
             raise KeyboardInterrupt
-        else:
-            signal.raise_signal(signal.SIGINT)
+        self._main.get_loop().call_soon_threadsafe(self._main.cancel)

@@ -1,16 +1,24 @@
-"""Plans a comparison of modes, and sums up what each did. Pure arithmetic on finished generations."""
+"""Compares modes: plans it, measures a mode beside cloud-only, and sums up what each did."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final
+from urllib.parse import urlsplit
 
-from outrider.edge.results import GenerationResult, Mode
+import psutil
+
+from outrider.edge.lab.laboratory import CLOUD_ONLY, interleave
+from outrider.edge.modes.assemble import Agent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.client.address import verifier_url
 from outrider.models.client.messages import ByteCounts
 from outrider.models.counted import counted
+from outrider.models.hosts import is_loopback
+from outrider.models.process.machine_load import MachineLoad
 
 MIN_GAPS: Final = 8
 MIN_COMMITS: Final = 3
@@ -29,12 +37,11 @@ def measured_rate(result: GenerationResult) -> float | None:
 def why_no_rate(result: GenerationResult) -> str | None:
     """Why a text has no rate, in words; None if it has one."""
     arrivals = result.arrival_s
-    if sum(at > arrivals[0] for at in arrivals[1:]) < MIN_GAPS:
-        is_burst = len(arrivals) > MIN_GAPS
-        return "the text came in one burst" if is_burst else f"only {counted(len(arrivals), 'token')}"
-    if len(set(arrivals)) <= MIN_COMMITS or arrivals[-1] - arrivals[0] < MIN_SPAN_S:
-        return "the text came in one burst"
-    return None
+    if len(arrivals) <= MIN_GAPS:
+        return f"only {counted(len(arrivals), 'token')}"
+    num_later, span_s = sum(at > arrivals[0] for at in arrivals), arrivals[-1] - arrivals[0]
+    is_burst = num_later < MIN_GAPS or len(set(arrivals)) <= MIN_COMMITS or span_s < MIN_SPAN_S
+    return "the text came in one burst" if is_burst else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,6 @@ def compare(results: Mapping[str, Sequence[GenerationResult]], baseline: str) ->
 def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationResult]) -> ModeFigures:
     num_tokens = sum(len(text.tokens) for text in texts)
     num_passes = sum(text.num_passes for text in texts)
-    num_tested = sum(text.num_tested for text in texts)
     wire = sum((text.wire for text in texts), ByteCounts())
     pairs = list(zip(texts, baseline, strict=True))
     num_different = sum(text.tokens != base.tokens for text, base in pairs)
@@ -88,7 +94,7 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
         ttft_ms=median_of(text.ttft_ms for text in texts),
         itl_ms_p50=median_of(text.gap_ms(50) for text in texts),
         itl_ms_p95=median_of(text.gap_ms(95) for text in texts),
-        acceptance_rate=sum(text.num_accepted for text in texts) / max(1, num_tested),
+        acceptance_rate=sum(text.num_accepted for text in texts) / max(1, sum(text.num_tested for text in texts)),
         accepted_share=sum(text.num_accepted for text in texts) / max(1, num_tokens),
         tokens_per_pass=num_tokens / max(1, num_passes),
         passes_per_token=num_passes / max(1, num_tokens),
@@ -106,14 +112,105 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
 
 
 def _rate(text: GenerationResult) -> float:
-    rate = measured_rate(text)
-    return math.nan if rate is None else rate
+    return math.nan if why_no_rate(text) else text.tokens_per_s
 
 
 def median_of(values: Iterable[float]) -> float:
     """The median of the finite values; NaN if there is none."""
     finite = [value for value in values if math.isfinite(value)]
     return median(finite) if finite else float("nan")
+
+
+DRAFTED: Final = "drafted"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of the rounds.
+
+    ratios: drafted over cloud-only in tokens per second, one per round; none where `why_not` says why they cannot be
+    known. typical: of each mode, the result with the median speed. is_same: all texts are equal. load: a warning about
+    other processes.
+    """
+
+    num_rounds: int
+    ratios: tuple[float, ...]
+    why_not: str | None
+    typical: Mapping[str, GenerationResult]
+    is_same: bool
+    load: str | None
+
+    @property
+    def ratio(self) -> float | None:
+        """The median of the rounds' ratios."""
+        return median(self.ratios) if self.ratios else None
+
+    def sentence(self, mode: str) -> str:
+        """For people."""
+        texts = "the same text" if self.is_same else "ANOTHER TEXT (a near-tie in rounding, or a bug)"
+        if self.ratio is None:
+            return f"Too short to compare: {self.why_not}. Raise --max-tokens. ({texts})"
+        spread = f", {min(self.ratios):.2f}x to {max(self.ratios):.2f}x" if self.num_rounds > 1 else ""
+        rounds = f"{counted(self.num_rounds, 'round')} in turn{spread}"
+        return f"{mode}: {self.ratio:.2f}x the speed of cloud-only ({rounds}), {texts}"
+
+
+async def compare_modes(
+    drafted: Agent,
+    cloud_only: Agent,
+    request: GenerationRequest,
+    num_rounds: int,
+    urls: Sequence[str],
+    on_round: Callable[[int], None] = lambda number: None,
+) -> Comparison:
+    """Generates the text `num_rounds` times in each mode, in turn; both agents have generated before, or warm up here.
+
+    urls: the verifiers; what one on this machine computes belongs to the measurement.
+    """
+    modes = {CLOUD_ONLY: cloud_only, DRAFTED: drafted}
+    everything: list[GenerationResult] = []
+
+    def take(name: str, result: GenerationResult) -> None:
+        everything.append(result)
+        if len(everything) % len(modes) == 0:
+            on_round(len(everything) // len(modes))
+
+    with measured_load([verifier_url(url) for url in urls]) as load:
+        results = await interleave(modes, [request] * num_rounds, take)
+    why_not = next(filter(None, map(why_no_rate, everything)), None)
+    ratios = tuple(_rate(one) / _rate(other) for one, other in zip(results[DRAFTED], results[CLOUD_ONLY], strict=True))
+    return Comparison(
+        num_rounds=num_rounds,
+        ratios=() if why_not else ratios,
+        why_not=why_not,
+        typical={name: typical(each) for name, each in results.items()},
+        is_same=len({result.tokens for result in everything}) == 1,
+        load=load.warning(),
+    )
+
+
+def typical(results: Sequence[GenerationResult]) -> GenerationResult:
+    """The result with the median speed, the slower of the middle two; the first where none has a speed."""
+    by_rate = sorted(results, key=lambda result: measured_rate(result) or 0.0)
+    return by_rate[(len(by_rate) - 1) // 2]
+
+
+def measured_load(urls: Sequence[str]) -> MachineLoad:
+    """Measures other processes' load; local verifiers at `urls` are not counted."""
+    return MachineLoad([pid for url in urls if (pid := _listener(url)) is not None])
+
+
+def _listener(url: str) -> int | None:
+    """The process that listens at `url` on this machine; None elsewhere, or where the system does not say."""
+    if not is_loopback(urlsplit(url).hostname or ""):
+        return None
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.Error:
+        return None  # macOS reports it to root only
+    port = urlsplit(url).port
+    listening = (each for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port)
+    return next((each.pid for each in listening if each.pid), None)
 
 
 MARGIN: Final = 1.2

@@ -38,8 +38,10 @@ def plan_cores(num_each: int = 1) -> CorePlan:
     if num_each > 1:
         note = f"the cloud runs on cores {cloud[0]} to {cloud[-1]} and the agent on cores {agent[0]} to {agent[-1]}"
     else:
-        where = f"the cloud runs on core {cloud[0]} and the agent on core {agent[0]}"
-        note = f"{where}, one thread each, as two machines would"
+        note = (
+            f"the cloud runs on core {cloud[0]} and the agent on core {agent[0]}, one thread each, as two machines "
+            "would"
+        )
     return CorePlan(frozenset(cloud), frozenset(agent), note)
 
 

@@ -7,17 +7,16 @@ measurements run it as a process of its own: `python -m outrider.edge.lab.proxy 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+from typing import Annotated, Self
+
+import typer
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 
@@ -34,14 +33,10 @@ class DelayProxy:
     def __init__(self, host: str, port: int, rtt_ms: float = 0.0, listen_port: int = 0) -> None:
         self._target = host, port
         self.set_rtt_ms(rtt_ms)
-        self._listen_port = listen_port
+        self.port = listen_port  # 0 until it is entered
         self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
-        self._thread = threading.Thread(target=self._serve, name="outrider-proxy", daemon=True)
-        self._started = threading.Event()
         self._stop = asyncio.Event()
-        self._error: OSError | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self.port = 0
 
     @property
     def url(self) -> str:
@@ -49,13 +44,17 @@ class DelayProxy:
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
+        try:
+            listener = socket.create_server(("127.0.0.1", self.port))
+        except OSError as error:
+            self._loop.close()
+            raise RuntimeUnavailable(f"the delaying proxy cannot listen: {error}") from error
+        self.port = listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, args=(listener,), name="outrider-proxy", daemon=True)
         self._thread.start()
-        self._started.wait()
-        if self._error is not None:
-            raise RuntimeUnavailable(f"the delaying proxy cannot listen: {self._error}") from self._error
         return self
 
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
@@ -65,25 +64,15 @@ class DelayProxy:
             raise ConfigError(f"rtt_ms is {rtt_ms!r}; expected 0 to 60000")
         self._delay_s = rtt_ms / 2e3
 
-    def _serve(self) -> None:
-        try:
-            self._loop.run_until_complete(self._main())
-        finally:
-            self._loop.close()
-            self._started.set()
+    def _serve(self, listener: socket.socket) -> None:
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(self._main(listener))
 
-    async def _main(self) -> None:
-        try:
-            listener = socket.create_server(("127.0.0.1", self._listen_port))
-        except OSError as e:
-            self._error = e
-            return
+    async def _main(self, listener: socket.socket) -> None:
         with listener:
             listener.setblocking(False)
-            self.port = listener.getsockname()[1]
             # Neither asyncio.start_server nor sock_accept: each loses a connection that comes while it is being closed.
             self._loop.add_reader(listener, self._accept, listener)
-            self._started.set()
             await self._stop.wait()
             self._loop.remove_reader(listener)
         while self._connections:
@@ -121,16 +110,13 @@ class DelayProxy:
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
         """Reads at once and writes each chunk at its due time; the two never wait for each other."""
-        late: deque[tuple[float, bytes | None]] = deque()  # none is a cut, empty is the end
-        arrived = asyncio.Event()
+        late: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()  # none is a cut, empty is the end
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._deliver(late, arrived, writer))
+            tasks.create_task(self._deliver(late, writer))
             while data := await reader.read(_CHUNK_BYTES):
                 for part in self._parts(data, is_up=is_up):
-                    late.append((self._due(len(part or b""), is_up=is_up), part))
-                    arrived.set()
-            late.append((self._due(0, is_up=is_up), b""))
-            arrived.set()
+                    late.put_nowait((self._due(len(part or b""), is_up=is_up), part))
+            late.put_nowait((self._due(0, is_up=is_up), b""))
 
     def _parts(self, data: bytes, *, is_up: bool) -> Sequence[bytes | None]:
         """What is delivered of bytes that were read; None cuts all connections. Tests make faults here."""
@@ -140,14 +126,9 @@ class DelayProxy:
         """When bytes that are sent now arrive."""
         return self._loop.time() + self._delay_s
 
-    async def _deliver(
-        self, late: deque[tuple[float, bytes | None]], arrived: asyncio.Event, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _deliver(self, late: asyncio.Queue[tuple[float, bytes | None]], writer: asyncio.StreamWriter) -> None:
         while True:
-            while not late:
-                arrived.clear()
-                await arrived.wait()
-            due, data = late.popleft()
+            due, data = await late.get()
             if (wait_s := due - self._loop.time()) > 0:
                 await asyncio.sleep(wait_s)
             if data is None:
@@ -160,20 +141,18 @@ class DelayProxy:
             await writer.drain()
 
 
-def main() -> None:
-    """`python -m outrider.edge.lab.proxy`: prints the URL to connect to and serves until it is interrupted."""
-    cli = argparse.ArgumentParser(description="Delays a TCP connection.")
-    cli.add_argument("--target", required=True, help="HOST:PORT to forward to")
-    cli.add_argument("--rtt-ms", type=float, default=0.0)
-    cli.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
-    args = cli.parse_args()
-    host, _, port = args.target.rpartition(":")
-    with DelayProxy(host, int(port), args.rtt_ms, args.port) as proxy:
+def serve(
+    target: Annotated[str, typer.Option(help="HOST:PORT to forward to")],
+    rtt_ms: float = 0.0,
+    port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one")] = 0,
+) -> None:
+    """Delays a TCP connection: prints the URL to connect to and serves until it is interrupted."""
+    host, _, number = target.rpartition(":")
+    with DelayProxy(host, int(number), rtt_ms, port) as proxy, contextlib.suppress(KeyboardInterrupt):
         print(proxy.url, flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(3600)
+        while True:
+            time.sleep(3600)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(serve)

@@ -50,24 +50,18 @@ class ConfigFile:
         """The line where a value's statement begins; None if no statement of its own sets it."""
         return _lines(self.text).get(where)
 
-    def place_of(self, where: Where) -> str:
-        """File and line, for messages."""
-        line = self.line_of(where)
-        return f"{self.path}, line {line}" if line is not None else str(self.path)
-
     def error(self, where: Where, problem: str) -> ConfigError:
         """The exception for a value. problem: what was found, what was expected, and one piece of advice."""
-        return ConfigError(f"{self.place_of(where)}: {dotted(where)} {problem}")
+        line = self.line_of(where)
+        place = f"{self.path}, line {line}" if line is not None else str(self.path)
+        return ConfigError(f"{place}: {dotted(where)} {problem}")
 
-    def table(self, *names: str) -> Mapping[str, Any]:
+    def table(self, name: str) -> Mapping[str, Any]:
         """A table, empty if missing. Raises ConfigError if something else has its name."""
-        found: Any = self.document
-        for depth, name in enumerate(names):
-            found = found.get(name, {})
-            if not isinstance(found, dict):
-                raise self.error(names[: depth + 1], f"is {described(found)}; expected a table, [{'.'.join(names)}]")
-        table: Mapping[str, Any] = found
-        return table
+        found = self.document.get(name, {})
+        if not isinstance(found, dict):
+            raise self.error((name,), f"is {described(found)}; expected a table, [{name}]")
+        return found
 
 
 def read_config(path: Path | None = None) -> ConfigFile:
@@ -95,12 +89,11 @@ def read_config(path: Path | None = None) -> ConfigFile:
     try:
         # A file that Windows' editor saved begins with a byte order mark.
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
+        return ConfigFile(path, text, tomllib.loads(text), is_there=True)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; save it as UTF-8"
         ) from None
-    try:
-        return ConfigFile(path, text, tomllib.loads(text), is_there=True)
     except tomllib.TOMLDecodeError as error:
         # The parser's message names line and column, and no value.
         raise ConfigError(f"{path} is not TOML: {error}; correct that line") from None
@@ -110,10 +103,7 @@ def read_config(path: Path | None = None) -> ConfigFile:
 
 def dotted(where: Where) -> str:
     """A path for people: run.max_tokens, endpoint[0].url."""
-    shown = ""
-    for part in where:
-        shown += f"[{part}]" if isinstance(part, int) else f".{part}" if shown else part
-    return shown
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
 
 
 def described(value: object) -> str:
@@ -151,9 +141,6 @@ def _lines(text: str) -> Mapping[Where, int]:
 def _places(value: object, where: Where = ()) -> Iterator[Where]:
     if where:
         yield where
-    if isinstance(value, dict):
-        for key, below in value.items():
-            yield from _places(below, (*where, key))
-    elif isinstance(value, list):
-        for index, below in enumerate(value):
-            yield from _places(below, (*where, index))
+    below = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
+    for key, each in below:
+        yield from _places(each, (*where, key))

@@ -1,10 +1,12 @@
-"""Reads the `[[endpoint]]` tables and key files: a cloud's address, its name and its key."""
+"""Reads the `[[endpoint]]` tables and key files: a cloud's address, its name and its key. Writes private files."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -55,25 +57,34 @@ def read_key_file(path: Path, *, is_posix: bool = os.name == "posix") -> str:
 
 def require_private(path: Path, *, is_posix: bool = os.name == "posix") -> None:
     """Raises ConfigError where other users can read the file. One that cannot be looked at is left to its reader."""
-    if not is_posix:
-        return
-    try:
+    with suppress(OSError):
         found = path.stat()
-    except OSError:
-        return
-    if stat.S_ISREG(found.st_mode):  # the shell's own pipes are private
-        _require_private(path, found)
+        if is_posix and stat.S_ISREG(found.st_mode):  # the shell's own pipes are private
+            _require_private(path, found)
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
         raise ConfigError(
-            f"the key file {path} can be read or written by other users (mode {mode:04o}); expected 0600: run "
-            f"`chmod 600 {path}`"
+            f"the key file {path} can be read or written by other users (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"expected 0600: run `chmod 600 {path}`"
         )
     if found.st_uid not in (os.geteuid(), 0):
         raise ConfigError(f"the key file {path} belongs to another user (uid {found.st_uid}); expected a file of yours")
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Writes a file for its owner's eyes only. What was there before stays until all is written. Raises OSError."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 class Endpoint(BaseModel):
@@ -135,8 +146,8 @@ def _read(config: ConfigFile, index: int, raw: dict[str, Any]) -> Endpoint:
     except ValidationError as error:
         first = error.errors()[0]
         where = (ENDPOINT, index, *first["loc"])
-        known = ", ".join(Endpoint.model_fields)
         if first["type"] == "extra_forbidden":
+            known = ", ".join(Endpoint.model_fields)
             raise config.error(where, f"is no key of an endpoint; expected one of {known}") from None
         if first["type"] == "missing":
             raise config.error((ENDPOINT, index), f"has no {first['loc'][0]}; expected one of each endpoint") from None
@@ -185,7 +196,12 @@ class Keys:
         ConfigError for a key file that cannot be used, and for a key beside a password in the address: a request has
         one of them.
         """
-        key = self._key_of(url, urls)
+        key, own = self.general, self.endpoint_of(url)
+        is_meant = key is not None and self.is_asked and len(urls) == 1
+        if own is not None and own.key_file is not None and not is_meant:
+            key = read_key_file(Path(own.key_file))
+        elif own is not None and len(self.endpoints) > 1 and not is_meant:
+            key = None
         if key is not None and split_login(verifier_url(url))[1] is not None:
             raise ConfigError(
                 f"the address {without_password(url)} has a user name and password, and there is a key for it; leave "
@@ -193,18 +209,11 @@ class Keys:
             )
         return key
 
-    def _key_of(self, url: str, urls: Sequence[str]) -> str | None:
-        if self.general is not None and self.is_asked and len(urls) == 1:
-            return self.general
-        own = self._endpoint_of(url)
-        if own is not None and own.key_file is not None:
-            return read_key_file(Path(own.key_file))
-        return None if own is not None and len(self.endpoints) > 1 else self.general
-
     def allows_http(self, url: str) -> bool:
         """Whether a key may go to this address without encryption."""
-        own = self._endpoint_of(url)
+        own = self.endpoint_of(url)
         return self.is_http_allowed or (own is not None and own.allow_http)
 
-    def _endpoint_of(self, url: str) -> Endpoint | None:
+    def endpoint_of(self, url: str) -> Endpoint | None:
+        """The configured endpoint of an address."""
         return next((each for each in self.endpoints if each.url == verifier_url(url)), None)

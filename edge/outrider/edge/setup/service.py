@@ -14,7 +14,6 @@ import plistlib
 import re
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from xml.sax.saxutils import escape
 import platformdirs
 
 from outrider.edge.setup.config_file import VARIABLE, config_path
+from outrider.edge.setup.endpoints import write_private
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 
 System = Literal["systemd", "launchd", "windows"]
@@ -102,166 +102,140 @@ TASK: Final = """\
 """
 
 
+Command = tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
-    """The file and the commands that turn it on and off. home: the user's directory. user: "DOMAIN\\name" or a uid.
+    """A file and the commands of the service manager. config: value of OUTRIDER_CONFIG for the service.
 
-    module: the package that is `outrider`'s command. config: value of OUTRIDER_CONFIG for the service.
+    turn_on: commands after the file is written. turn_off: before it is removed, or replaced where the manager keeps
+    what it has read. ask: shows whether the service runs. log: where its log is, for people. encoding: the file's.
     """
 
     system: System
-    home: Path
-    python: Path
-    module: str
-    user: str
-    config: Path | None = None
-    config_home: Path | None = None
+    path: Path
+    content: bytes
+    config: Path | None
+    turn_on: tuple[Command, ...]
+    turn_off: tuple[Command, ...]
+    ask: Command
+    log: str | None = None
+    encoding: str = "utf-8"
 
-    @property
-    def path(self) -> Path:
-        """Where the file goes."""
-        if self.system == "systemd":
-            return (self.config_home or self.home / ".config") / "systemd" / "user" / "outrider.service"
-        if self.system == "launchd":
-            return self.home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
-        return (self.config_home or self.home / "AppData" / "Local" / "outrider") / "outrider-task.xml"
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What the service runs: this installation's `outrider serve`."""
-        return (str(self.python), "-m", self.module, "serve")
+def systemd_unit(command: Command, config: Path | None, config_home: Path) -> Service:
+    """A unit of systemd's user manager. Raises ConfigError for a path that no unit can hold."""
+    environment = f"Environment={_systemd_quoted(f'OUTRIDER_CONFIG={config}')}\n" if config else ""
+    started = " ".join(_systemd_quoted(part, is_command=True) for part in command)
+    name, manager = "outrider.service", ("systemctl", "--user")
+    return Service(
+        "systemd",
+        config_home / "systemd" / "user" / name,
+        UNIT.format(mark=MARK, command=started, environment=environment).encode(),
+        config,
+        turn_on=((*manager, "daemon-reload"), (*manager, "enable", name), (*manager, "restart", name)),
+        turn_off=((*manager, "disable", "--now", name),),
+        ask=(*manager, "is-active", name),
+        log="journalctl --user -u outrider",
+    )
 
-    def content(self) -> bytes:
-        """The file."""
-        if self.system == "systemd":
-            return self._unit().encode()
-        return self._plist() if self.system == "launchd" else self._task()
 
-    def turn_on(self) -> tuple[tuple[str, ...], ...]:
-        """Commands after the file is written."""
-        if self.system == "systemd":
-            unit = "outrider.service"
-            return ("systemctl", "--user", "daemon-reload"), ("systemctl", "--user", "enable", unit), (
-                "systemctl", "--user", "restart", unit
-            )  # fmt: skip
-        if self.system == "launchd":
-            return (("launchctl", "bootstrap", f"gui/{self.user}", str(self.path)),)
-        create = ("schtasks", "/Create", "/TN", TASK_NAME, "/XML", str(self.path), "/F")
-        return create, ("schtasks", "/Run", "/TN", TASK_NAME)
+def launchd_agent(command: Command, config: Path | None, home: Path, user: str) -> Service:
+    """An agent of launchd. home: the user's directory. user: the uid."""
+    path, log = home / "Library" / "LaunchAgents" / f"{LABEL}.plist", home / "Library" / "Logs" / "outrider.log"
+    document: dict[str, object] = {
+        "Label": LABEL,
+        "ProgramArguments": list(command),
+        "RunAtLoad": True,
+        "KeepAlive": {"SuccessfulExit": False},
+        "ThrottleInterval": 10,
+        "WorkingDirectory": str(home),
+        "StandardOutPath": str(log),
+        "StandardErrorPath": str(log),
+        "Umask": 0o077,
+    }
+    if config is not None:
+        document["EnvironmentVariables"] = {"OUTRIDER_CONFIG": str(config)}
+    head, _, rest = plistlib.dumps(document, sort_keys=False).partition(b"<plist ")
+    return Service(
+        "launchd",
+        path,
+        head + f"<!-- {MARK}; not run on hardware. -->\n<plist ".encode() + rest,
+        config,
+        turn_on=(("launchctl", "bootstrap", f"gui/{user}", str(path)),),
+        turn_off=(("launchctl", "bootout", f"gui/{user}/{LABEL}"),),
+        ask=("launchctl", "print", f"gui/{user}/{LABEL}"),
+        log=str(log),
+    )
 
-    def turn_off(self) -> tuple[tuple[str, ...], ...]:
-        """Commands before the file is removed, or replaced where the manager keeps what it has read."""
-        if self.system == "systemd":
-            return (("systemctl", "--user", "disable", "--now", "outrider.service"),)
-        if self.system == "launchd":
-            return (("launchctl", "bootout", f"gui/{self.user}/{LABEL}"),)
-        return ("schtasks", "/End", "/TN", TASK_NAME), ("schtasks", "/Delete", "/TN", TASK_NAME, "/F")
 
-    def ask(self) -> tuple[str, ...]:
-        """The command that shows whether it runs."""
-        if self.system == "systemd":
-            return ("systemctl", "--user", "is-active", "outrider.service")
-        if self.system == "launchd":
-            return ("launchctl", "print", f"gui/{self.user}/{LABEL}")
-        return ("schtasks", "/Query", "/TN", TASK_NAME)
-
-    def _unit(self) -> str:
-        environment = f"Environment={_systemd_quoted(f'OUTRIDER_CONFIG={self.config}')}\n" if self.config else ""
-        command = " ".join(_systemd_quoted(part, is_command=True) for part in self.command)
-        return UNIT.format(mark=MARK, command=command, environment=environment)
-
-    def _plist(self) -> bytes:
-        log = self.home / "Library" / "Logs" / "outrider.log"
-        document: dict[str, object] = {
-            "Label": LABEL,
-            "ProgramArguments": list(self.command),
-            "RunAtLoad": True,
-            "KeepAlive": {"SuccessfulExit": False},
-            "ThrottleInterval": 10,
-            "WorkingDirectory": str(self.home),
-            "StandardOutPath": str(log),
-            "StandardErrorPath": str(log),
-            "Umask": 0o077,
-        }
-        if self.config is not None:
-            document["EnvironmentVariables"] = {"OUTRIDER_CONFIG": str(self.config)}
-        written = plistlib.dumps(document, sort_keys=False)
-        head, _, rest = written.partition(b"<plist ")
-        return head + f"<!-- {MARK}; not run on hardware. -->\n<plist ".encode() + rest
-
-    def _task(self) -> bytes:
-        words = {
-            "mark": MARK,
-            "user": self.user,
-            "command": self.command[0],
-            "arguments": subprocess.list2cmdline(self.command[1:]),
-            "home": str(self.home),
-        }
+def windows_task(command: Command, config: Path | None, home: Path, user: str, place: Path) -> Service:
+    """A task of Windows' Task Scheduler. home: the user's directory. user: "DOMAIN\\name". place: the file's."""
+    path = place / "outrider-task.xml"
+    program, *arguments = command
+    words = {
+        "mark": MARK,
+        "user": user,
+        "command": program,
+        "arguments": subprocess.list2cmdline(arguments),
+        "home": str(home),
+    }
+    task = ("/TN", TASK_NAME)
+    return Service(
+        "windows",
+        path,
         # Task Scheduler's own files are UTF-16 with a byte order mark.
-        return TASK.format(**{name: escape(each) for name, each in words.items()}).encode("utf-16")
+        TASK.format(**{name: escape(each) for name, each in words.items()}).encode("utf-16"),
+        config,
+        turn_on=(("schtasks", "/Create", *task, "/XML", str(path), "/F"), ("schtasks", "/Run", *task)),
+        turn_off=(("schtasks", "/End", *task), ("schtasks", "/Delete", *task, "/F")),
+        ask=("schtasks", "/Query", *task),
+        encoding="utf-16",
+    )
 
 
 def service_here(module: str, platform: str = sys.platform) -> Service:
     """The service of this user and this system. Raises RuntimeUnavailable where no service manager is known.
 
-    module: as in `Service`.
+    module: the package that is `outrider`'s command.
     """
-    python = Path(sys.executable)
+    python, home = Path(sys.executable), Path.home()
     # A service manager has none of this shell's variables.
-    is_named = bool(os.environ.get(VARIABLE))
-    is_moved = bool(os.environ.get("XDG_CONFIG_HOME")) and config_path().is_file()
-    chosen = config_path() if is_named or is_moved else None
+    is_moved = os.environ.get(VARIABLE) or (os.environ.get("XDG_CONFIG_HOME") and config_path().is_file())
+    chosen = config_path() if is_moved else None
     if platform == "win32":
         quiet = python.with_name("pythonw.exe")  # python.exe would open a console window
         domain, name = os.environ.get("USERDOMAIN"), os.environ.get("USERNAME", "")
+        command = (str(quiet if quiet.is_file() else python), "-m", module, "serve")
         place = platformdirs.user_config_path("outrider", appauthor=False)
-        user = f"{domain}\\{name}" if domain else name
-        return Service("windows", Path.home(), quiet if quiet.is_file() else python, module, user, chosen, place)
+        return windows_task(command, chosen, home, f"{domain}\\{name}" if domain else name, place)
+    command = (str(python), "-m", module, "serve")
     if platform == "darwin":
-        return Service("launchd", Path.home(), python, module, str(os.getuid()), chosen)
-    if not platform.startswith("linux"):
-        raise RuntimeUnavailable(
-            f"no service manager is known for {platform}; start `outrider serve` at login yourself"
-        )
-    place = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return Service("systemd", Path.home(), python, module, str(os.getuid()), chosen, place)
+        return launchd_agent(command, chosen, home, str(os.getuid()))
+    if platform.startswith("linux"):
+        return systemd_unit(command, chosen, Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config"))
+    raise RuntimeUnavailable(f"no service manager is known for {platform}; start `outrider serve` at login yourself")
 
 
 def write_service(service: Service, *, force: bool = False) -> bool:
     """Puts the file in its place, atomically; whether it changed. Raises ConfigError if another is there."""
-    content, path = service.content(), service.path
-    try:
-        before = path.read_bytes()
-    except FileNotFoundError:
-        before = None
-    if before == content:
+    path = service.path
+    before = path.read_bytes() if path.exists() else None
+    if before == service.content:
         return False
     if path.is_symlink() or (before is not None and not force):
         raise ConfigError(f"{path} is there with other content; compare it with --print, or replace it with --force")
     path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_private(path, service.content)
     return True
 
 
-def remove_service(service: Service) -> bool:
-    """Removes the file; False if there is none. Raises ConfigError for a file that we did not write."""
-    try:
-        content = service.path.read_bytes()
-    except FileNotFoundError:
-        return False
-    if MARK not in content.decode("utf-16" if service.system == "windows" else "utf-8", errors="replace"):
+def remove_service(service: Service) -> None:
+    """Removes the file, which is there. Raises ConfigError for one that we did not write."""
+    if MARK not in service.path.read_bytes().decode(service.encoding, errors="replace"):
         raise ConfigError(f"{service.path} was not written by `outrider service install`; remove it yourself")
     service.path.unlink()
-    return True
 
 
 def run_command(command: Sequence[str]) -> tuple[bool, str]:

@@ -7,13 +7,13 @@ names its `envvar`; so a command is called as if its options had been typed.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
@@ -41,26 +41,18 @@ UNCONFIGURED: Final = frozenset({"config", "service"})
 SECRETS: Final = frozenset({"api_key"})
 """Options whose values are never shown, and never in the file."""
 CLOUDS: Final = frozenset({"cloud", "server"})
-"""Options that take the addresses of the `[[endpoint]]` tables."""
+"""Options that take the addresses of the `[[endpoint]]` tables; all are lists."""
 SEVERAL: Final = CLOUDS | {"draft"}
-"""Options whose value in the file may be one or a list."""
-
-SourceName = Literal["flag", "environment", "file", "default"]
-_SOURCES: Final[dict[ParameterSource, SourceName]] = {
-    ParameterSource.COMMANDLINE: "flag",
-    ParameterSource.ENVIRONMENT: "environment",
-    ParameterSource.DEFAULT_MAP: "file",
-}
+"""Lists that the file may also give as one value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """An option's value. where: the flag, the variable, or the file's line; None for a default."""
+    """An option's value. source: flag, environment, file or default. where: flag, variable, or the file's line."""
 
-    command: str
     name: str
     value: object
-    source: SourceName
+    source: str
     where: str | None = None
 
     @property
@@ -68,17 +60,15 @@ class Setting:
         """The value for people and programs; a secret only says that it is set."""
         if self.name in SECRETS and self.value is not None:
             return "(set, not shown)"
-        if self.name in CLOUDS:
-            is_list = isinstance(self.value, list)
-            urls = [
-                without_password(str(each)) for each in (self.value if isinstance(self.value, list) else [self.value])
-            ]
-            return urls if is_list else urls[0]
+        if self.name in CLOUDS and isinstance(self.value, list):
+            return [without_password(str(each)) for each in self.value]
         return self.value
 
 
 class Settings:
     """The options of a group's commands, with a configuration file. Raises ConfigError for a file that does not fit.
+
+    From then on click reads them from the environment.
 
     environment: as `os.environ`.
     """
@@ -87,6 +77,8 @@ class Settings:
         self.config = config
         self.commands = {name: each for name, each in group.commands.items() if name not in UNCONFIGURED}
         self.common = _common_names(self.commands.values())
+        for name, command in self.commands.items():
+            _name_variables(name, command, self.common)
         self._environment = os.environ if environment is None else environment
         self._check_names()
         self.endpoints = read_endpoints(config)
@@ -94,10 +86,9 @@ class Settings:
         self._unfit: dict[str, dict[Where, ConfigError]] = {name: {} for name in self.commands}
         self._found = {name: dict(self._from_file(name)) for name in self.commands}
         fits = {where for values in self._found.values() for _, where in values.values()}
-        for unfit in self._unfit.values():
-            for where, error in unfit.items():
-                if where not in fits:
-                    raise error
+        for where, error in [each for unfit in self._unfit.values() for each in unfit.items()]:
+            if where not in fits:
+                raise error
 
     def default_map(self) -> dict[str, Any]:
         """The file's values as click takes them, by command."""
@@ -108,46 +99,41 @@ class Settings:
         for error in self._unfit[command].values():
             raise error
         for option in _options(self.commands[command]):
-            variable = self._variable(command, option)
+            variable = self._variable(option)
             if variable is None:
                 continue
-            context = click.Context(self.commands[command])
             raw = self._environment[variable]
             value: Any = option.type.split_envvar_value(raw) if option.multiple else raw
             try:
-                option.type_cast_value(context, value)
+                option.type_cast_value(click.Context(self.commands[command]), value)
             except click.BadParameter:
                 raise ConfigError(f"{variable} is {raw!r}; expected {expectation(option)}") from None
 
     def resolve(self, name: str, arguments: Sequence[str] = ()) -> list[Setting]:
         """Every option's value, as the command would get it with these arguments. Raises click's UsageError."""
         command = self.commands[name]
-        name_variables(name, command, self.common)
+        self.check(name)
         context = click.Context(command, info_name=f"outrider {name}", allow_extra_args=True)
         context.default_map = self.default_map()[name]
-        self.check(name)
         typed, _, _ = command.make_parser(context).parse_args(list(arguments))
         found = []
         for option in _options(command):
             assert option.name is not None
             value, source = option.consume_value(context, typed)
-            value = option.type_cast_value(context, value) if _is_set(value) else None
-            kind = _SOURCES.get(source, "default")
-            where = {
-                "flag": option.opts[0],
-                "environment": self._variable(name, option),
-                "file": self._line(name, option.name),
-                "default": None,
-            }[kind]
-            found.append(Setting(name, long_names(option)[0], _plain(value), kind, where))
+            is_set = value is not None and type(value).__name__ != "Sentinel"  # click's own "not given"
+            value = option.type_cast_value(context, value) if is_set else None
+            kind, where = {
+                ParameterSource.COMMANDLINE: ("flag", option.opts[0]),
+                ParameterSource.ENVIRONMENT: ("environment", self._variable(option)),
+                ParameterSource.DEFAULT_MAP: ("file", self._line(name, option.name)),
+            }.get(source, ("default", None))
+            found.append(Setting(long_names(option)[0], plain(value), kind, where))
         return found
 
     def unknown_variables(self) -> dict[str, str | None]:
         """Variables with our prefix that nothing reads, each with the closest known name."""
-        known = {*RESERVED}
-        for command, declared in self.commands.items():
-            for option in _options(declared):
-                known.update(_variables(command, option, self.common))
+        options = [option for command in self.commands.values() for option in _options(command)]
+        known = RESERVED.union(*(option.envvar or () for option in options))
         unknown = sorted(name for name in self._environment if name.startswith(PREFIX) and name not in known)
         return {name: next(iter(get_close_matches(name, known, n=1)), None) for name in unknown}
 
@@ -157,9 +143,8 @@ class Settings:
         where = self._found[command][name][1]
         return f"[[{ENDPOINT}]]" if where == (ENDPOINT,) else f"line {self.config.line_of(where)}"
 
-    def _variable(self, command: str, option: click.Option) -> str | None:
-        names = _variables(command, option, self.common)
-        return next((name for name in names if self._environment.get(name)), None)
+    def _variable(self, option: click.Option) -> str | None:
+        return next((name for name in option.envvar or () if self._environment.get(name)), None)
 
     def _from_file(self, command: str) -> Iterator[tuple[str, tuple[Any, Where]]]:
         """Option by option: the value that click takes, and its place in the file."""
@@ -179,15 +164,12 @@ class Settings:
                 else:
                     yield option.name, (value, where)
             elif self.endpoints and not CLOUDS.isdisjoint(long_names(option)):
-                urls = [each.url for each in self.endpoints]
-                yield option.name, (urls if option.multiple else urls[0], (ENDPOINT,))
+                yield option.name, ([each.url for each in self.endpoints], (ENDPOINT,))
 
-    def _checked(self, where: Where, option: click.Option, command: str) -> Any:
-        value: Any = self.config.document
-        for part in where:
-            value = value[part]
-        if where[-1] in SEVERAL and isinstance(value, list) != option.multiple:
-            value = [value] if option.multiple else next(iter(value), "")
+    def _checked(self, where: tuple[str, str], option: click.Option, command: str) -> Any:
+        value: Any = self.config.table(where[0])[where[1]]
+        if where[-1] in SEVERAL and not isinstance(value, list):
+            value = [value]
         if where[-1] in SECRETS:
             raise self.config.error(
                 where, "would keep a key in clear text; expected key_file: put the key into a file of its own"
@@ -211,14 +193,14 @@ class Settings:
         return value
 
     def _check_names(self) -> None:
-        self._require_known(self.config.document, (), {COMMON, ENDPOINT, *self.commands}, "tables are")
+        self._require_known(self.config.document, (), {COMMON, ENDPOINT, *self.commands}, "tables are", {})
         removed = {name: each for command in self.commands.values() for name, each in removed_options(command).items()}
         common = self.config.table(COMMON)
         self._require_known(common, (COMMON,), set(self.common), "options of several commands are", removed)
         for name, command in self.commands.items():
-            options = {each for option in _options(command) for each in long_names(option)}
+            known = {each for option in _options(command) for each in long_names(option)}
             what = f"options of `outrider {name}` are"
-            self._require_known(self.config.table(name), (name,), options, what, removed_options(command))
+            self._require_known(self.config.table(name), (name,), known, what, removed_options(command))
 
     def _require_known(
         self,
@@ -226,7 +208,7 @@ class Settings:
         where: tuple[str, ...],
         known: set[str],
         what: str,
-        removed: Mapping[str, str] = MappingProxyType({}),
+        removed: Mapping[str, str],
     ) -> None:
         seen: set[str] = set()
         for name in table:
@@ -247,27 +229,26 @@ def long_names(option: click.Option) -> list[str]:
     return [name[2:].replace("-", "_") for name in option.opts if name.startswith("--")]
 
 
-def name_variables(name: str, command: click.Command, common: frozenset[str]) -> None:
-    """Lets click read the options of a command from the environment. Safe to call twice."""
+def _name_variables(name: str, command: click.Command, common: frozenset[str]) -> None:
+    """Lets click read the options of a command from the environment. May be called again for the same command."""
     for option in _options(command):
-        shown = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
-        # Help shows the variables that were declared, and says once how the others are named.
-        option.show_envvar = False
-        option.envvar = list(dict.fromkeys([*_variables(name, option, common), *shown]))
+        names = long_names(option)
+        own = [PREFIX + f"{name}_{each}".replace("-", "_").upper() for each in names]
+        shared = [PREFIX + each.upper() for each in names if each in common]
+        option.envvar = own + [each for each in shared if each not in RESERVED]
+        option.show_envvar = False  # the help says once how variables are named
 
 
 def expectation(option: click.Option) -> str:
     """What an option takes, in words."""
     kind = option.type
     if isinstance(kind, click.Choice):
-        words = "one of " + ", ".join(_plain_choice(each) for each in kind.choices)
-    elif isinstance(kind, click.types.IntRange | click.types.FloatRange):
-        what = "a whole number" if isinstance(kind, click.types.IntRange) else "a number"
-        bounds = [f"at least {kind.min:g}"] if kind.min is not None else []
-        bounds += [f"at most {kind.max:g}"] if kind.max is not None else []
-        words = ", ".join([what, *bounds])
+        words = "one of " + ", ".join(str(plain(each)) for each in kind.choices)
     else:
-        words = _KIND_WORDS[kind_of(option)]
+        least, most = getattr(kind, "min", None), getattr(kind, "max", None)
+        bounds = [f"at least {least:g}"] if least is not None else []
+        bounds += [f"at most {most:g}"] if most is not None else []
+        words = ", ".join([_KIND_WORDS[kind_of(option)], *bounds])
     return f"a list, each of it {words}" if option.multiple else words
 
 
@@ -276,45 +257,28 @@ _KIND_WORDS: Final = {"bool": "true or false", "int": "a whole number", "float":
 
 def _common_names(commands: Any) -> frozenset[str]:
     """Options that mean one thing wherever they are: a name has one kind of value in all commands."""
-    kinds: dict[str, set[str]] = {}
-    for command in commands:
-        for option in _options(command):
-            for name in long_names(option):
-                # Clouds and drafts are one or several.
-                kinds.setdefault(name, set()).add(f"{kind_of(option)}{option.multiple and name not in SEVERAL}")
-    return frozenset(name for name, found in kinds.items() if len(found) == 1)
+    options = [(name, option) for each in commands for option in _options(each) for name in long_names(option)]
+    kinds = {(name, kind_of(option), option.multiple) for name, option in options}
+    names = Counter(name for name, _, _ in kinds)
+    return frozenset(name for name, num_kinds in names.items() if num_kinds == 1)
 
 
 def _options(command: click.Command) -> list[click.Option]:
     return [each for each in command.params if isinstance(each, click.Option) and not each.is_eager and each.opts]
 
 
-def _variables(command: str, option: click.Option, common: frozenset[str]) -> list[str]:
-    names = long_names(option)
-    own = [PREFIX + f"{command}_{name}".replace("-", "_").upper() for name in names]
-    shared = [PREFIX + name.upper() for name in names if name in common]
-    return own + [name for name in shared if name not in RESERVED]
-
-
-def _where(place: str, table: Mapping[str, Any], option: click.Option) -> Where | None:
+def _where(place: str, table: Mapping[str, Any], option: click.Option) -> tuple[str, str] | None:
     names = long_names(option)
     return next(((place, name) for name in table if name.replace("-", "_") in names), None)
 
 
-def _is_set(value: object) -> bool:
-    return value is not None and type(value).__name__ != "Sentinel"  # click's own "not given"
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """An option's value as JSON and TOML have it."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, Enum):
         return value.value
     return str(value) if isinstance(value, Path) else value
-
-
-def _plain_choice(choice: Any) -> str:
-    return str(choice.value if isinstance(choice, Enum) else choice)
 
 
 def settings_here(*, is_read: bool = True) -> Settings:
