@@ -25,8 +25,7 @@ from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.recent_text import MAX_TOKENS, RecentTextSource, kind_after
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
-from outrider.cloud.recent.store import MemoryStore, RecentStore
-from outrider.cloud.recent.texts import PromptDigest
+from outrider.cloud.recent.store import MemoryStore, PromptDigest, RecentStore
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.book import Book
 from outrider.cloud.vllm.terms import Terms, terms_of

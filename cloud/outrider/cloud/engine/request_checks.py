@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
@@ -15,6 +15,7 @@ from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
+T = TypeVar("T")
 _DEAD = -1
 _CACHES_QUEUED = 8
 """Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
@@ -124,6 +125,21 @@ def deadline_exceeded() -> RequestError:
     )
 
 
+def internal_error() -> RequestError:
+    """The error of a bug of ours; its own words may quote the request."""
+    return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
+
+
+def open_one(sequences: Mapping[int, T], number: int) -> T:
+    """The open sequence of this number. Raises RequestError 404 `unknown_session` where it is over."""
+    sequence = sequences.get(number)
+    if sequence is None:
+        raise RequestError(
+            "unknown_session", "there is no such session: it has ended, or another server has it", status=404
+        )
+    return sequence
+
+
 def usable_recent(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
     """The earlier text, or nothing if it has an id that the model has not: it may come from anywhere."""
     earlier = request.hints.recent
@@ -158,7 +174,7 @@ def _wrong_evidence(rule: Rule, found: str) -> RequestError:
 def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
     """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use."""
     committed = len(generated)  # grows meanwhile: a useful draft may be stale at the merge
-    _check_base(base, committed)
+    check_base(base, committed)
     overlap = committed - base
     is_live = False
     for path in paths:
@@ -177,7 +193,7 @@ def check_tree(
     None if it is unknown.
     """
     committed = len(generated)  # grows meanwhile, as above
-    _check_base(message.base, committed)
+    check_base(message.base, committed)
     _check_tokens(message.tokens, "the tree", limits)
     here: dict[int, int] = {}  # positions of this message's nodes
     nodes = zip(message.tokens, message.parents, strict=True)
@@ -192,7 +208,8 @@ def check_tree(
     raise _stale(committed, "node")
 
 
-def _check_base(base: int, committed: int) -> None:
+def check_base(base: int, committed: int) -> None:
+    """Raises RequestError `draft_ahead`."""
     if base > committed:
         raise RequestError(
             "draft_ahead",

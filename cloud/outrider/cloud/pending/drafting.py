@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -65,23 +65,19 @@ class Drafting:
         self._policy = policy
         self._with_trees = with_trees
         self.curve = StepTimeCurve()
-        self._learned: OrderedDict[bytes, Learned] = OrderedDict()  # by client, the latest last
+        self.learned = lru_cache(_MAX_CLIENTS)(self._nothing_learned)
         self.distributions = Distributions()
         self.num_nodes = 0  # of devices, that became pending
         self.trees = TreeTrials()
         self._untried_s = 0.0  # time of all steps since a size was tried
         self._num_drafted = 0  # steps since one was run without drafts, to time it
 
-    def learned(self, client: bytes) -> Learned:
-        """What this client's earlier sessions have shown, and nobody else's: others' texts cannot be told from it.
+    def _nothing_learned(self, client: bytes) -> Learned:
+        """Of a client (`Asker.client`) that is new, or forgotten.
 
-        client: as `Asker.client`.
+        What is kept of one is its own sessions', and nobody else's: others' texts cannot be told from it.
         """
-        found = self._learned.pop(client, None) or Learned(AcceptanceEstimator(self._max_draft), NodeChances())
-        self._learned[client] = found
-        if len(self._learned) > _MAX_CLIENTS:
-            self._learned.popitem(last=False)
-        return found
+        return Learned(AcceptanceEstimator(self._max_draft), NodeChances())
 
     def pending(
         self,

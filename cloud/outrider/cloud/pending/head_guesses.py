@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.pending.sources import Verified
+from outrider.cloud.pending.sources import DraftSource, Verified
 from outrider.cloud.pending.trie import HEAD_KINDS
 from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -22,12 +22,10 @@ _LEVELS: Final = (0.1, 0.25, 0.5, 0.8)
 assert len(HEAD_KINDS) == len(_LEVELS) + 1
 
 
-class HeadGuesses:
+class HeadGuesses(DraftSource):
     """The heads' guesses for one sequence. text: its tokens; read, never changed, only grows."""
 
     kinds = HEAD_KINDS
-    goes_first = False
-    rivals_device = False
 
     def __init__(self, heads: DraftHeads, params: SamplingParams, text: Sequence[int]) -> None:
         self._heads = heads

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from outrider.cloud.pending.sources import DraftSource
 from outrider.cloud.pending.trie import PROMPT_KINDS
 from outrider.models.runtimes.ngram import NgramLookup
 
@@ -27,12 +28,10 @@ def kind_of(matched: int) -> int:
     return 3 if matched <= _LONG_MATCHES[1] else PROMPT_KINDS[-1]
 
 
-class PromptLookup:
+class PromptLookup(DraftSource):
     """Looks up continuations in one sequence's own text, which only grows. text: read, never changed."""
 
     kinds = PROMPT_KINDS
-    goes_first = False
-    rivals_device = False
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from outrider.cloud.pending.sources import Verified
+from outrider.cloud.pending.sources import DraftSource, Verified
 from outrider.cloud.pending.trie import POOL_KINDS
 
 MAX_NGRAMS: Final = 8192
@@ -20,12 +20,10 @@ MAX_PATH: Final = 8
 """Tokens of a guess."""
 
 
-class NgramPool:
+class NgramPool(DraftSource):
     """The n-grams of one sequence. text: its tokens; read, never changed, only grows."""
 
     kinds = POOL_KINDS
-    goes_first = False
-    rivals_device = False
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from outrider.cloud.pending.lookup import MAX_MATCH, MIN_MATCH
+from outrider.cloud.pending.sources import DraftSource
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 from outrider.models.runtimes.ngram import places_of
 
@@ -27,7 +28,7 @@ def kind_after(run: int, kinds: range = EARLIER_KINDS) -> int:
 assert len(EARLIER_KINDS) == len(PREDICTED_KINDS) == len(_LONG_RUNS) + 1
 
 
-class RecentTextSource:
+class RecentTextSource(DraftSource):
     """An earlier text, and where the present one is in it.
 
     committed: the sequence's tokens; read, never changed, only grows. is_repeat: the earlier text was picked with the

@@ -4,6 +4,10 @@ A request waits `wait_s` for an answer at most, and not at all while another's a
 full of something else is left out, with one warning, until it answers a ping in time; one that is slow, for the time
 that its breaker gives it. An owner has a fixed number of slots, chosen by the prompt's digest, and a
 share of the calls that wait, so no client can take another's room. Redis ends each text's life by itself.
+
+Late answers decide when it is slow. Each counts, and ten answers in time take one back: so a store is left out after
+three late ones in a row, or in the long run where more than one in eleven is late. When it is asked again, the next
+late answer leaves it out for twice as long, until twenty answers in time have shown that it has recovered.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -21,12 +26,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from outrider.cloud.recent.late_answers import LateAnswers
-from outrider.cloud.recent.store import DEFAULT_S, RecentCounts, RecentStats, RecentStore
-from outrider.cloud.recent.texts import (
+from outrider.cloud.recent.store import (
+    DEFAULT_S,
     MAX_BYTES,
     VERSION,
     Place,
+    RecentCounts,
+    RecentStats,
+    RecentStore,
     RecentText,
     decode,
     encode,
@@ -54,9 +61,43 @@ _IDLE_S: Final = 10.0
 _WARN_S: Final = 60.0
 """Between two warnings, at least: a Redis on the edge of the bound comes and goes."""
 _CLOSE_S: Final = 5.0
+_LATE: Final = 10
+"""What a late answer adds, and an answer in time takes one of."""
+_LIMIT: Final = 3 * _LATE
 _FAULTS: Final = (RedisError, OSError, asyncio.TimeoutError, ValueError)
 
 _log = logging.getLogger("outrider.cloud")
+
+
+class LateAnswers:
+    """Late answers of one store, on one thread."""
+
+    def __init__(self, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
+        self._breaker = breaker
+        self._clock = clock
+        self._counted_s = float("-inf")
+        self._score = 0
+
+    def late(self, began_s: float) -> bool:
+        """Counts an answer that is late now; True where the breaker opens for it.
+
+        began_s: when it was asked. Calls that began before the last late answer was counted are of the same burst.
+        """
+        if began_s < self._counted_s:
+            return False
+        self._counted_s = self._clock()
+        self._score += _LATE
+        if self._score < _LIMIT:
+            return False
+        self._score = _LIMIT - _LATE
+        self._breaker.failed()
+        return True
+
+    def in_time(self) -> None:
+        """Counts an answer in time."""
+        self._score = max(0, self._score - 1)
+        if self._score == 0:
+            self._breaker.succeeded()
 
 
 class RedisStore(RecentStore):
@@ -194,15 +235,15 @@ class RedisStore(RecentStore):
             if not has_warned and time.monotonic() - warned_at >= _WARN_S:
                 _log.warning("Redis at %s: %s; no earlier texts are used until it answers", self._where, reason)
                 has_warned, warned_at = True, time.monotonic()
-            await self._pause(left_out_s or self._retry_s)
+            self._changed.clear()
+            await self._wait(left_out_s or self._retry_s)
 
-    async def _pause(self, seconds: float) -> None:
-        self._changed.clear()
-        if not self._is_closed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), seconds)
-            except TimeoutError:
-                pass
+    async def _wait(self, seconds: float) -> bool:
+        """Waits until something has changed. False if nothing has for so long."""
+        try:
+            return self._is_closed or await asyncio.wait_for(self._changed.wait(), seconds)
+        except TimeoutError:
+            return False
 
     async def _ping(self) -> str | None:
         """Why Redis cannot be used now; None when it can."""
@@ -260,9 +301,7 @@ class RedisStore(RecentStore):
             else:
                 self._waiting_bytes.add(entry[0], -len(entry[2]))
         if entry is None:
-            if not self._is_closed:
-                await self._idle()
-            return
+            return await self._idle()
         try:
             await self._redis.set(*entry[1:], px=self._max_ms)
             self._counts.stored += 1
@@ -278,9 +317,7 @@ class RedisStore(RecentStore):
 
     async def _idle(self) -> None:
         """Waits for something to write; asks now and then whether Redis is still there, which no request may tell."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), _IDLE_S)
-        except TimeoutError:
+        if not await self._wait(_IDLE_S):
             try:
                 await self._redis.ping()
             except _FAULTS:

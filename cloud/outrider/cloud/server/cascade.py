@@ -14,9 +14,8 @@ from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.target import LoadedTarget, Target
-from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.upstream import CascadeCounts
+from outrider.cloud.upstream.upstream import CascadeCounts, UpstreamClient, upstream_url
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.wire.protocol import ModelFacts

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Final
 
+from outrider.cloud.engine.request_checks import deadline_exceeded, internal_error
 from outrider.cloud.seam import (
     CommitEvent,
     EndEvent,
@@ -67,9 +68,8 @@ class CascadedText:
         self._session: str | None = None
         self._session_start = 0
         self._posted_end = 0  # tokens of the text, up to which all was posted
-        self._posts: set[asyncio.Task[bool]] = set()
+        self._posts: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._has_ended = False
 
     def begin(self) -> None:
@@ -79,13 +79,8 @@ class CascadedText:
 
     def start(self) -> None:
         """Opens the session upstream."""
-        if self._has_ended:
-            return
-        loop = asyncio.get_running_loop()
-        if self.request.asker.deadline_ms is not None:
-            self._timer = loop.call_later(self.request.asker.deadline_ms / 1e3, self._expire)
-        self._task = loop.create_task(self._verify() if self.request.once else self._generate())
-        self._task.add_done_callback(self._on_done)
+        if not self._has_ended:
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
     def end(self, reason: SequenceEndReason, error: RequestError | None = None) -> None:
         """Ends the text; may be called twice."""
@@ -93,8 +88,6 @@ class CascadedText:
             return
         self._has_ended = True
         self._mid.close()
-        if self._timer is not None:
-            self._timer.cancel()
         for task in (self._task, *self._posts):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
@@ -112,6 +105,20 @@ class CascadedText:
             self._mid.draft_tree(message)
 
     # -- upstream ------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        deadline_ms = self.request.asker.deadline_ms
+        try:
+            async with asyncio.timeout(None if deadline_ms is None else deadline_ms / 1e3):
+                await (self._verify() if self.request.once else self._generate())
+        except TimeoutError:
+            if self.confirmed:
+                self.end("deadline")
+            else:
+                self.end("error", deadline_exceeded())
+        except Exception as error:
+            log_fault(error)  # not with its words, which may quote the request
+            self.end("error", internal_error())
 
     async def _generate(self) -> None:
         retry, counts, loop = self._upstream.retry, self._upstream.counts, asyncio.get_running_loop()
@@ -253,47 +260,20 @@ class CascadedText:
         self._posted_end = known + len(path)
         request = DraftRequest(base=known - self._session_start, paths=[path])
         message = DraftMessage("application/json", request.model_dump_json().encode())
-        task = asyncio.get_running_loop().create_task(self._post(self._session, message))
+        task = asyncio.get_running_loop().create_task(self._upstream.client.posts.post_drafts(self._session, message))
         self._posts.add(task)
         task.add_done_callback(self._posted)
 
-    async def _post(self, session: str, message: DraftMessage) -> bool:
-        """Returns whether it arrived: only a hint is lost, which the next message repeats."""
-        try:
-            await self._upstream.client.posts.post_drafts(session, message)
-        except OutriderError:
-            return False
-        return True
-
-    def _posted(self, task: asyncio.Task[bool]) -> None:
+    def _posted(self, task: asyncio.Task[None]) -> None:
         self._posts.discard(task)
         if task.cancelled():
             return
-        if task.result():
-            self._post_ahead()
-        else:  # the next commit has it posted again: at once would be a loop
-            self._posted_end = len(self.confirmed)
-
-    # -- ends ----------------------------------------------------------------------------------------------------------
-
-    def _expire(self) -> None:
-        if self.confirmed:
-            self.end("deadline")
-        else:
-            error = RequestError(
-                "deadline_exceeded",
-                "the request's deadline_ms passed before its text began; allow more time",
-                status=504,
-            )
-            self.end("error", error)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log_fault(error)  # not with its words, which may quote the request
-            fault = RequestError(
-                "internal_error", "the server failed on this request; its log has the details", status=500
-            )
-            self.end("error", fault)
+        error = task.exception()
+        if error is None:
+            return self._post_ahead()
+        self._posted_end = len(self.confirmed)  # the next commit has it posted again: at once would be a loop
+        if not isinstance(error, OutriderError):
+            log_fault(error)
 
 
 def _lost() -> RequestError:

@@ -16,11 +16,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from outrider.cloud.engine.request_checks import check_draft, check_request
+from outrider.cloud.engine.request_checks import check_base, check_draft, check_request, open_one
 from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
 from outrider.cloud.upstream.cascade_text import CascadedText
-from outrider.cloud.upstream.client import UpstreamClient
-from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamRetry
+from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamClient, UpstreamRetry
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.runtimes.base import ModelLimits
@@ -57,7 +56,6 @@ class CascadeEngine(ServingEngine):
         self._texts: dict[int, CascadedText] = {}
         self._gate = threading.Lock()
         self._is_draining = False
-        self._has_stopped = False
         self._is_idle = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._upstream: Upstream | None = None
@@ -111,19 +109,14 @@ class CascadeEngine(ServingEngine):
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """As `ServingEngine.draft`; `base` counts confirmed tokens."""
-        text = self._text(sequence_id)
+        text = open_one(self._texts, sequence_id)
         check_draft(base, paths, text.confirmed, self._limits)
         self._post(lambda: text.draft(base, paths))
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """As `ServingEngine.draft_tree`; its base counts confirmed tokens."""
-        text = self._text(sequence_id)
-        if message.base > len(text.confirmed):
-            raise RequestError(
-                "draft_ahead",
-                f"base is {message.base}, but {len(text.confirmed)} tokens are committed; send the number of committed "
-                "tokens received",
-            )
+        text = open_one(self._texts, sequence_id)
+        check_base(message.base, len(text.confirmed))
         self._post(lambda: text.draft_tree(message))
 
     def cancel(self, sequence_id: int) -> None:
@@ -147,10 +140,8 @@ class CascadeEngine(ServingEngine):
         while self._texts and time.monotonic() < deadline:
             self._is_idle.wait(timeout=max(0.0, deadline - time.monotonic()))
             self._is_idle.clear()
-        with self._gate:
-            is_first, self._has_stopped = not self._has_stopped, True
-        if is_first and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end_all)
+        if self._thread.is_alive():
+            self._post(self._end_all)
             self._thread.join(_JOIN_S)
         self._mid.stop()
 
@@ -190,11 +181,3 @@ class CascadeEngine(ServingEngine):
     def _post(self, act: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: every text has ended
             self._loop.call_soon_threadsafe(act)
-
-    def _text(self, sequence_id: int) -> CascadedText:
-        text = self._texts.get(sequence_id)
-        if text is None:
-            raise RequestError(
-                "unknown_session", "there is no such session: it has ended, or another server has it", status=404
-            )
-        return text
