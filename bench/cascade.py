@@ -117,7 +117,7 @@ def serve_mid(options: argparse.Namespace) -> None:
     engine = EngineThread(EmulatedMid(emulation, options.mid_noise), EngineConfig(looks_up=False))
     engine.calibrate()
     facts = fetch_facts(options.serve_mid, None)
-    cascade = CascadeEngine(engine, lambda: UpstreamClient.to(options.serve_mid), facts)
+    cascade = CascadeEngine(engine, UpstreamClient.to(options.serve_mid), facts)
     cascade.start()
     own = ServedModel("mid", Tokenizer.from_dir(target_dir()), frozenset())
     app = create_app(cascade, cascade_model(own, facts, None))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -186,8 +186,8 @@ def serve_fake(
     if upstream is not None:
         facts = fetch_facts(upstream, upstream_key)
         model = cascade_model(model, facts, None)
-        connect = partial(UpstreamClient.to, upstream, upstream_key, facts.vocab_size)
-        engine = CascadeEngine(own, connect, facts, upstream_retry)
+        client = UpstreamClient.to(upstream, upstream_key, facts.vocab_size)
+        engine = CascadeEngine(own, client, facts, upstream_retry)
     engine.start()
     offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
     app = create_app(engine, model, replace(settings or ServerSettings(), metrics_age_s=0.0), offered, recent)

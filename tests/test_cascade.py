@@ -144,7 +144,7 @@ def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams)
 
         def is_ahead() -> bool:
             texts = list(running.engine._texts.values())
-            return len(tokens) >= LENGTH - 2 or any(text._mid.ahead for text in texts)
+            return len(tokens) >= LENGTH - 2 or any(text.mid.ahead for text in texts)
 
         while len(tokens) < LENGTH:
             running.mid.wait_until(is_ahead)

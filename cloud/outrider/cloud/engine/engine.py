@@ -254,9 +254,9 @@ class Engine(Intake):
         if self._swap.store is not None:
             self._swap.store.close()
 
-    def calibrate(self, *, max_tokens: int = 32, context: int = 64, repeats: int = 3) -> None:
-        """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
-        context = max(1, min(context, self.limits.max_positions - max_tokens - 1))
+    def calibrate(self, *, max_tokens: int = 32) -> None:
+        """Measures the step-time curve, up to max_tokens tokens after 64 others. Call before any request."""
+        context = max(1, min(64, self.limits.max_positions - max_tokens - 1))
         blocks = self._cache.pool.allocate(-(-(context + max_tokens) // self._cache.pool.block_size))
         if blocks is None:
             raise ConfigError(
@@ -268,7 +268,7 @@ class Engine(Intake):
             sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]
             for n in sizes:  # untimed: a runtime may prepare for a new shape
                 self._runner.time(n, context, blocks, n)
-            for n in sizes * repeats:
+            for n in sizes * 3:
                 self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)

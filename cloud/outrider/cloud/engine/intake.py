@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from outrider.cloud.engine.cache import ParkedPrefix
 from outrider.cloud.engine.engine_state import EngineState
@@ -21,7 +21,7 @@ from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks
-from outrider.cloud.pending.recent_text import RecentTextSource
+from outrider.cloud.pending.lookup import RecentTextSource
 from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import EndEvent, GenerateRequest, Sink
@@ -134,8 +134,10 @@ class Intake(EngineState):
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
         """
         sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
-        with self._merging(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived)):
-            check_draft(base, paths, sequence.generated, self.limits)
+        self._merge(
+            partial(check_draft, base, paths, sequence.generated, self.limits),
+            partial(self._drafting.merge, sequence.drafts, base, paths, arrived),
+        )
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
@@ -143,15 +145,15 @@ class Intake(EngineState):
         Raises RequestError as `draft` does.
         """
         sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
-        drafts = sequence.drafts
-        with self._merging(lambda: self._drafting.merge_tree(drafts, message, arrived)):
-            check_tree(message, drafts.trie.position_of, sequence.generated, self.limits)
+        self._merge(
+            partial(check_tree, message, sequence.drafts.trie.position_of, sequence.generated, self.limits),
+            partial(self._drafting.merge_tree, sequence.drafts, message, arrived),
+        )
 
-    @contextmanager
-    def _merging(self, merge: Callable[[], None]) -> Iterator[None]:
-        """Around the check of a draft: has it merged, unless it is refused for more than being stale."""
+    def _merge(self, check: Callable[[], None], merge: Callable[[], None]) -> None:
+        """Has a draft merged, unless its check refuses it for more than being stale."""
         try:
-            yield
+            check()
         except RequestError as error:
             if error.code == "stale_draft":  # even this shows how long the device takes to answer
                 self._put(merge)

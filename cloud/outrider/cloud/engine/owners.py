@@ -69,17 +69,13 @@ def split_evenly(wanted: Sequence[int], total: int) -> list[int]:
 
     Where a unit is left that cannot be divided, earlier entries get it.
     """
-    given = [0] * len(wanted)
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    for rank, index in enumerate(order):
-        level, rest = divmod(total, len(order) - rank)
-        if wanted[index] <= level:
-            given[index] = wanted[index]
-            total -= wanted[index]
-            continue
-        for place, late in enumerate(sorted(order[rank:])):  # all of them want more than the level
-            given[late] = level + (place < rest)
-        break
+    level = even_level(wanted, total)
+    given = [min(each, math.floor(level)) if each > level else each for each in wanted]
+    rest = total - sum(given)
+    for index, each in enumerate(wanted):
+        if each > level and rest:
+            given[index] += 1
+            rest -= 1
     return given
 
 

@@ -206,11 +206,9 @@ class Scheduler:
             length = sequence.computed + len(new)
             if drafted.tokens:
                 drafted = drafted.first(self._cache.room(sequence) - length)  # no sequence gives way for a guess
-                if drafted.evidence:  # as many as have room: whether one is judged must not depend on later ones
-                    while drafted.tokens and not self._cache.grow(sequence, length + len(drafted.tokens)):
-                        drafted = drafted.first(len(drafted.tokens) - 1)
-                elif not self._cache.grow(sequence, length + len(drafted.tokens)):
-                    drafted = NOTHING
+            while drafted.tokens and not self._cache.grow(sequence, length + len(drafted.tokens)):
+                # With evidence as many as have room: whether one is judged must not depend on later ones.
+                drafted = drafted.first(len(drafted.tokens) - 1) if drafted.evidence else NOTHING
             if self._reserve(sequence, length + len(drafted.tokens), taking_part):
                 taking_part.add(sequence)
                 shares.append(Share(sequence, [*new, *drafted.tokens], drafted, is_complete))

@@ -73,7 +73,6 @@ class SpillStore:
         target: SpillTarget,
         totals: Totals,
         clock: Callable[[], float] = time.time,
-        max_waiting_bytes: int = _MAX_WAITING_BYTES,
     ) -> None:
         """totals: nothing else counts `spill...` in it. Raises ConfigError for a directory that cannot be used, or that
         others may read.
@@ -91,7 +90,7 @@ class SpillStore:
         self._files = _Files(config, clock)
         self._lock = threading.Lock()
         self._has_warned = self._is_hung = False
-        self._max_waiting_bytes = max_waiting_bytes
+        self._max_waiting_bytes = _MAX_WAITING_BYTES
         _prepare(config.directory)
         if self.is_lossy:
             _log.warning(
@@ -288,14 +287,12 @@ class _Files:
                 age_s = self._config.max_s if entry.name.endswith(SUFFIX) else _PART_S
                 if not entry.name.endswith((SUFFIX, PART_SUFFIX)) or not entry.is_file(follow_symlinks=False):
                     continue
-                try:
+                with suppress(FileNotFoundError):  # another replica has removed it
                     found = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue  # another replica has removed it
-                if found.st_mtime <= now - age_s:
-                    Path(entry.path).unlink(missing_ok=True)
-                elif entry.name.endswith(SUFFIX):
-                    files.append((found.st_mtime, entry.name, found.st_size))
+                    if found.st_mtime <= now - age_s:
+                        Path(entry.path).unlink()
+                    elif entry.name.endswith(SUFFIX):
+                        files.append((found.st_mtime, entry.name, found.st_size))
         self._index = OwnerStore()
         for _, name, size in sorted(files):
             self.note(name, size)

@@ -31,7 +31,7 @@ from outrider.cloud.engine.config import SpillType
 
 _PART: Final = re.compile(r"(?:torch\.)?([a-z]+[0-9]+)\[([0-9, ]+)\]")
 _NAMES: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_ELEMENTS: Final = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+_ELEMENTS: Final[dict[str, np.dtype[Any]]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
 """Of a cache tensor; of bfloat16, which numpy does not have, the bits."""
 _MOST_SHIFT: Final = 126
 """2^126 and 2^-126 are normal numbers of float32."""

@@ -34,18 +34,13 @@ class Candidates:
             return NOTHING
         if self.is_line:
             return SelectedDrafts.line(self.tokens[:count])
-        order: list[int] = []
-        others: list[int] = []
-        end = -1
+        path: list[int] = []
         for index in range(count):
-            if self.parents[index] == end:  # the first child of the path's end, so the likeliest
-                order.append(index)
-                end = index
-            else:
-                others.append(index)
-        if not others:
+            if self.parents[index] == (path[-1] if path else -1):  # the first child of its end, so the likeliest
+                path.append(index)
+        if len(path) == count:
             return SelectedDrafts.line(self.tokens[:count])
-        order += others
+        order = [*path, *sorted(set(range(count)).difference(path))]
         place = {index: new for new, index in enumerate(order)}
         place[-1] = -1
         return SelectedDrafts([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])

@@ -108,17 +108,13 @@ class Drafting:
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
-        num_before = drafts.trie.num_nodes
-        is_answer = self._note_lag(drafts, base, len(paths[0]), arrived)
+        num_before, overlap = drafts.trie.num_nodes, len(drafts.committed) - base
         is_newest = base >= drafts.newest_base
-        overlap = len(drafts.committed) - base
-        if is_answer and overlap > 0:  # late, but it shows how well the device guesses: else no wait is ever tried
-            drafts.acceptance.observe(paths[0][:overlap], drafts.committed[base:])
+        self._note_arrival(drafts, base, paths[0], len(paths[0]), arrived)
         for path in reversed(paths):  # the likeliest last, so that it wins
             if len(path) > overlap and list(path[:overlap]) == drafts.committed[base:]:
                 drafts.trie.merge(path[overlap:], prefer=is_newest)
         self.num_nodes += max(0, drafts.trie.num_nodes - num_before)
-        drafts.newest_base = max(base, drafts.newest_base)
 
     def merge_tree(self, drafts: PendingDrafts, message: TreeDraft, arrived: float) -> None:
         """Adds the nodes of a message that are consistent with the commits."""
@@ -131,16 +127,16 @@ class Drafting:
         if overlap > 0 and drafts.lag.is_awaited(base):
             late = likeliest_path(message)
             length = max(length, len(late))
-        if self._note_lag(drafts, base, max(1, length), arrived) and late:  # late, as in `merge`
-            drafts.acceptance.observe(late[:overlap], drafts.committed[base:])
-        drafts.newest_base = max(base, drafts.newest_base)
+        self._note_arrival(drafts, base, late, max(1, length), arrived)
 
-    def _note_lag(self, drafts: PendingDrafts, base: int, length: int, arrived: float) -> bool:
-        """As `DraftLag.drafted`; an answer to a commit is counted."""
-        is_answer = drafts.lag.drafted(base, length, arrived)
-        if is_answer:
+    def _note_arrival(self, drafts: PendingDrafts, base: int, path: Sequence[int], length: int, arrived: float) -> None:
+        """Learns from a message when it came, as `DraftLag.drafted`. path: its likeliest one, if it may be late."""
+        if drafts.lag.drafted(base, length, arrived):
             self.distributions.lag_s.observe(drafts.lag.last_s)
-        return is_answer
+            overlap = len(drafts.committed) - base
+            if path and overlap > 0:  # late, but it shows how well the device guesses: else no wait is ever tried
+                drafts.acceptance.observe(path[:overlap], drafts.committed[base:])
+        drafts.newest_base = max(base, drafts.newest_base)
 
     def committed(
         self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float

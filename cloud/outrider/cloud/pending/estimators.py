@@ -47,10 +47,7 @@ class AcceptanceEstimator:
         num_right = 0
         while num_right < num_tested and pending[num_right] == committed[num_right]:
             num_right += 1
-        own: AcceptanceEstimator | None = self
-        while own is not None:
-            own._count(num_right, min(num_right + 1, num_tested))
-            own = own._parent
+        self._count(num_right, min(num_right + 1, num_tested))
 
     def _count(self, num_right: int, num_tested: int) -> None:
         for i in range(num_tested):
@@ -59,6 +56,8 @@ class AcceptanceEstimator:
             self._tested[i] = _MEMORY * tested + 1.0
             self._all_accepted += self._accepted[i] - accepted
             self._all_tested += self._tested[i] - tested
+        if self._parent is not None:
+            self._parent._count(num_right, num_tested)
 
     @property
     def rate(self) -> float:

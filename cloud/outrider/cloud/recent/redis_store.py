@@ -110,7 +110,6 @@ class RedisStore(RecentStore):
         *,
         wait_s: float = 0.02,
         retry_s: float = 1.0,
-        prefix: str = "outrider",
     ) -> None:
         """wait_s: longest wait of a request. retry_s: between two tries of one that is down. Raises ConfigError."""
         try:
@@ -130,7 +129,6 @@ class RedisStore(RecentStore):
         self._where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._max_ms = max(1, round(max_s * 1e3))
         self._wait_s, self._retry_s = wait_s, retry_s
-        self._prefix = prefix
         self._counts = RecentCounts()
         self._is_up = False
         self._breaker = Breaker(retry_s, max(retry_s, MAX_PAUSE_S))
@@ -188,7 +186,7 @@ class RedisStore(RecentStore):
 
     def _key(self, place: Place) -> str:
         slot = int.from_bytes(place.prompt[-2:], "big") % SLOTS
-        return f"{self._prefix}:recent:{VERSION}:{place.owner}:{slot}"
+        return f"outrider:recent:{VERSION}:{place.owner}:{slot}"
 
     def _ask(self, place: Place) -> Future[RecentText | None] | None:
         """Starts a call on the store's thread; None where it would not be answered."""

@@ -43,9 +43,8 @@ class CascadeTarget(Target):
     def load(self) -> Iterator[LoadedTarget]:
         """Loads the mid-size verifier."""
         with self._mid.load() as loaded:
-            vocab_size = self._facts.vocab_size
-            connect = partial(UpstreamClient.to, self._url, self._key, vocab_size)
-            engine = CascadeEngine(loaded.engine, connect, self._facts)
+            client = UpstreamClient.to(self._url, self._key, self._facts.vocab_size)
+            engine = CascadeEngine(loaded.engine, client, self._facts)
             yield LoadedTarget(engine, f"{loaded.summary}; it verifies first for {self._facts.name} at {self._url}")
 
 

@@ -37,7 +37,6 @@ from outrider.models.wire.protocol import (
     SessionEnd,
     SessionOpen,
 )
-from outrider.models.wire.tree_draft import TreeDraft
 from outrider.models.wire.verify import VerifyRequest
 
 _log = logging.getLogger("outrider.cloud")
@@ -47,7 +46,10 @@ MAX_POSTS: Final = 8
 
 
 class CascadedText:
-    """One text. `begin` it on any thread, then `start` it on the loop; `sink` gets its events there."""
+    """One text. `begin` it on any thread, then `start` it on the loop; `sink` gets its events there.
+
+    confirmed: its tokens so far; append-only: other threads read it. mid: takes the device's drafts.
+    """
 
     def __init__(
         self,
@@ -59,12 +61,12 @@ class CascadedText:
         on_end: Callable[[], None],
     ) -> None:
         self.request = request
-        self.confirmed: list[int] = []  # append-only: other threads read it
+        self.confirmed: list[int] = []
         self._sink = sink
         self._upstream = upstream
         self._on_end = on_end
         self._usage = SequenceUsage(prompt_tokens=len(request.prompt))
-        self._mid = MidRun(mid, request, self.confirmed, self._on_ahead, post)
+        self.mid = MidRun(mid, request, self.confirmed, self._on_ahead, post)
         self._session: str | None = None
         self._session_start = 0
         self._posted_end = 0  # tokens of the text, up to which all was posted
@@ -75,7 +77,7 @@ class CascadedText:
     def begin(self) -> None:
         """Submits the mid-size verifier's sequence. Raises RequestError as its engine does."""
         if not self.request.once:
-            self._mid.begin()
+            self.mid.begin()
 
     def start(self) -> None:
         """Opens the session upstream."""
@@ -87,22 +89,12 @@ class CascadedText:
         if self._has_ended:
             return
         self._has_ended = True
-        self._mid.close()
+        self.mid.close()
         for task in (self._task, *self._posts):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
         self._sink(EndEvent(reason, self._usage, error))
         self._on_end()
-
-    def draft(self, base: int, paths: Sequence[Sequence[int]]) -> None:
-        """A device's paths."""
-        if not self._has_ended:
-            self._mid.draft(base, paths)
-
-    def draft_tree(self, message: TreeDraft) -> None:
-        """A device's part of a tree."""
-        if not self._has_ended:
-            self._mid.draft_tree(message)
 
     # -- upstream ------------------------------------------------------------------------------------------------------
 
@@ -177,8 +169,8 @@ class CascadedText:
 
     def _on_commit(self, commit: Commit) -> None:
         base, counts, tokens = len(self.confirmed), self._upstream.counts, commit.tokens
-        num_first = min(len(self._mid.ahead), len(tokens))
-        ahead = self._mid.ahead[:num_first]
+        num_first = min(len(self.mid.ahead), len(tokens))
+        ahead = self.mid.ahead[:num_first]
         num_agreed = next((i for i in range(num_first) if ahead[i] != tokens[i]), num_first)
         self.confirmed.extend(tokens)
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
@@ -192,7 +184,7 @@ class CascadedText:
         self._sink(CommitEvent(base, tuple(tokens), commit.accepted, commit.proposed, logprobs=logprobs))
         if self._over() is not None:
             return  # upstream's end follows
-        void = self._mid.compare()
+        void = self.mid.compare()
         if void:
             counts.void += void
             counts.returns += 1
@@ -251,7 +243,7 @@ class CascadedText:
         if self._session is None or len(self._posts) >= MAX_POSTS or self._has_ended:
             return
         known = len(self.confirmed)
-        path = self._mid.ahead[:MAX_PATH_TOKENS]
+        path = self.mid.ahead[:MAX_PATH_TOKENS]
         vocab_size = self._upstream.facts.vocab_size
         beyond = next((i for i, token in enumerate(path) if token >= vocab_size), len(path))
         path = path[:beyond]
