@@ -9,9 +9,8 @@ from numpy.typing import NDArray
 
 from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.runner import Rows, Share
-from outrider.cloud.pending.head_guesses import HeadGuesses
+from outrider.cloud.pending.learning import HeadGuesses, NgramPool
 from outrider.cloud.pending.lookup import PromptLookup
-from outrider.cloud.pending.ngram_pool import NgramPool
 from outrider.cloud.pending.sources import DraftSource, Verified
 from outrider.models.errors import ConfigError
 from outrider.models.picks.acceptance import AcceptedBranch

@@ -10,10 +10,9 @@ from typing import Final
 import numpy as np
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.pending.candidates import LEAST, Candidates, likeliest_path, line_of, tree_of
 from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.cloud.pending.pending_drafts import LEAST, Candidates, PendingDrafts, likeliest_path, line_of, tree_of
 from outrider.cloud.pending.policy import (
     NO_WAIT,
     Policy,

@@ -356,12 +356,10 @@ class DraftLag:
         first_s, size = median(self._first), median(self._size)
         token_s = median(self._token_s) if self._token_s else None
         longest = max(self._longest, default=most)
-        lags: list[float | None] = []
-        for count in range(1, most + 1):
-            if count > longest:
-                lags.append(None)
-            elif count <= size:
-                lags.append(first_s)
-            else:
-                lags.append(None if token_s is None else first_s + (count - size) * token_s)
-        return lags
+
+        def lag_s(count: int) -> float | None:
+            if count <= size:
+                return first_s
+            return None if token_s is None else first_s + (count - size) * token_s
+
+        return [lag_s(count) if count <= longest else None for count in range(1, most + 1)]

@@ -150,13 +150,10 @@ class RedisStore(RecentStore):
         """The text kept there, if the answer comes in time."""
         found, asked = None, self._ask(place)
         if asked is not None:
-            try:  # shielded: the call goes on, so a connection that is being made is not lost
-                found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(asked)), self._wait_s)
-            except TimeoutError:
-                pass
-            except asyncio.CancelledError:
-                if not asked.cancelled():  # the request was; otherwise the store is being closed
-                    raise
+            # Whatever happens to this request, the call goes on: a connection that is being made is not lost.
+            await asyncio.wait([asyncio.wrap_future(asked)], timeout=self._wait_s)
+            if asked.done() and not asked.cancelled():  # cancelled where the store is being closed
+                found = asked.result()
         self._counts.hits += found is not None
         self._counts.misses += found is None
         return found
@@ -259,18 +256,15 @@ class RedisStore(RecentStore):
         return None
 
     async def _get(self, place: Place) -> RecentText | None:
-        began, is_late = time.monotonic(), False
-
-        def late() -> None:
-            nonlocal is_late
-            is_late = True
-            self._num_late += 1
-            if self._answers.late(began):
-                self._go_down()
-
-        timer = self._loop.call_later(self._wait_s, late)
+        began = time.monotonic()
+        call = asyncio.ensure_future(self._redis.getrange(self._key(place), 0, MAX_BYTES))
+        in_time, _ = await asyncio.wait([call], timeout=self._wait_s)
+        is_late = not in_time
+        self._num_late += is_late
+        if is_late and self._answers.late(began):
+            self._go_down()
         try:
-            data = await self._redis.getrange(self._key(place), 0, MAX_BYTES)
+            data = await call
         except ResponseError:  # something else has the key
             self._counts.rejected += 1
             return None
@@ -278,7 +272,6 @@ class RedisStore(RecentStore):
             self._failed()
             return None
         finally:
-            timer.cancel()
             self._num_late -= is_late
         if is_late:
             self._counts.failures += 1

@@ -95,8 +95,8 @@ def sampling_digest(params: SamplingParams, *others: object) -> bytes:
 
 def encode(place: Place, text: RecentText) -> bytes:
     """version, tag of the prompt, digest of the sampling, ids as uint32 (little endian), keyed checksum."""
-    ids = array("I", text.tokens[:MAX_TOKENS])
-    body = bytes([VERSION]) + place.prompt[:_TAG_BYTES] + text.sampling + np.asarray(ids, dtype="<u4").tobytes()
+    ids = np.asarray(text.tokens[:MAX_TOKENS], dtype="<u4").tobytes()
+    body = bytes([VERSION]) + place.prompt[:_TAG_BYTES] + text.sampling + ids
     return body + _checksum(place, body)
 
 
@@ -154,19 +154,15 @@ class RecentStore(Protocol):
 
     async def find(self, place: Place) -> RecentText | None:
         """The text kept there; None without one, or where the answer takes too long."""
-        ...
 
     def put(self, place: Place, text: RecentText) -> None:
         """Keeps a text in the place of an earlier one. Any thread; never blocks."""
-        ...
 
     def stats(self) -> RecentStats:
         """A snapshot; cheap."""
-        ...
 
     def close(self) -> None:
         """Ends what runs in the background."""
-        ...
 
 
 class MemoryStore(RecentStore):

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from itertools import takewhile
 from typing import Final
 
 from outrider.cloud.engine.request_checks import deadline_exceeded, internal_error
@@ -169,13 +170,11 @@ class CascadedText:
 
     def _on_commit(self, commit: Commit) -> None:
         base, counts, tokens = len(self.confirmed), self._upstream.counts, commit.tokens
-        num_first = min(len(self.mid.ahead), len(tokens))
-        ahead = self.mid.ahead[:num_first]
-        num_agreed = next((i for i in range(num_first) if ahead[i] != tokens[i]), num_first)
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(self.mid.ahead, tokens, strict=False))
+        counts.confirmed += sum(1 for _ in agreed)
         self.confirmed.extend(tokens)
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
         counts.passes += 1
-        counts.confirmed += num_agreed
         asked = commit.logprobs if self.request.pick.num_logprobs is not None else None  # else nobody has checked them
         logprobs = tuple(
             TokenLogprobs(token, each.logprob, tuple(each.top))
@@ -243,10 +242,8 @@ class CascadedText:
         if self._session is None or len(self._posts) >= MAX_POSTS or self._has_ended:
             return
         known = len(self.confirmed)
-        path = self.mid.ahead[:MAX_PATH_TOKENS]
         vocab_size = self._upstream.facts.vocab_size
-        beyond = next((i for i, token in enumerate(path) if token >= vocab_size), len(path))
-        path = path[:beyond]
+        path = list(takewhile(lambda token: token < vocab_size, self.mid.ahead[:MAX_PATH_TOKENS]))
         if not path or known + len(path) <= self._posted_end:
             return
         self._posted_end = known + len(path)

@@ -118,9 +118,7 @@ def wire_request(request: GenerateRequest, confirmed: Sequence[int], upstream: U
         prompt=[*request.prompt, *confirmed],
         max_tokens=request.max_tokens - len(confirmed),
         cache_salt=upstream.cache_salt(request.asker.client),
-        **_ends(request, upstream.facts),
-        **asdict(request.pick.params),
-        **_choice_fields(request, len(confirmed)),
+        **_choice_fields(request, upstream.facts, len(confirmed)),
         logprobs=request.pick.num_logprobs,
     )
 
@@ -131,23 +129,18 @@ def wire_item(request: GenerateRequest, facts: ModelFacts) -> VerifyItem:
         prefix=list(request.prompt),
         draft=list(request.hints.draft),
         max_tokens=request.max_tokens,
-        **_ends(request, facts),
-        **asdict(request.pick.params),
-        **_choice_fields(request, 0),
+        **_choice_fields(request, facts, 0),
     )
 
 
-def _ends(request: GenerateRequest, facts: ModelFacts) -> dict[str, Any]:
-    """What ends the text: upstream adds the target's own ids, which the request has too, or ignores in part."""
-    own = set(facts.eos_token_ids)
+def _choice_fields(request: GenerateRequest, facts: ModelFacts, num_confirmed: int) -> dict[str, Any]:
+    """Sampling parameters, rules and grammar as the wire has them, how much of the prompt they see as text, and what
+    ends the text: upstream adds the target's own ids, which the request has too, or ignores in part.
+    """
+    own, num_generated = set(facts.eos_token_ids), request.num_generated + num_confirmed
     has_own = own <= request.stop_ids
-    return {"stop_ids": sorted(request.stop_ids - own if has_own else request.stop_ids), "ignore_eos": not has_own}
-
-
-def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:
-    """Rules and grammar as the wire has them, and how much of the prompt they see as text."""
-    num_generated = request.num_generated + num_confirmed
-    found = fields_of(request.pick.processors, num_generated)
+    found = asdict(request.pick.params) | fields_of(request.pick.processors, num_generated)
     if request.pick.grammar is not None:
         found["grammar"] = request.pick.grammar.spec.to_wire()
-    return found | {"generated": num_generated}
+    stop_ids = sorted(request.stop_ids - own if has_own else request.stop_ids)
+    return found | {"generated": num_generated, "stop_ids": stop_ids, "ignore_eos": not has_own}
