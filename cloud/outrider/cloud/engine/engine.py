@@ -123,7 +123,7 @@ class Engine(Intake):
                     len(sequence.tokens),
                     chooser=sequence.chooser,
                     stop_ids=sequence.request.stop_ids,
-                    max_tokens=sequence.num_left,
+                    max_tokens=sequence.drafts.num_left,
                 )
             except ModelFault as fault:
                 spoiled.append((share, fault))
@@ -211,7 +211,7 @@ class Engine(Intake):
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
             return "stop"
-        if sequence.num_left == 0:
+        if sequence.drafts.num_left == 0:
             return "length" if len(sequence.generated) == sequence.request.max_tokens else "context"
         return "once" if sequence.request.once else None
 

@@ -11,7 +11,6 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.rejection import Evidence, SparseDistribution
-from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
@@ -79,8 +78,9 @@ def require_room(
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
-    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter`, `context_length_exceeded`,
-    `wrong_evidence`, and `unsupported_parameter` for what does not go with a rule that judges by probabilities.
+    """Raises RequestError `empty_prompt`, `token_out_of_range` (it names the field on the wire), `invalid_parameter`,
+    `context_length_exceeded`, `wrong_evidence`, and `unsupported_parameter` for what does not go with a rule that
+    judges by probabilities.
 
     num_held: tokens of a parked prefix that come before the prompt.
     """
@@ -100,22 +100,14 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
     rule, processors = request.pick.terms.rule, request.pick.processors
-    check_processors(processors, limits)
+    _check_tokens([token for token, _ in processors.logit_bias], "logit_bias", limits)
+    _check_tokens([token for word in processors.bad_words for token in word], "bad_words", limits)
+    _check_tokens(processors.allowed_ids or (), "allowed_token_ids", limits)
     _check_evidence(rule, request.hints.draft, request.hints.evidence, limits)
     if rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
         raise RequestError(
             "unsupported_parameter", f"typical_p and XTC do not go with the rule {rule}; leave one of them out"
         )
-
-
-def check_processors(processors: ProcessorOptions, limits: ModelLimits) -> None:
-    """Raises RequestError `token_out_of_range`, which names the rule's field on the wire."""
-    if processors is PLAIN:
-        return
-    _check_tokens([token for token, _ in processors.logit_bias], "logit_bias", limits)
-    for word in processors.bad_words:
-        _check_tokens(word, "bad_words", limits)
-    _check_tokens(processors.allowed_ids or (), "allowed_token_ids", limits)
 
 
 def deadline_exceeded() -> RequestError:

@@ -179,9 +179,14 @@ def picked(
     """
     tokens, parents = drafted.tokens, drafted.parents
     if chooser is not None:
-        whole = cast(Sequence[NDArray[np.float32]], rows)
         return chooser.choose(
-            whole, tokens, parents, position, stop_ids=stop_ids, max_tokens=max_tokens, evidence=drafted.evidence
+            cast(Sequence[NDArray[np.float32]], rows),
+            tokens,
+            parents,
+            position,
+            stop_ids=stop_ids,
+            max_tokens=max_tokens,
+            evidence=drafted.evidence,
         )
     if isinstance(rows, list):
         picks = cast(list[int | None], rows)

@@ -77,9 +77,4 @@ class SequenceState:
     @property
     def num_wanted(self) -> int:
         """The same, and the draft that a /v1/verify item brought."""
-        return self.num_missing + len(self.drafts.own_draft(self.num_left).tokens)
-
-    @property
-    def num_left(self) -> int:
-        """Tokens it may still commit."""
-        return self.drafts.num_left
+        return self.num_missing + len(self.drafts.own_draft(self.drafts.num_left).tokens)

@@ -310,7 +310,7 @@ class Drafting:
             counts = self._tried(rows, counts, rate, len(decoding), budget, fixed, context)
         for drafts, row, count in zip(others, rows, counts, strict=True):
             chosen[drafts] = row.chosen(count)
-            drafts.num_lookup_chosen = row.num_looked_up(count) if drafts.trie.num_looked_up else 0
+            drafts.num_lookup_chosen = sum(map(is_looked_up, row.kinds[:count])) if drafts.trie.num_looked_up else 0
         return chosen
 
     def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:

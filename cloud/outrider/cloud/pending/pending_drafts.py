@@ -131,10 +131,6 @@ class Candidates:
         place[-1] = -1
         return SelectedDrafts([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])
 
-    def num_looked_up(self, count: int) -> int:
-        """How many of the first `count` were looked up."""
-        return sum(map(is_looked_up, self.kinds[:count]))
-
 
 def line_of(drafts: PendingDrafts, max_draft: int) -> Candidates:
     """The likeliest path, of at most `max_draft` tokens."""
