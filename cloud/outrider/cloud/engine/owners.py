@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -111,11 +112,8 @@ class Owner(Generic[M]):
 
     def enqueue(self, sequence: M, *, is_first: bool = False) -> None:
         """Queues a sequence behind its equals, or before them."""
-        queue, priority = self.queue, sequence.priority
-        if not is_first and (not queue or queue[-1].priority >= priority):
-            return queue.append(sequence)
-        before = (i for i, other in enumerate(queue) if other.priority < priority + is_first)
-        queue.insert(next(before, len(queue)), sequence)
+        insert = insort_left if is_first else insort_right
+        insert(self.queue, sequence, key=lambda queued: -queued.priority)
 
     def next_queued(self, *, by_age: bool) -> M:
         """The next of the queue, which is not empty; by_age: the one that waits longest, whatever its priority."""

@@ -113,16 +113,14 @@ class Scheduler:
         cache, or of the candidate's own owner.
         """
         own = self.owners.of(candidate)
-        eligible = []
-        for sequence in self.running:
-            if self.owners.had_turn(sequence):
-                owner = self.owners.of(sequence)
-                if self.owners.by_age or sequence.priority == candidate.priority:
-                    is_eligible = owner is own or len(owner.running) > len(own.running)
-                else:
-                    is_eligible = sequence.priority < candidate.priority
-                if is_eligible:
-                    eligible.append(sequence)
+
+        def is_eligible(sequence: SequenceState) -> bool:
+            if not self.owners.by_age and sequence.priority != candidate.priority:
+                return sequence.priority < candidate.priority
+            owner = self.owners.of(sequence)
+            return owner is own or len(owner.running) > len(own.running)
+
+        eligible = [s for s in self.running if self.owners.had_turn(s) and is_eligible(s)]
         eligible.sort(key=self.owners.precedence, reverse=True)
         return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
 

@@ -135,14 +135,14 @@ class Candidates:
 def line_of(drafts: PendingDrafts, max_draft: int) -> Candidates:
     """The likeliest path, of at most `max_draft` tokens."""
     row = Candidates()
-    node, left = drafts.trie.root.best, min(max_draft, drafts.num_left - 1)
-    if node is None or left <= 0:
+    node, most = drafts.trie.root.best, min(max_draft, drafts.num_left - 1)
+    if node is None or most <= 0:
         return row
     rates = drafts.chances.rates()
     by_position: list[float] = []  # of unhinted nodes
     alive = 1.0
     tokens, survivals, kinds = row.tokens, row.survivals, row.kinds
-    while node is not None and left:
+    while node is not None and len(tokens) < most:
         kind = node.kind
         if kind == UNHINTED:
             by_position = by_position or drafts.acceptance.rates(max_draft)
@@ -155,7 +155,6 @@ def line_of(drafts: PendingDrafts, max_draft: int) -> Candidates:
         survivals.append(alive)
         kinds.append(kind)
         node = node.best
-        left -= 1
     return row
 
 
