@@ -44,11 +44,11 @@ from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_cascade
 from outrider.cloud.server.serving import VerifierServer
-from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.engine import CascadeEngine
+from outrider.cloud.upstream.upstream import UpstreamClient
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import CorePlan, plan_cores
@@ -114,10 +114,10 @@ class EmulatedMid(EmulatedTarget):
 def serve_mid(options: argparse.Namespace) -> None:
     """The emulated mid's process."""
     emulation = Emulation(options.mid_step, options.extra, 0.0, temperature=options.temperature)
-    engine = Engine(EmulatedMid(emulation, options.mid_noise), EngineConfig(looks_up=False))
+    engine = EngineThread(EmulatedMid(emulation, options.mid_noise), EngineConfig(looks_up=False))
     engine.calibrate()
     facts = fetch_facts(options.serve_mid, None)
-    cascade = CascadeEngine(EngineThread(engine), lambda: UpstreamClient.to(options.serve_mid), facts)
+    cascade = CascadeEngine(engine, UpstreamClient.to(options.serve_mid), facts)
     cascade.start()
     own = ServedModel("mid", Tokenizer.from_dir(target_dir()), frozenset())
     app = create_app(cascade, cascade_model(own, facts, None))

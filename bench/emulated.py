@@ -27,7 +27,7 @@ from tests.fake_runtime import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
+from outrider.cloud.engine import EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
@@ -258,13 +258,12 @@ def _serve(options: argparse.Namespace) -> None:
         policy=Policy(options.policy),
         max_running=options.max_running,
     )
-    engine = Engine(
+    engine = EngineThread(
         EmulatedTarget(Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)), config
     )
     engine.calibrate()
-    thread = EngineThread(engine)
-    thread.start()
-    app = create_app(thread, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
+    engine.start()
+    app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
     relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
     with open_socket("127.0.0.1", 0) as sock:
         url = url_of(sock, is_tls=False)

@@ -26,7 +26,7 @@ from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import Engine, EngineThread
+from outrider.cloud.engine import EngineThread
 from outrider.cloud.server.serving import VerifierServer
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.sockets import open_socket
@@ -49,7 +49,7 @@ def serve(step_s: float) -> None:
         time.sleep(step_s)
 
     runtime = FakeBatchRuntime(vocab_size=4096, max_positions=65536, num_blocks=4096, on_step=on_step)
-    engine = EngineThread(Engine(runtime))
+    engine = EngineThread(runtime)
     engine.start()
     model = ServedModel("fake", Tokenizer.from_dir(REFERENCE), frozenset())
     app = create_app(engine, model, ServerSettings(keys=KeyRing([KEY])))

@@ -52,7 +52,7 @@ MORE_DESCRIPTORS: Final = 4
 LONG_PROMPT: Final = 900
 KV_CACHE_MB: Final = 48
 """So small that every block is used while the server warms up: pages that are touched late would look like growth."""
-BOUNDED: Final = {"outrider.cloud.recent.texts.PromptDigest": 256}
+BOUNDED: Final = {"outrider.cloud.recent.store.PromptDigest": 256}
 """Objects that stay, up to a number: the digests of one owner's kept prefixes, whose keys and values may be gone."""
 _SETTLE_S: Final = 20.0
 

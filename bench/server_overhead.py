@@ -46,7 +46,7 @@ from rich.table import Table
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
@@ -121,14 +121,13 @@ def serve(step_s: float, num_sessions: int) -> None:
     """The server's process. GET /cpu answers with the CPU seconds of its threads."""
     runtime = EmulatedRuntime(step_s, num_sessions)
     config = EngineConfig(max_running=num_sessions, step_tokens=num_sessions * (DRAFT_TOKENS + 2))
-    engine = Engine(runtime, config)
+    engine = EngineThread(runtime, config)
     engine.calibrate()
-    thread = EngineThread(engine)
     model = ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset())
     settings = ServerSettings(keys=KeyRing(KEYS), max_sessions=num_sessions)
-    app = create_app(thread, model, settings)
+    app = create_app(engine, model, settings)
     relieve_collector()  # as `serve` does
-    thread.start()
+    engine.start()
     _report_cpu(app, runtime)
     with open_socket("127.0.0.1", 0) as sock:
         url = url_of(sock, is_tls=False)

@@ -43,10 +43,8 @@ from rich.table import Table
 from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.pending.head_guesses import HeadGuesses
-from outrider.cloud.pending.lookup import PromptLookup
-from outrider.cloud.pending.ngram_pool import NgramPool
-from outrider.cloud.pending.recent_text import RecentTextSource
+from outrider.cloud.pending.learning import HeadGuesses, NgramPool
+from outrider.cloud.pending.lookup import PromptLookup, RecentTextSource
 from outrider.cloud.seam import CommitEvent, EndEvent, Event
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.retrieval.grounding import Library

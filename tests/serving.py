@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -23,16 +23,15 @@ from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
-from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_cascade
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.serving import VerifierServer
-from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.upstream import UpstreamRetry
+from outrider.cloud.upstream.upstream import UpstreamClient, UpstreamRetry
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams, pick
@@ -181,14 +180,14 @@ def serve_fake(
     """
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
     runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=gate)
-    own = EngineThread(Engine(runtime, config))
+    own = EngineThread(runtime, config)
     model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}")
     engine: ServingEngine = own
     if upstream is not None:
         facts = fetch_facts(upstream, upstream_key)
         model = cascade_model(model, facts, None)
-        connect = partial(UpstreamClient.to, upstream, upstream_key, facts.vocab_size)
-        engine = CascadeEngine(own, connect, facts, upstream_retry)
+        client = UpstreamClient.to(upstream, upstream_key, facts.vocab_size)
+        engine = CascadeEngine(own, client, facts, upstream_retry)
     engine.start()
     offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
     app = create_app(engine, model, replace(settings or ServerSettings(), metrics_age_s=0.0), offered, recent)

@@ -37,10 +37,17 @@ from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
 from outrider.cloud.upstream.cascade_text import CascadedText
-from outrider.cloud.upstream.client import UpstreamClient, upstream_url
-from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamRetry, wire_item, wire_request
+from outrider.cloud.upstream.mid import DeviceDrafts
+from outrider.cloud.upstream.upstream import (
+    CascadeCounts,
+    Upstream,
+    UpstreamClient,
+    UpstreamRetry,
+    upstream_url,
+    wire_item,
+    wire_request,
+)
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
@@ -137,7 +144,7 @@ def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams)
 
         def is_ahead() -> bool:
             texts = list(running.engine._texts.values())
-            return len(tokens) >= LENGTH - 2 or any(text._mid.ahead for text in texts)
+            return len(tokens) >= LENGTH - 2 or any(text.mid.ahead for text in texts)
 
         while len(tokens) < LENGTH:
             running.mid.wait_until(is_ahead)

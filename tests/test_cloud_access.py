@@ -19,7 +19,6 @@ from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.hangup import takes_hangups
@@ -48,7 +47,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 def fake_target(on_load: Callable[[], object]) -> Iterator[Any]:
     """What `serve` serves, over the fake language. on_load: called while it is loaded."""
     tokenizer = fake_tokenizer()
-    engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=tokenizer.size)))
+    engine = EngineThread(FakeBatchRuntime(vocab_size=tokenizer.size))
 
     @contextmanager
     def load() -> Iterator[Any]:

@@ -23,7 +23,7 @@ from tests.test_edge_tls import OPENSSL, make_own, make_signed
 
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.pending.policy import Policy
@@ -432,7 +432,7 @@ def test_an_argument_that_has_no_effect_in_a_cluster_is_refused(argument: str, t
 def fake_target() -> Iterator[tuple[Any, list[Any]]]:
     """What a replica loads, over the fake language; and what its engine calls at its death."""
     tokenizer = fake_tokenizer()
-    engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=tokenizer.size)))
+    engine = EngineThread(FakeBatchRuntime(vocab_size=tokenizer.size))
     deaths: list[Any] = []
     engine.on_death = deaths.append  # type: ignore[method-assign, assignment]
 

@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 
 from outrider.cloud.api.recent_texts import Recalled
 from outrider.cloud.api.state import Core, DraftLimits, ServedModel, ServerSettings
-from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.replicas.cluster import Scale
@@ -607,7 +606,7 @@ def test_what_a_front_cannot_do_is_refused(tmp_path: Path) -> None:
 
 def test_a_replica_keeps_recent_texts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As a single server does: in memory, or in the Redis of all."""
-    engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=300)))
+    engine = EngineThread(FakeBatchRuntime(vocab_size=300))
 
     @contextmanager
     def load() -> Iterator[LoadedTarget]:

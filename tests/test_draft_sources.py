@@ -20,10 +20,9 @@ from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
-from outrider.cloud.pending.head_guesses import HeadGuesses
-from outrider.cloud.pending.ngram_pool import MAX_NGRAMS, NgramPool
+from outrider.cloud.pending.learning import MAX_NGRAMS, HeadGuesses, NgramPool
+from outrider.cloud.pending.lookup import RecentTextSource
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.recent_text import RecentTextSource
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources, Verified
 from outrider.cloud.pending.trie import (

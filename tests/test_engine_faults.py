@@ -17,7 +17,7 @@ from tests.requests import flat_request
 from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
-from outrider.cloud.engine.parked import ParkedPrefix
+from outrider.cloud.engine.cache import ParkedPrefix
 from outrider.cloud.seam import EndEvent, Event, GenerateRequest
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
@@ -334,13 +334,12 @@ class Waiting(Collector):
 
 def test_a_dead_thread_refuses_work_and_has_ended_what_was_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """When even starting afresh fails, every open request gets its end, a new one 503 at once, and `stop` returns."""
-    engine = Engine(FakeBatchRuntime(vocab_size=VOCAB))
-    thread = EngineThread(engine)
+    thread = EngineThread(FakeBatchRuntime(vocab_size=VOCAB))
 
     def no_memory() -> None:
         raise MemoryError
 
-    monkeypatch.setattr(engine, "_start_afresh", no_memory)
+    monkeypatch.setattr(thread, "_start_afresh", no_memory)
     collectors = [Waiting(is_broken=True), Waiting(), Waiting()]
     for collector in collectors:
         thread.submit(flat_request((1, 2, 3), SAMPLED, 4000), collector)
@@ -370,7 +369,7 @@ def test_a_hung_step_makes_the_engine_unfit_until_it_returns() -> None:
         assert gate.wait(TIMEOUT_S)
 
     clock = Clock()
-    thread = EngineThread(Engine(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock))
+    thread = EngineThread(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock)
     thread.start()
     collector = Waiting()
     thread.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), collector)
@@ -398,7 +397,7 @@ def test_a_step_that_hangs_for_two_minutes_is_the_engines_death() -> None:
         assert gate.wait(TIMEOUT_S)
 
     clock, told = Clock(), list[str]()
-    thread = EngineThread(Engine(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock))
+    thread = EngineThread(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock)
     thread.on_death(told.append)
     thread._thread.start()  # not the one that looks: the test does
     collector = Waiting()
@@ -427,7 +426,7 @@ def test_a_runtime_whose_faults_last_is_given_up(faults_last: bool) -> None:
 
     Broken.faults_last = faults_last  # type: ignore[attr-defined]
     clock, told = Clock(), list[str]()
-    engine = Engine(Broken(vocab_size=VOCAB), clock=clock)
+    engine = EngineThread(Broken(vocab_size=VOCAB), clock=clock)
     collector = ask(engine, PROMPTS[1])
     for _ in range(9):
         clock.now += engine.step() or 0.0
@@ -435,13 +434,12 @@ def test_a_runtime_whose_faults_last_is_given_up(faults_last: bool) -> None:
     for _ in range(9):
         clock.now += engine.step() or 0.0
     assert engine.health.is_lost == faults_last
-    thread = EngineThread(engine)
-    thread.on_death(told.append)
-    thread.start()
+    engine.on_death(told.append)
+    engine.start()
     if faults_last:
-        thread._thread.join(TIMEOUT_S)
-    thread.stop()
-    thread._watch.join(TIMEOUT_S)
+        engine._thread.join(TIMEOUT_S)
+    engine.stop()
+    engine._watch.join(TIMEOUT_S)
     assert told == (["no step succeeds: RuntimeError, again and again"] if faults_last else [])
 
 
@@ -459,7 +457,7 @@ def test_a_slow_runtime_is_given_twenty_of_its_steps() -> None:
             entered.set()
             assert gate.wait(TIMEOUT_S)
 
-    thread = EngineThread(Engine(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock))
+    thread = EngineThread(FakeBatchRuntime(vocab_size=VOCAB, on_step=on_step), clock=clock)
     thread.start()
     collector = Waiting()
     thread.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), collector)
@@ -638,8 +636,7 @@ def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(seed: 
     """Six threads generate, draft, cancel and verify; texts that end well are right, and all blocks come back."""
     truths = [plain(prompt, SAMPLED, 24) for prompt in CHAOTIC]
     runtime = Chaos(seed)
-    engine = Engine(runtime, EngineConfig(max_running=6, step_tokens=32, max_parked=4))
-    thread = EngineThread(engine)
+    thread = EngineThread(runtime, EngineConfig(max_running=6, step_tokens=32, max_parked=4))
     thread.start()
     failures: list[object] = []
     clients = [Client(thread, truths, 100 * seed + i, failures) for i in range(6)]
@@ -650,7 +647,7 @@ def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(seed: 
         each.join()
     assert failures == [] and runtime.violations == []
     assert sum(client.num_well for client in clients) > 5
-    assert engine.stats().totals.faults > 5
+    assert thread.stats().totals.faults > 5
     runtime.is_calm = True
     calm = Waiting()
     thread.submit(flat_request(tuple(PROMPTS[2]), SAMPLED, 20), calm)

@@ -60,7 +60,7 @@ def test_the_text_after_a_rewind_is_that_of_the_other_tokens(base: int, looks_up
 
 def test_a_sequence_that_has_ended_is_not_rewound() -> None:
     """False where it is over; where it ends before its turn comes, the new sink gets an end."""
-    engine = EngineThread(Harness().engine)
+    engine = EngineThread(FakeBatchRuntime(vocab_size=64))
     assert not engine.rewind(1, 0, [1], Tail([]))
     harness = Harness()
     first, late = Collector(), Tail([])

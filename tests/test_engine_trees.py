@@ -15,8 +15,8 @@ from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.engine.runner import Share
 from outrider.cloud.engine.sequence_state import SequenceState
-from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.pending_drafts import PendingDrafts

@@ -13,12 +13,11 @@ from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.pending.candidates import likeliest_path
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.cloud.pending.pending_drafts import PendingDrafts, likeliest_path
 from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.cloud.pending.sources import Sources

@@ -24,12 +24,13 @@ from tests.redis_server import redis_server, wait_until
 
 from outrider.cloud.recent import redis_store
 from outrider.cloud.recent.redis_store import SLOTS, RedisStore
-from outrider.cloud.recent.store import MemoryStore, RecentStore
-from outrider.cloud.recent.texts import (
+from outrider.cloud.recent.store import (
     MAX_BYTES,
     MAX_TOKENS,
+    MemoryStore,
     Place,
     PromptDigest,
+    RecentStore,
     RecentText,
     decode,
     encode,

@@ -14,8 +14,7 @@ from tests.engine_harness import Clock
 from tests.redis_server import wait_until
 from tests.test_recent import find, place, store_at, warnings_of
 
-from outrider.cloud.recent.late_answers import LateAnswers
-from outrider.cloud.recent.redis_store import MAX_PAUSE_S, RedisStore
+from outrider.cloud.recent.redis_store import MAX_PAUSE_S, LateAnswers, RedisStore
 from outrider.models.breaker import Breaker
 
 

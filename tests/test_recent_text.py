@@ -21,12 +21,11 @@ from tests.serving import FakeServer, fake_tokenizer, run_session, serve_fake, t
 from outrider.cloud.api.recent_texts import RecentTexts
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.pending.lookup import MAX_TOKENS, RecentTextSource, kind_after
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.recent_text import MAX_TOKENS, RecentTextSource, kind_after
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
-from outrider.cloud.recent.store import MemoryStore, RecentStore
-from outrider.cloud.recent.texts import PromptDigest
+from outrider.cloud.recent.store import MemoryStore, PromptDigest, RecentStore
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.book import Book
 from outrider.cloud.vllm.terms import Terms, terms_of

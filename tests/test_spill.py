@@ -34,6 +34,7 @@ from outrider.cloud.engine import spill as spill_module
 from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
+from outrider.cloud.seam import Totals
 from outrider.cloud.server import embedded
 from outrider.cloud.server.embedded import _config
 from outrider.cloud.server.identity import instruction_set
@@ -65,9 +66,9 @@ class SpillHarness(Harness):
     ) -> None:
         spill = SpillConfig(place, target, always=always, type=kind)
         super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64)
-        assert self.engine._swap is not None
         self.swap = self.engine._swap
-        self.spill: SpillStore = self.swap.store
+        assert self.swap.store is not None
+        self.spill = self.swap.store
 
     def text(self, collector: Collector) -> list[int]:
         """Runs until this sequence has ended."""
@@ -240,7 +241,7 @@ def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.M
         _, late = second.submit((3, 4), 10, prefix_hash=name)
         second.engine.step()
         assert disk.asked.wait(30.0)
-        ((first_id, _),) = second.swap._loading.items()
+        ((first_id, _),) = second.swap.loading.items()
         found = second.spill.find(b"", name)
         request = flat_request((3, 4), SAMPLED, 10, prefix_hash=name, stored=found, deadline_ms=500.0)
         second.engine.submit(request, Collector())
@@ -352,7 +353,7 @@ def test_a_runtime_that_fails_to_copy_fails_no_request(place: Path, monkeypatch:
 @contextmanager
 def store(place: Path, clock: Callable[[], float] = time.time, **limits: object) -> Iterator[SpillStore]:
     config = SpillConfig(place, "t", **limits)  # type: ignore[arg-type]
-    with closing(SpillStore(config, TARGET, clock)) as opened:
+    with closing(SpillStore(config, TARGET, Totals(), clock)) as opened:
         yield opened
 
 
@@ -415,7 +416,7 @@ def test_the_owner_with_most_bytes_loses_its_oldest_file(place: Path) -> None:
         assert sum(path.stat().st_size for path in place.iterdir()) <= 5 * size
         assert opened.find(b"small", "n") is not None and opened.find(b"large", "19") is not None
         assert opened.find(b"large", "0") is None
-        assert not opened.has_room(5 * size) and opened.counts.faults == 1
+        assert not opened.has_room(5 * size) and opened.totals.spill_faults == 1
 
 
 def test_at_the_end_every_parked_prefix_is_written(place: Path) -> None:
@@ -425,10 +426,10 @@ def test_at_the_end_every_parked_prefix_is_written(place: Path) -> None:
         harness.spill._max_waiting_bytes = 12 * block  # two prefixes of 5 blocks
         names = [harness.keep((seed,) * 13)[0] for seed in range(8)]
         harness.engine.shut_down()
-        assert harness.spill.counts.written == 8 and harness.spill.counts.faults == 0
+        assert harness.spill.totals.spilled == 8 and harness.spill.totals.spill_faults == 0
         assert all(harness.spill.find(b"", name) is not None for name in names)
         assert harness.spill.has_room(12) and not harness.spill.has_room(13)
-        assert harness.spill.counts.faults == 1
+        assert harness.spill.totals.spill_faults == 1
 
 
 def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -438,7 +439,7 @@ def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixtur
         for _ in range(3):
             opened.put(b"a", "n", TOKENS, blocks())
         opened.flush()
-        assert opened.counts.faults >= 3 and opened.counts.written == 0
+        assert opened.totals.spill_faults >= 3 and opened.totals.spilled == 0
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 

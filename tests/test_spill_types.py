@@ -30,6 +30,7 @@ from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_codec import BOUNDS, BlockCodec, e4m3_codes, e4m3_numbers
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
+from outrider.cloud.seam import Totals
 from outrider.cloud.server.embedded import _config
 from outrider.cloud.server.main import app
 from outrider.cloud.server.options import ServeOptions
@@ -172,7 +173,7 @@ def test_a_server_without_such_a_cache_does_not_start(tmp_path: Path) -> None:
 
 
 def store(place: Path, kind: SpillType) -> SpillStore:
-    return SpillStore(SpillConfig(place, "t", type=kind), replace(TARGET, type=kind))
+    return SpillStore(SpillConfig(place, "t", type=kind), replace(TARGET, type=kind), Totals())
 
 
 def blocks(seed: int = 0) -> NDArray[np.uint8]:
@@ -189,8 +190,8 @@ def kept(place: Path, kind: SpillType, data: NDArray[np.uint8]) -> tuple[Path, N
         read: list[NDArray[np.uint8] | None] = []
         opened.load(b"a", found, read.append)
         opened.flush()
-        assert read[0] is not None and opened.counts.faults == 0
-        return found.path, read[0], opened.counts.beyond
+        assert read[0] is not None and opened.totals.spill_faults == 0
+        return found.path, read[0], opened.totals.spill_beyond
 
 
 def test_files_are_smaller(tmp_path: Path) -> None:
@@ -221,11 +222,11 @@ def test_a_file_of_another_type_is_never_used(tmp_path: Path, written: SpillType
     path, _, _ = kept(place, written, blocks())
     for kind in set(SpillType) - {written}:
         with closing(store(place, kind)) as other:
-            assert other.find(b"a", "n") is None and other.counts.faults == 0 and path.exists()
+            assert other.find(b"a", "n") is None and other.totals.spill_faults == 0 and path.exists()
             wrong = place / other._target.place(b"a", "n")
             assert wrong != path
             shutil.copy(path, wrong)
-            assert other.find(b"a", "n") is None and other.counts.faults == 1 and not wrong.exists()
+            assert other.find(b"a", "n") is None and other.totals.spill_faults == 1 and not wrong.exists()
 
 
 def test_flags_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ def test_flags_that_cannot_be_are_refused(tmp_path: Path) -> None:
         start = MAGIC + struct.pack("<I", len(header)) + header
         path.write_bytes(start + sha256(start).digest() + data[12 + length + 32 :])
         with closing(store(tmp_path / "spill", SpillType.FP8)) as opened:
-            assert opened.find(b"a", "n") is None and opened.counts.faults == 1, changed
+            assert opened.find(b"a", "n") is None and opened.totals.spill_faults == 1, changed
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.cloud.engine.share import depths, tree_mask
+from outrider.cloud.engine.runner import depths, tree_mask
 from outrider.models.errors import ModelFault
 from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.picks.sampling import SamplingParams, pick

@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
@@ -683,7 +682,7 @@ def test_a_server_whose_engine_has_died_ends_with_a_code_of_its_own(
 
         @contextmanager
         def load(self) -> Iterator[LoadedTarget]:
-            yield LoadedTarget(Dying(Engine(FakeBatchRuntime(vocab_size=tokenizer.size))), "loaded")
+            yield LoadedTarget(Dying(FakeBatchRuntime(vocab_size=tokenizer.size)), "loaded")
 
     monkeypatch.setattr(serve_module, "open_target", lambda options: FakeTarget())
     command = ["serve", str(tmp_path), "--port", "0", "--port-file", str(tmp_path / "port")]

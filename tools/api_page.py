@@ -21,7 +21,6 @@ from tests.serving import EOS_ID, fake_tokenizer
 from outrider.cloud.api.app import OPEN_PATHS, PROBE_PATHS, create_app
 from outrider.cloud.api.openapi import shared_codes
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.models.http.keys import KeyRing
 
@@ -85,7 +84,7 @@ that has begun, an error is its last event. Besides its own errors, any endpoint
 def application() -> FastAPI:
     """The application of a server with keys. Nothing is served."""
     tokenizer = fake_tokenizer()
-    engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=tokenizer.size)))
+    engine = EngineThread(FakeBatchRuntime(vocab_size=tokenizer.size))
     model = ServedModel("fake", tokenizer, frozenset({EOS_ID}), target="0" * 16)
     return create_app(engine, model, ServerSettings(keys=KeyRing(["sixteen-characters"])))
 

@@ -12,7 +12,6 @@ from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.replicas.replica import Opened
 from outrider.cloud.server.options import ServeOptions
@@ -43,7 +42,7 @@ class OpenFake:
         runtime = FakeBatchRuntime(
             vocab_size=tokenizer.size, seed=self.seed, on_step=lambda batch: time.sleep(self.step_s)
         )
-        engine = EngineThread(Engine(runtime))
+        engine = EngineThread(runtime)
         model = ServedModel("fake", tokenizer, frozenset({EOS_ID}), target=f"{self.seed:016x}")
         settings = ServerSettings(keys=keys, session_prefix=tag, metrics_age_s=0.0)
         kept = ServeOptions("fake", recent=bool(self.redis), redis=self.redis or None)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from outrider.cloud.recent.store import RecentStore
-from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
+from outrider.cloud.recent.store import PromptDigest, RecentStore, RecentText, sampling_digest
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.by_owner import Bounds, OwnerStore

@@ -1,4 +1,4 @@
-"""The embedded engine: continuous batching over a paged KV cache. Knows no HTTP; `EngineThread` drives it."""
+"""The embedded engine: continuous batching over a paged KV cache. Knows no HTTP; an `EngineThread` runs by itself."""
 
 from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.engine import Engine

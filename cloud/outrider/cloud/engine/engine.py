@@ -9,13 +9,23 @@ docs/exactness.md).
 
 from __future__ import annotations
 
-from outrider.cloud.engine.commits import Commits
+import math
+from collections.abc import Sequence
+
+from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.intake import Intake
+from outrider.cloud.engine.own_sources import teach
+from outrider.cloud.engine.request_checks import internal_error
+from outrider.cloud.engine.runner import Rows, Share, picked
+from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.estimators import StepSize
-from outrider.models.errors import ConfigError
+from outrider.cloud.seam import CommitEvent, SequenceEndReason
+from outrider.models.errors import ConfigError, ModelFault, RequestError
+from outrider.models.faults import log_fault
+from outrider.models.processors.chooser import AcceptanceChooser
 
 
-class Engine(Intake, Commits):
+class Engine(Intake):
     """Continuous batching, a block KV cache, chunked prefill, prefix sharing, preemption, verification of drafts."""
 
     def step(self) -> float | None:
@@ -25,16 +35,16 @@ class Engine(Intake, Commits):
         self._cache.parked.evict_old()
         if self.health.seconds_to_probe() == 0.0:
             self._probe()
-        self._end_loading(started)
-        for sequence in self._scheduler.overdue(started):
-            self._expire(sequence)
+        self._expire(started)
+        for sequence in self._swap.late(started):
+            self._enqueue_with(sequence, None)  # its tokens run
         self._scheduler.admit()
         shares = self._scheduler.gather(started)
         if not shares:
             deadlines = (
                 self._scheduler.next_deadline(started),
-                self._scheduler.seconds_to_due(started),
-                self._swap.seconds_to_late(started) if self._swap is not None else None,
+                self._first_due - started if self.has_work and self._first_due < math.inf else None,
+                self._swap.seconds_to_late(started),
                 self.health.seconds_to_probe(),
             )
             return min((seconds for seconds in deadlines if seconds is not None), default=None)
@@ -65,6 +75,146 @@ class Engine(Intake, Commits):
             self._probe()
         return 0.0
 
+    def _run_apart(self, shares: Sequence[Share], error: BaseException) -> list[tuple[Share, BaseException]]:
+        """Runs shares again that failed together with `error`: by halves, without drafts. Commits those that succeed.
+
+        Returns those that fail alone, each with its error. Nothing of the failed call is used: each run writes the
+        keys and values of its new tokens again.
+        """
+        if len(shares) == 1 and not shares[0].num_drafted:
+            return [(shares[0], error)]
+        bare = [share.without_drafts() for share in shares]
+        middle = len(bare) // 2
+        failed: list[tuple[Share, BaseException]] = []
+        for half in filter(None, (bare[:middle], bare[middle:])):
+            try:
+                rows = self._runner.forward(half)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as again:
+                failed += self._run_apart(half, again)
+            else:
+                self._commit(half, rows, self._clock())
+        return failed
+
+    def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
+        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks.
+
+        A share whose rows are not finite runs again without drafts: keys of a wrong guess that are not finite reach the
+        rows beside it (a masked weight of 0 times NaN is NaN), and no guess may end a sequence.
+        """
+        first = 0
+        spoiled: list[tuple[Share, ModelFault]] = []
+        refused: list[tuple[SequenceState, RequestError]] = []
+        hidden = self._runner.hidden_rows() if self._config.heads is not None else None
+        for share in shares:
+            own = rows[first : first + share.num_rows]
+            states = None if hidden is None else hidden[first : first + share.num_rows]
+            first += share.num_rows
+            if not share.is_complete:
+                share.sequence.computed += len(share.new)
+                continue
+            sequence, params = share.sequence, share.sequence.request.pick.params
+            try:
+                branch = picked(
+                    own,
+                    share.drafted,
+                    params,
+                    len(sequence.tokens),
+                    chooser=sequence.chooser,
+                    stop_ids=sequence.request.stop_ids,
+                    max_tokens=sequence.drafts.num_left,
+                )
+            except ModelFault as fault:
+                spoiled.append((share, fault))
+                continue
+            except RequestError as error:  # a grammar's limits, or what it leaves together with other rules
+                # Its traceback holds this frame, and so the error itself: a cycle, with all that the sequence holds.
+                refused.append((sequence, error.with_traceback(None)))
+                continue
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a library's bug, also past Exception, costs the text that met it
+                if sequence.chooser is None:
+                    raise
+                log_fault(error)
+                refused.append((sequence, internal_error()))
+                continue
+            teach(share, branch, own, states)
+            is_held = self._move_into_place(sequence, branch.nodes)
+            self._take_tokens(share, branch.tokens, branch.nodes, now, is_held=is_held)
+        for sequence, refusal in refused:
+            self._finish(sequence, "error", refusal, is_sound=True)
+        for share, not_finite in spoiled:  # last: another forward may overwrite the rows
+            self._fail(self._run_apart([share], not_finite), not_finite)
+
+    def _move_into_place(self, sequence: SequenceState, nodes: Sequence[int]) -> bool:
+        """Moves keys and values of the accepted drafted tokens to where those of the next positions belong.
+
+        Returns whether they are there. Where the move fails, what the slots hold is not known, and the log has why.
+        """
+        sources, targets = self._cache.moves(sequence, nodes)
+        if not sources:
+            return True
+        started = self._clock()
+        try:
+            self._runner.move(sources, targets)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a runtime may raise anything
+            self._totals.faults += 1
+            log_fault(error)
+            return False
+        finally:
+            self._moved_s += self._clock() - started
+        return True
+
+    def _take_tokens(
+        self, share: Share, tokens: list[int], accepted_nodes: Sequence[int], now: float, *, is_held: bool
+    ) -> None:
+        """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it.
+
+        accepted_nodes: indices of the accepted drafted tokens. is_held: whether the cache holds them in their places;
+        else they run again.
+        """
+        sequence = share.sequence
+        base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1
+        pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
+        chooser = sequence.chooser
+        by_rule = chooser if isinstance(chooser, AcceptanceChooser) else None
+        sequence.computed = len(sequence.tokens) + (accepted if is_held else 0)
+        sequence.tokens += tokens
+        sequence.generated.extend(tokens)
+        num_lookup_proposed = min(sequence.drafts.num_lookup_chosen, proposed)
+        looked_up = sequence.drafts.advance(tokens)
+        self._cache.register_full_blocks(sequence)
+        sequence.usage.count_pass(len(tokens), proposed, accepted, looked_up)
+        judged, tested = None, 0
+        if by_rule is not None:
+            judged = tested = by_rule.num_tested
+            self._totals.tolerated += by_rule.num_tolerated
+        elif proposed:
+            tested = num_tested(accepted, tokens, share.drafted.after(accepted_nodes))
+        if proposed:
+            self._distributions.verified(accepted, tested)
+        self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up, tested=tested)
+        logprobs = tuple(chooser.logprobs) if chooser is not None else ()
+        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs, judged))
+        reason = self._end_reason(sequence)
+        if reason:
+            self._finish(sequence, reason)
+        else:
+            self._drafting.committed(
+                sequence.drafts, pending, tokens, now, crowding=self._scheduler.owners.crowding(sequence)
+            )
+
+    def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
+        if sequence.tokens[-1] in sequence.request.stop_ids:
+            return "stop"
+        if sequence.drafts.num_left == 0:
+            return "length" if len(sequence.generated) == sequence.request.max_tokens else "context"
+        return "once" if sequence.request.once else None
+
     def _probe(self) -> None:
         """Runs one token of its own: whether this succeeds tells a runtime that cannot work from a bad request."""
         blocks = self._cache.pool.allocate(1)
@@ -88,33 +238,25 @@ class Engine(Intake, Commits):
         while self._inbox:
             self._inbox.popleft()()
 
-    def _end_loading(self, now: float) -> None:
-        """Ends sequences whose deadline passes while their blocks are read; runs tokens whose blocks do not come."""
-        for sequence in self._swap.late(now) if self._swap is not None else ():
-            if sequence.due_at is not None and sequence.due_at <= now:
-                self._expire(sequence)
-            else:
-                self._enqueue_with(sequence, None)
-
     def shut_down(self) -> None:
         """Ends every sequence with reason "shutdown" and frees all blocks; the engine can be used again."""
         self._read_inbox()
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "shutdown")
-        if self._swap is None:
+        if (store := self._swap.store) is None:
             self._cache.release_parked()
         else:  # all of them go to disk, however many wait
-            self._cache.release_parked(self._swap.store.settle)
-            self._swap.store.flush()
+            self._cache.release_parked(store.settle)
+            store.flush()
 
     def close(self) -> None:
         """Ends the thread that writes prefixes to disk. Call it last."""
-        if self._swap is not None:
+        if self._swap.store is not None:
             self._swap.store.close()
 
-    def calibrate(self, *, max_tokens: int = 32, context: int = 64, repeats: int = 3) -> None:
-        """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
-        context = max(1, min(context, self.limits.max_positions - max_tokens - 1))
+    def calibrate(self, *, max_tokens: int = 32) -> None:
+        """Measures the step-time curve, up to max_tokens tokens after 64 others. Call before any request."""
+        context = max(1, min(64, self.limits.max_positions - max_tokens - 1))
         blocks = self._cache.pool.allocate(-(-(context + max_tokens) // self._cache.pool.block_size))
         if blocks is None:
             raise ConfigError(
@@ -126,7 +268,7 @@ class Engine(Intake, Commits):
             sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]
             for n in sizes:  # untimed: a runtime may prepare for a new shape
                 self._runner.time(n, context, blocks, n)
-            for n in sizes * repeats:
+            for n in sizes * 3:
                 self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from outrider.cloud.engine.cache import SequenceCache
+from outrider.cloud.engine.cache import ParkedPrefixes, SequenceCache
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.own_sources import require_hidden
-from outrider.cloud.engine.parked import ParkedPrefixes
 from outrider.cloud.engine.pool import BlockPool
-from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded
-from outrider.cloud.engine.runner import ModelRunner
+from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, internal_error
+from outrider.cloud.engine.runner import ModelRunner, Share
 from outrider.cloud.engine.scheduler import Scheduler
 from outrider.cloud.engine.sequence_state import SequenceState
-from outrider.cloud.engine.share import Share
-from outrider.cloud.engine.swap import open_swap
+from outrider.cloud.engine.swap import BlockSwap
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.seam import EndEvent, EngineStats, SequenceEndReason, Totals
 from outrider.models.errors import ConfigError, RequestError
@@ -33,6 +32,8 @@ class EngineState:
 
     limits: vocabulary, and the longest sequence that model and cache together can hold.
     """
+
+    grammar_builder = None  # grammars are built in the server's process
 
     def __init__(
         self,
@@ -53,21 +54,20 @@ class EngineState:
         self._turnover = Turnover()
         self.health = Health(clock, faults_last=isinstance(runtime, LastingFaultRuntime) and runtime.faults_last)
         self._runner = ModelRunner(runtime, self.health, clock)
-        self._gate = threading.Lock()  # between `submit` and `reset`
-        self._swap = open_swap(runtime, self._config.spill, self._totals, clock)
-        self.wake: Callable[[], None] = lambda: None
+        self._gate = threading.RLock()  # between `submit` and `reset`
+        self._swap = BlockSwap(runtime, self._config.spill, self._totals, clock)
         self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
         self._sequences: dict[int, SequenceState] = {}
+        self._first_due = math.inf  # when the next deadline of a sequence passes
         self._ids = itertools.count(1)
         longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
         self.limits = ModelLimits(runtime.limits.vocab_size, longest)
 
     def _start_afresh(self) -> None:
-        config, nothing = self._config, lambda prefix: None
-        put = nothing if self._swap is None else self._swap.put
-        always = config.spill is not None and config.spill.always
-        on_park, on_evict = (put, nothing) if always else (nothing, put)
+        config, ignore, swap = self._config, lambda prefix: None, self._swap
+        is_eager = config.spill is not None and config.spill.always
+        on_park, on_evict = (swap.put, ignore) if is_eager else (ignore, swap.put)
         pool = BlockPool(self._runtime.num_blocks, self._runtime.block_size)
         self._cache = SequenceCache(
             ParkedPrefixes(pool, config.max_parked, config.max_parked_s, self._clock, on_evict),
@@ -76,10 +76,10 @@ class EngineState:
             clock=self._clock,
             on_park=on_park,
         )
-        on_admit = self._swap.restore if self._swap is not None else lambda sequence: None
-        self._scheduler = Scheduler(
-            self._config, self._cache, self._drafting, self._totals, self._clock, on_admit=on_admit
-        )
+        self._scheduler = Scheduler(config, self._cache, self._drafting, self._totals, self._clock, swap.restore)
+
+    def wake(self) -> None:
+        """Called when something waits for the engine's thread. Any thread."""
 
     @property
     def has_work(self) -> bool:
@@ -88,13 +88,13 @@ class EngineState:
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
-        curve = self._drafting.curve
+        curve, store = self._drafting.curve, self._swap.store
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
         num_running = min(len(self._scheduler.running), self._config.max_running)
         return EngineStats(
-            totals=self._counted(),
+            totals=replace(self._totals, draft_nodes=self._drafting.num_nodes),
             running=num_running,
-            queued=len(self._scheduler.running) - num_running + self._scheduler.num_queued,
+            queued=len(self._scheduler.running) - num_running + self._scheduler.owners.num_queued,
             parked=len(self._cache.parked),
             parked_blocks=self._cache.parked.num_blocks,
             num_blocks=self._cache.pool.num_blocks,
@@ -104,29 +104,25 @@ class EngineState:
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
             failed=int(self.health.fault is not None),
             trees=int(self._with_trees),
-            spill_lossy=int(self._swap is not None and self._swap.store.is_lossy),
+            spill_lossy=int(store is not None and store.is_lossy),
             distributions=self._distributions,
         )
-
-    def _counted(self) -> Totals:
-        totals = replace(self._totals, draft_nodes=self._drafting.num_nodes)
-        if self._swap is not None:
-            counts = self._swap.store.counts
-            totals.spilled, totals.restored, totals.spill_faults = counts.written, counts.loaded, counts.faults
-            totals.spill_beyond = counts.beyond
-        return totals
 
     def _cancel(self, sequence_id: int) -> None:
         sequence = self._sequences.get(sequence_id)
         if sequence is not None:
             self._finish(sequence, "cancelled")
 
-    def _expire(self, sequence: SequenceState) -> None:
-        """Ends a sequence at its deadline: with its text, or with an error where it has none."""
-        if sequence.generated:
-            self._finish(sequence, "deadline")
-        else:
-            self._finish(sequence, "error", deadline_exceeded(), is_sound=True)
+    def _expire(self, now: float) -> None:
+        """Ends the sequences whose deadline has passed: with their text, or with an error where they have none."""
+        if now < self._first_due:
+            return
+        for sequence in list(self._sequences.values()):
+            if sequence.due_at <= now and sequence.generated:
+                self._finish(sequence, "deadline")
+            elif sequence.due_at <= now:
+                self._finish(sequence, "error", deadline_exceeded(), is_sound=True)
+        self._first_due = min((sequence.due_at for sequence in list(self._sequences.values())), default=math.inf)
 
     def _finish(
         self,
@@ -142,8 +138,7 @@ class EngineState:
         """
         self._scheduler.remove(sequence)
         sequence.usage.waited_s = sequence.drafts.waited_s
-        if self._swap is not None:
-            self._swap.forget(sequence)
+        self._swap.forget(sequence)
         name = None
         if error is not None and not is_sound:
             self._cache.discard(sequence)
@@ -177,11 +172,8 @@ class EngineState:
         ended: list[SequenceState] = []
         try:
             with self._gate:
-                self._inbox.clear()
-                ended += self._sequences.values()
-                self._sequences.clear()
-                if self._swap is not None:
-                    self._swap.clear()
+                ended += self._forget_all()
+                self._swap.loading.clear()
                 self._start_afresh()
         finally:
             self._end_with_error(ended)
@@ -189,13 +181,18 @@ class EngineState:
     def abandon(self) -> None:
         """Ends every sequence with an error while a call of the runtime may hang; any thread. The engine is over."""
         with self._gate:
-            self._inbox.clear()
-            ended = list(self._sequences.values())
-            self._sequences.clear()
+            ended = self._forget_all()
         self._end_with_error(ended)
 
+    def _forget_all(self) -> list[SequenceState]:
+        """Every sequence that was open."""
+        self._inbox.clear()
+        ended = list(self._sequences.values())
+        self._sequences.clear()
+        return ended
+
     def _end_with_error(self, ended: Sequence[SequenceState]) -> None:
-        fault = failed_text()
+        fault = internal_error()
         for sequence in ended:
             self._totals.finished += 1
             self._distributions.ended("error")
@@ -204,10 +201,6 @@ class EngineState:
                 sink(EndEvent("error", sequence.usage, fault))
             except BaseException as second:  # a sink that raises may be the cause
                 log_fault(second)
-
-
-def failed_text() -> RequestError:
-    return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
 
 
 def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:

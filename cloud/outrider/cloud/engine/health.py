@@ -39,9 +39,7 @@ class Health:
     @property
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
-        if self.is_hung:
-            return "a step hangs in the model's runtime"
-        return self._failure
+        return "a step hangs in the model's runtime" if self.is_hung else self._failure
 
     @property
     def is_hung(self) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from outrider.cloud.engine.engine_state import EngineState, failed_text
+from outrider.cloud.engine.cache import ParkedPrefix
+from outrider.cloud.engine.engine_state import EngineState
 from outrider.cloud.engine.own_sources import own_sources
-from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.engine.request_checks import (
     check_draft,
     check_request,
     check_tree,
+    internal_error,
+    open_one,
     require_room,
     usable_recent,
 )
@@ -19,7 +21,7 @@ from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks
-from outrider.cloud.pending.recent_text import RecentTextSource
+from outrider.cloud.pending.lookup import RecentTextSource
 from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import EndEvent, GenerateRequest, Sink
@@ -53,10 +55,10 @@ class Intake(EngineState):
                 sequence = self._new_sequence(request, sink, held, spilled.tokens if spilled else ())
             except BaseException:
                 if held:
-                    self._inbox.append(lambda: self._cache.parked.park(held))
+                    self._put(lambda: self._cache.parked.park(held))
                 raise
             self._sequences[sequence.id] = sequence
-            self._inbox.append(lambda: self._enqueue(sequence) if spilled is None else self._load(sequence, spilled))
+            self._put(lambda: self._begin(sequence, spilled))
         return sequence.id
 
     def seek(self, owner: bytes, name: str, done: Callable[[Spilled | None], None]) -> bool:
@@ -64,13 +66,12 @@ class Intake(EngineState):
 
         False, and `done` is not called, where there is nothing to wait for.
         """
-        if self._swap is None or self._cache.parked.has(owner, name):
-            return False
-        return self._swap.store.seek(owner, name, done)
+        store = self._swap.store
+        return store is not None and not self._cache.parked.has(owner, name) and store.seek(owner, name, done)
 
-    def _loaded(self, sequence: SequenceState, data: Blocks | None) -> None:
-        """On the thread that reads blocks."""
-        self._inbox.append(lambda: self._enqueue_with(sequence, data))
+    def _put(self, act: Callable[[], None]) -> None:
+        """Has the engine's thread do something. Any thread."""
+        self._inbox.append(act)
         self.wake()
 
     def _new_sequence(
@@ -132,49 +133,43 @@ class Intake(EngineState):
 
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
         """
-        sequence, arrived = self._session(sequence_id), self._clock()
-        with self._merging(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived)):
-            check_draft(base, paths, sequence.generated, self.limits)
+        sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
+        self._merge(
+            partial(check_draft, base, paths, sequence.generated, self.limits),
+            partial(self._drafting.merge, sequence.drafts, base, paths, arrived),
+        )
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
 
         Raises RequestError as `draft` does.
         """
-        sequence, arrived = self._session(sequence_id), self._clock()
-        drafts = sequence.drafts
-        with self._merging(lambda: self._drafting.merge_tree(drafts, message, arrived)):
-            check_tree(message, drafts.trie.position_of, sequence.generated, self.limits)
+        sequence, arrived = open_one(self._sequences, sequence_id), self._clock()
+        self._merge(
+            partial(check_tree, message, sequence.drafts.trie.position_of, sequence.generated, self.limits),
+            partial(self._drafting.merge_tree, sequence.drafts, message, arrived),
+        )
 
-    @contextmanager
-    def _merging(self, merge: Callable[[], None]) -> Iterator[None]:
-        """Around the check of a draft: has it merged, unless it is refused for more than being stale."""
+    def _merge(self, check: Callable[[], None], merge: Callable[[], None]) -> None:
+        """Has a draft merged, unless its check refuses it for more than being stale."""
         try:
-            yield
+            check()
         except RequestError as error:
             if error.code == "stale_draft":  # even this shows how long the device takes to answer
-                self._inbox.append(merge)
+                self._put(merge)
             raise
-        self._inbox.append(merge)
-
-    def _session(self, sequence_id: int) -> SequenceState:
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            raise RequestError(
-                "unknown_session", "there is no such session: it has ended, or another server has it", status=404
-            )
-        return sequence
+        self._put(merge)
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""
-        self._inbox.append(lambda: self._cancel(sequence_id))
+        self._put(lambda: self._cancel(sequence_id))
 
     def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
         """Replaces what a sequence generated after its first `base` tokens by `tokens`, as `ServingEngine.rewind`."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return False
-        self._inbox.append(lambda: self._rewind(sequence, base, list(tokens), sink))
+        self._put(lambda: self._rewind(sequence, base, list(tokens), sink))
         return True
 
     def _rewind(self, sequence: SequenceState, base: int, tokens: list[int], sink: Sink) -> None:
@@ -195,19 +190,23 @@ class Intake(EngineState):
                 raise
             except BaseException as error:
                 log_fault(error)
-                self._finish(sequence, "error", failed_text(), is_sound=True)
+                self._finish(sequence, "error", internal_error(), is_sound=True)
+
+    def _begin(self, sequence: SequenceState, spilled: Spilled | None) -> None:
+        """Queues a sequence; one with a spilled prefix when its blocks are there, or not there in time."""
+        if sequence.id not in self._sequences:
+            return
+        self._first_due = min(self._first_due, sequence.due_at)
+        if spilled is None:
+            self._enqueue(sequence)
+        else:
+            self._swap.load(sequence, spilled, lambda data: self._put(lambda: self._enqueue_with(sequence, data)))
 
     def _enqueue(self, sequence: SequenceState) -> None:
-        if sequence.id in self._sequences:
-            self._scheduler.add(sequence)
-            self._totals.rejection_sequences += sequence.request.pick.terms.rule is Rule.REJECTION
-            self._totals.tolerance_sequences += sequence.request.pick.terms.is_lossy
-
-    def _load(self, sequence: SequenceState, spilled: Spilled) -> None:
-        """The sequence is queued when the blocks of its prefix are there, or not there in time."""
-        if self._swap is not None and sequence.id in self._sequences:
-            self._swap.load(sequence, spilled, lambda data: self._loaded(sequence, data))
+        self._scheduler.add(sequence)
+        self._totals.rejection_sequences += sequence.request.pick.terms.rule is Rule.REJECTION
+        self._totals.tolerance_sequences += sequence.request.pick.terms.is_lossy
 
     def _enqueue_with(self, sequence: SequenceState, data: Blocks | None) -> None:
-        if self._swap is not None and self._swap.take(sequence, data):
+        if self._swap.take(sequence, data):
             self._enqueue(sequence)

@@ -8,11 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.config import EngineConfig
-from outrider.cloud.engine.runner import Rows
-from outrider.cloud.engine.share import Share
-from outrider.cloud.pending.head_guesses import HeadGuesses
+from outrider.cloud.engine.runner import Rows, Share
+from outrider.cloud.pending.learning import HeadGuesses, NgramPool
 from outrider.cloud.pending.lookup import PromptLookup
-from outrider.cloud.pending.ngram_pool import NgramPool
 from outrider.cloud.pending.sources import DraftSource, Verified
 from outrider.models.errors import ConfigError
 from outrider.models.picks.acceptance import AcceptedBranch
@@ -51,19 +49,17 @@ def teach(share: Share, branch: AcceptedBranch, rows: Rows, hidden: NDArray[np.f
     tokens, learning = share.sequence.tokens, share.sequence.drafts.sources.learning
     if not learning:
         return
-    picks = [_likeliest_of(row) for row in rows] if isinstance(rows, list) else _likeliest(rows)
-    verified = Verified(tokens, branch.tokens, share.drafted, branch.nodes, picks, hidden)
+    verified = Verified(tokens, branch.tokens, share.drafted, branch.nodes, [_likeliest(row) for row in rows], hidden)
     for source in learning:
         source.learn(verified)
 
 
-def _likeliest_of(row: int | NDArray[np.float32] | None) -> int | None:
-    """The pick that the runtime made, or the likeliest token of a row that it left whole."""
-    return row if row is None or isinstance(row, int) else _likeliest(row[None])[0]
+def _likeliest(row: int | NDArray[np.float32] | None) -> int | None:
+    """The pick that the runtime made, or the likeliest token of a row that it left whole; None where it is not finite.
 
-
-def _likeliest(rows: NDArray[np.float32]) -> list[int | None]:
-    """Each row's likeliest token: picking by noise where the token is not committed would cost a row's sorting."""
-    best = rows.argmax(axis=-1)
-    is_finite = np.isfinite(rows[np.arange(len(rows)), best])  # NaN is what argmax finds first
-    return [int(token) if fine else None for token, fine in zip(best, is_finite, strict=True)]
+    Picking by noise where the token is not committed would cost a row's sorting.
+    """
+    if row is None or isinstance(row, int):
+        return row
+    best = int(row.argmax())  # NaN is what argmax finds first
+    return best if np.isfinite(row[best]) else None

@@ -12,8 +12,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import insort_left, insort_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -32,6 +33,8 @@ _AGE_STEPS: Final = 8
 """One step of so many goes by age alone: those with a low priority get an eighth of the engine, whoever else waits."""
 _LITTLE: Final = 0.01
 """Of a step: who owes less owes nothing."""
+_PLACES: Final = 0
+_TOKENS: Final = 1
 
 
 class Member(Protocol):
@@ -67,17 +70,13 @@ def split_evenly(wanted: Sequence[int], total: int) -> list[int]:
 
     Where a unit is left that cannot be divided, earlier entries get it.
     """
-    given = [0] * len(wanted)
-    order = sorted(range(len(wanted)), key=wanted.__getitem__)
-    for rank, index in enumerate(order):
-        level, rest = divmod(total, len(order) - rank)
-        if wanted[index] <= level:
-            given[index] = wanted[index]
-            total -= wanted[index]
-            continue
-        for place, late in enumerate(sorted(order[rank:])):  # all of them want more than the level
-            given[late] = level + (place < rest)
-        break
+    level = even_level(wanted, total)
+    given = [min(each, math.floor(level)) if each > level else each for each in wanted]
+    rest = total - sum(given)
+    for index, each in enumerate(wanted):
+        if each > level and rest:
+            given[index] += 1
+            rest -= 1
     return given
 
 
@@ -97,12 +96,11 @@ class Owner(Generic[M]):
     """One client: its sequences that wait for blocks, and those that have them.
 
     queue: those with a higher priority first, in order among equals.
-    place_turn, token_turn: who goes first where places, or prompt tokens, cannot be divided evenly: the lowest.
+    turns: of places and of prompt tokens: who goes first where they cannot be divided evenly, the lowest.
     owed: time that its prompts took of the others' steps beyond its share, in steps.
     """
 
-    place_turn: int
-    token_turn: int
+    turns: list[int]
     queue: deque[M] = field(default_factory=deque)
     running: dict[M, None] = field(default_factory=dict)
     owed: float = 0.0
@@ -114,11 +112,8 @@ class Owner(Generic[M]):
 
     def enqueue(self, sequence: M, *, is_first: bool = False) -> None:
         """Queues a sequence behind its equals, or before them."""
-        queue, priority = self.queue, sequence.priority
-        if not is_first and (not queue or queue[-1].priority >= priority):
-            return queue.append(sequence)
-        before = (i for i, other in enumerate(queue) if other.priority < priority + is_first)
-        queue.insert(next(before, len(queue)), sequence)
+        insert = insort_left if is_first else insort_right
+        insert(self.queue, sequence, key=lambda queued: -queued.priority)
 
     def next_queued(self, *, by_age: bool) -> M:
         """The next of the queue, which is not empty; by_age: the one that waits longest, whatever its priority."""
@@ -130,11 +125,11 @@ class Owner(Generic[M]):
 class Owners(Generic[M]):
     """The clients that have sequences in the engine. step: how many have begun; the caller counts.
 
-    step_tokens: token budget of a step.
+    num_queued: sequences that wait for blocks. step_tokens: token budget of a step.
     """
 
     def __init__(self, step_tokens: int) -> None:
-        self.step = 0
+        self.step = self.num_queued = 0
         self._step_tokens = step_tokens
         self._owners: dict[bytes, Owner[M]] = {}
         self._turns = itertools.count()
@@ -176,18 +171,14 @@ class Owners(Generic[M]):
         """The owner of a sequence that was added."""
         return self._owners[sequence.owner]
 
-    def is_queued(self, sequence: M) -> bool:
-        """Whether it waits for blocks."""
-        owner = self._owners.get(sequence.owner)
-        return owner is not None and sequence in owner.queue
-
     def add(self, sequence: M) -> None:
         """Appends a new sequence to its owner's queue."""
         owner = self._owners.get(sequence.owner)
         if owner is None:
-            owner = self._owners[sequence.owner] = Owner(next(self._turns), next(self._turns))
+            owner = self._owners[sequence.owner] = Owner([next(self._turns), next(self._turns)])
         sequence.turn = next(self._turns)
         owner.enqueue(sequence)
+        self.num_queued += 1
 
     def remove(self, sequence: M) -> None:
         """Forgets a sequence, and its owner with its last one."""
@@ -198,6 +189,7 @@ class Owners(Generic[M]):
             del owner.running[sequence]
         elif sequence in owner.queue:
             owner.queue.remove(sequence)
+            self.num_queued -= 1
         if not owner.running and not owner.queue:
             del self._owners[sequence.owner]
 
@@ -206,12 +198,14 @@ class Owners(Generic[M]):
         owner = self.of(sequence)
         owner.queue.remove(sequence)
         owner.running[sequence] = None
+        self.num_queued -= 1
 
     def returned(self, sequence: M, *, is_first: bool) -> None:
         """Moves a sequence back to its owner's queue: before its equals, or behind those that have waited longer."""
         owner = self.of(sequence)
         del owner.running[sequence]
         owner.enqueue(sequence, is_first=is_first)
+        self.num_queued += 1
 
     def candidates(self) -> Iterator[M]:
         """The heads of the owners' queues, until the caller has enough: the highest priority first, unless `by_age`.
@@ -247,22 +241,25 @@ class Owners(Generic[M]):
             return list(ready)
         taking_part: set[M] = set()
         for equals in _classes(ready, by_age=self.by_age):
-            taking_part |= self._share_places(equals, num_places - len(taking_part))
+            for mine, count in self._divide(equals, num_places - len(taking_part), _PLACES, lambda s: 1):
+                taking_part.update(mine[:count])
         return [s for s in ready if s in taking_part]
 
-    def _share_places(self, equals: Sequence[M], num_places: int) -> set[M]:
+    def _divide(
+        self, sequences: Sequence[M], total: int, scarce: int, wanted_by: Callable[[M], int]
+    ) -> list[tuple[list[M], int]]:
+        """Each owner's sequences, those first whose turn it is, and its part of `total`. scarce: of `Owner.turns`."""
         of_owner: dict[Owner[M], list[M]] = {}
-        for sequence in equals:
+        for sequence in sorted(sequences, key=lambda s: s.turn):
             of_owner.setdefault(self.of(sequence), []).append(sequence)
-        owners = sorted(of_owner, key=lambda owner: owner.place_turn)
-        wanted = [len(of_owner[owner]) for owner in owners]
-        shares = split_evenly(wanted, num_places)
-        taking_part: set[M] = set()
-        for owner, count in zip(owners, shares, strict=True):
-            taking_part.update(sorted(of_owner[owner], key=lambda s: s.turn)[:count])
-        for owner in _favoured(owners, wanted, shares):
-            owner.place_turn = next(self._turns)
-        return taking_part
+        owners = sorted(of_owner, key=lambda owner: owner.turns[scarce])
+        wanted = [sum(map(wanted_by, of_owner[owner])) for owner in owners]
+        shares = split_evenly(wanted, total)
+        least = min((share for share, want in zip(shares, wanted, strict=True) if share < want), default=math.inf)
+        for owner, share in zip(owners, shares, strict=True):
+            if share > least:  # than another that goes short; nobody where there is enough for all
+                owner.turns[scarce] = next(self._turns)
+        return [(of_owner[owner], share) for owner, share in zip(owners, shares, strict=True)]
 
     def took_part(self, sequences: Iterable[M]) -> None:
         """Puts sequences that ran tokens behind their owners' others, in the order that they had."""
@@ -311,27 +308,14 @@ class Owners(Generic[M]):
         """
         given: dict[M, int] = {}
         for equals in _classes(prompts, by_age=self.by_age):
-            given |= self._share_tokens(equals, total - sum(given.values()))
-        return given
-
-    def _share_tokens(self, prompts: Sequence[M], total: int) -> dict[M, int]:
-        of_owner: dict[Owner[M], list[M]] = {}
-        for sequence in sorted(prompts, key=lambda s: s.turn):
-            of_owner.setdefault(self.of(sequence), []).append(sequence)
-        owners = sorted(of_owner, key=lambda owner: owner.token_turn)
-        wanted = [sum(s.num_wanted for s in of_owner[owner]) for owner in owners]
-        shares = split_evenly(wanted, total)
-        for owner in _favoured(owners, wanted, shares):
-            owner.token_turn = next(self._turns)
-        given: dict[M, int] = {}
-        for owner, share in zip(owners, shares, strict=True):
-            mine = of_owner[owner]
-            given |= dict(zip(mine, split_evenly([s.num_wanted for s in mine], -(-share // 2)), strict=True))
-            share -= sum(given[s] for s in mine)
-            for sequence in sorted(mine, key=lambda s: s.num_wanted - given[s]):
-                more = min(share, sequence.num_wanted - given[sequence])
-                given[sequence] += more
-                share -= more
+            left = total - sum(given.values())
+            for mine, share in self._divide(equals, left, _TOKENS, lambda s: s.num_wanted):
+                given |= dict(zip(mine, split_evenly([s.num_wanted for s in mine], -(-share // 2)), strict=True))
+                rest = share - sum(given[s] for s in mine)
+                for sequence in sorted(mine, key=lambda s: s.num_wanted - given[s]):
+                    more = min(rest, sequence.num_wanted - given[sequence])
+                    given[sequence] += more
+                    rest -= more
         return given
 
 
@@ -343,9 +327,3 @@ def _classes(sequences: Sequence[M], *, by_age: bool) -> Iterator[Sequence[M]]:
         return
     for priority in sorted(priorities, reverse=True):
         yield [sequence for sequence in sequences if sequence.priority == priority]
-
-
-def _favoured(owners: Sequence[Owner[M]], wanted: Sequence[int], shares: Sequence[int]) -> list[Owner[M]]:
-    """Those that got more than another that goes short; nobody where there is enough for all."""
-    least = min((share for share, want in zip(shares, wanted, strict=True) if share < want), default=math.inf)
-    return [owner for owner, share in zip(owners, shares, strict=True) if share > least]

@@ -35,11 +35,6 @@ class BlockPool:
         """Blocks that `allocate` can hand out now: free and idle ones."""
         return len(self._free) + len(self._idle)
 
-    @property
-    def num_in_use(self) -> int:
-        """Blocks with a reference."""
-        return self.num_blocks - self.num_available
-
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each; None, with nothing taken, when there are too few."""
         if count > self.num_available:

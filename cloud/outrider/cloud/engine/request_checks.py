@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
 from outrider.models.picks.rejection import Evidence, SparseDistribution
-from outrider.models.processors.options import PLAIN, ProcessorOptions
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
+T = TypeVar("T")
 _DEAD = -1
 _CACHES_QUEUED = 8
 """Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
@@ -78,8 +78,9 @@ def require_room(
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
-    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter`, `context_length_exceeded`,
-    `wrong_evidence`, and `unsupported_parameter` for what does not go with a rule that judges by probabilities.
+    """Raises RequestError `empty_prompt`, `token_out_of_range` (it names the field on the wire), `invalid_parameter`,
+    `context_length_exceeded`, `wrong_evidence`, and `unsupported_parameter` for what does not go with a rule that
+    judges by probabilities.
 
     num_held: tokens of a parked prefix that come before the prompt.
     """
@@ -99,7 +100,9 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
     rule, processors = request.pick.terms.rule, request.pick.processors
-    check_processors(processors, limits)
+    _check_tokens([token for token, _ in processors.logit_bias], "logit_bias", limits)
+    _check_tokens([token for word in processors.bad_words for token in word], "bad_words", limits)
+    _check_tokens(processors.allowed_ids or (), "allowed_token_ids", limits)
     _check_evidence(rule, request.hints.draft, request.hints.evidence, limits)
     if rule.needs_evidence and (processors.typical_p < 1.0 or processors.xtc_probability > 0.0):
         raise RequestError(
@@ -107,21 +110,26 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
         )
 
 
-def check_processors(processors: ProcessorOptions, limits: ModelLimits) -> None:
-    """Raises RequestError `token_out_of_range`, which names the rule's field on the wire."""
-    if processors is PLAIN:
-        return
-    _check_tokens([token for token, _ in processors.logit_bias], "logit_bias", limits)
-    for word in processors.bad_words:
-        _check_tokens(word, "bad_words", limits)
-    _check_tokens(processors.allowed_ids or (), "allowed_token_ids", limits)
-
-
 def deadline_exceeded() -> RequestError:
     """The error of a sequence that has no text at its deadline."""
     return RequestError(
         "deadline_exceeded", "the request's deadline_ms passed before its text began; allow more time", status=504
     )
+
+
+def internal_error() -> RequestError:
+    """The error of a bug of ours; its own words may quote the request."""
+    return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
+
+
+def open_one(sequences: Mapping[int, T], number: int) -> T:
+    """The open sequence of this number. Raises RequestError 404 `unknown_session` where it is over."""
+    sequence = sequences.get(number)
+    if sequence is None:
+        raise RequestError(
+            "unknown_session", "there is no such session: it has ended, or another server has it", status=404
+        )
+    return sequence
 
 
 def usable_recent(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
@@ -158,7 +166,7 @@ def _wrong_evidence(rule: Rule, found: str) -> RequestError:
 def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
     """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use."""
     committed = len(generated)  # grows meanwhile: a useful draft may be stale at the merge
-    _check_base(base, committed)
+    check_base(base, committed)
     overlap = committed - base
     is_live = False
     for path in paths:
@@ -177,7 +185,7 @@ def check_tree(
     None if it is unknown.
     """
     committed = len(generated)  # grows meanwhile, as above
-    _check_base(message.base, committed)
+    check_base(message.base, committed)
     _check_tokens(message.tokens, "the tree", limits)
     here: dict[int, int] = {}  # positions of this message's nodes
     nodes = zip(message.tokens, message.parents, strict=True)
@@ -192,7 +200,8 @@ def check_tree(
     raise _stale(committed, "node")
 
 
-def _check_base(base: int, committed: int) -> None:
+def check_base(base: int, committed: int) -> None:
+    """Raises RequestError `draft_ahead`."""
     if base > committed:
         raise RequestError(
             "draft_ahead",

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.owners import MAX_REFUSED, PLAIN_STEPS, Owners
+from outrider.cloud.engine.runner import Share
 from outrider.cloud.engine.sequence_state import SequenceState
-from outrider.cloud.engine.share import Share
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize, tokens_within_a_step
 from outrider.cloud.pending.policy import NO_WAIT
@@ -36,7 +36,7 @@ class Scheduler:
         drafting: Drafting,
         totals: Totals,
         clock: Callable[[], float],
-        on_admit: Callable[[SequenceState], None] = lambda sequence: None,
+        on_admit: Callable[[SequenceState], None],
     ) -> None:
         """on_admit: called with a sequence that has `stored` blocks, once it has its own."""
         self._on_admit = on_admit
@@ -47,43 +47,21 @@ class Scheduler:
         self._totals = totals
         self.owners = Owners[SequenceState](config.token_budget)
         self.running: list[SequenceState] = []  # those that have blocks, oldest first
-        self.num_queued = 0
-        self._dues: dict[SequenceState, float] = {}  # sequences with a deadline, and when it passes
-        self._first_due = float("inf")
         self._holders: dict[SequenceState, None] = {}  # queued, with the blocks of a parked prefix that they continue
 
     def add(self, sequence: SequenceState) -> None:
         """Queues a new sequence."""
         sequence.queued_at = self.owners.step
         self.owners.add(sequence)
-        self.num_queued += 1
         if sequence.blocks:
             self._holders[sequence] = None
-        if sequence.due_at is not None:
-            self._dues[sequence] = sequence.due_at
-            self._first_due = min(self._first_due, sequence.due_at)
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence, queued or running; the caller frees its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif self.owners.is_queued(sequence):
-            self.num_queued -= 1
-            self._holders.pop(sequence, None)
+        self._holders.pop(sequence, None)
         self.owners.remove(sequence)
-        self._dues.pop(sequence, None)
-
-    def overdue(self, now: float) -> list[SequenceState]:
-        """The sequences whose deadline has passed; the caller ends them."""
-        if now < self._first_due:
-            return []
-        late = [sequence for sequence, due_at in self._dues.items() if due_at <= now]
-        self._first_due = min((due_at for due_at in self._dues.values() if due_at > now), default=float("inf"))
-        return late
-
-    def seconds_to_due(self, now: float) -> float | None:
-        """Seconds until the next deadline of a sequence; None where none has one."""
-        return max(0.0, self._first_due - now) if self._dues else None
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -92,10 +70,8 @@ class Scheduler:
         order.
         """
         self.owners.step += 1
-        if not self.num_queued:
-            return
         num_refused = 0
-        for candidate in self.owners.candidates():
+        for candidate in self.owners.candidates() if self.owners.num_queued else ():
             if not self._admit(candidate):
                 num_refused += 1
                 if self.owners.is_overdue(candidate) or num_refused == MAX_REFUSED:
@@ -117,7 +93,6 @@ class Scheduler:
             self._on_admit(sequence)
         self.owners.admitted(sequence)
         self._holders.pop(sequence, None)
-        self.num_queued -= 1
         self.running.append(sequence)
         sequence.turn_began = None
         if sequence.submitted_s is not None:
@@ -138,16 +113,14 @@ class Scheduler:
         cache, or of the candidate's own owner.
         """
         own = self.owners.of(candidate)
-        eligible = []
-        for sequence in self.running:
-            if self.owners.had_turn(sequence):
-                owner = self.owners.of(sequence)
-                if self.owners.by_age or sequence.priority == candidate.priority:
-                    is_eligible = owner is own or len(owner.running) > len(own.running)
-                else:
-                    is_eligible = sequence.priority < candidate.priority
-                if is_eligible:
-                    eligible.append(sequence)
+
+        def is_eligible(sequence: SequenceState) -> bool:
+            if not self.owners.by_age and sequence.priority != candidate.priority:
+                return sequence.priority < candidate.priority
+            owner = self.owners.of(sequence)
+            return owner is own or len(owner.running) > len(own.running)
+
+        eligible = [s for s in self.running if self.owners.had_turn(s) and is_eligible(s)]
         eligible.sort(key=self.owners.precedence, reverse=True)
         return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
 
@@ -176,7 +149,6 @@ class Scheduler:
         self.running.remove(sequence)
         self.owners.returned(sequence, is_first=not had_turn)
         sequence.queued_at = self.owners.step
-        self.num_queued += 1
         self._totals.preempted += 1
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -232,11 +204,9 @@ class Scheduler:
             length = sequence.computed + len(new)
             if drafted.tokens:
                 drafted = drafted.first(self._cache.room(sequence) - length)  # no sequence gives way for a guess
-                if drafted.evidence:  # as many as have room: whether one is judged must not depend on later ones
-                    while drafted.tokens and not self._cache.grow(sequence, length + len(drafted.tokens)):
-                        drafted = drafted.first(len(drafted.tokens) - 1)
-                elif not self._cache.grow(sequence, length + len(drafted.tokens)):
-                    drafted = NOTHING
+            while drafted.tokens and not self._cache.grow(sequence, length + len(drafted.tokens)):
+                # With evidence as many as have room: whether one is judged must not depend on later ones.
+                drafted = drafted.first(len(drafted.tokens) - 1) if drafted.evidence else NOTHING
             if self._reserve(sequence, length + len(drafted.tokens), taking_part):
                 taking_part.add(sequence)
                 shares.append(Share(sequence, [*new, *drafted.tokens], drafted, is_complete))
@@ -306,4 +276,4 @@ class Scheduler:
         deadlines = [s.drafts.wait_deadline for s in self.running if s.drafts.wait is not NO_WAIT]
         if deadlines:
             return max(0.0, min(deadlines) - now)
-        return 0.0 if self.running or self.num_queued else None
+        return 0.0 if self.running or self.owners.num_queued else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,7 @@ class SequenceState:
     turn: who goes first of an owner's sequences: the lowest. It rises when the sequence runs tokens.
     queued_at, turn_began: the engine's step at which it was queued, and at which it first committed since it has
     blocks; None before. submitted_s: when it was submitted; None once it has left the queue for the first time.
-    due_at: when its deadline passes, by the engine's clock; None for no deadline.
+    due_at: when its deadline passes, by the engine's clock; infinite for no deadline.
     stored: keys and values of its first blocks, from disk, until it has blocks for them.
     chooser: chooses its tokens where a plain pick is not enough; None: it is.
     is_lossy: some of its blocks were rounded on disk, so they are shared with nobody.
@@ -42,7 +43,7 @@ class SequenceState:
     queued_at: int = 0
     turn_began: int | None = None
     submitted_s: float | None = None
-    due_at: float | None = None
+    due_at: float = math.inf
     stored: NDArray[np.uint8] | None = None
     chooser: TokenChooser | None = None
     is_lossy: bool = False
@@ -76,9 +77,4 @@ class SequenceState:
     @property
     def num_wanted(self) -> int:
         """The same, and the draft that a /v1/verify item brought."""
-        return self.num_missing + len(self.drafts.own_draft(self.num_left).tokens)
-
-    @property
-    def num_left(self) -> int:
-        """Tokens it may still commit."""
-        return self.drafts.num_left
+        return self.num_missing + len(self.drafts.own_draft(self.drafts.num_left).tokens)

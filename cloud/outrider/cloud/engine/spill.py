@@ -17,9 +17,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from outrider.cloud.engine.spill_file import (
     read_head,
     write,
 )
+from outrider.cloud.seam import Totals
 from outrider.models.errors import ConfigError
 from outrider.models.faults import log_fault
 from outrider.models.process.by_owner import OwnerStore, Shares
@@ -59,19 +61,7 @@ _SCAN_S: Final = 1.0
 _LAST: Final = 1 << 30
 
 _log = logging.getLogger("outrider.cloud")
-
-
-@dataclass(slots=True)
-class SpillCounts:
-    """Counters since the start. faults: files that failed their check, and prefixes that were not written.
-
-    beyond: blocks that were not rounded, because their error would be beyond the bound.
-    """
-
-    written: int = 0
-    loaded: int = 0
-    faults: int = 0
-    beyond: int = 0
+T = TypeVar("T")
 
 
 class SpillStore:
@@ -81,12 +71,15 @@ class SpillStore:
         self,
         config: SpillConfig,
         target: SpillTarget,
+        totals: Totals,
         clock: Callable[[], float] = time.time,
-        max_waiting_bytes: int = _MAX_WAITING_BYTES,
     ) -> None:
-        """Raises ConfigError for a directory that cannot be used, or that others may read."""
+        """totals: nothing else counts `spill...` in it. Raises ConfigError for a directory that cannot be used, or that
+        others may read.
+        """
         self._config = config
         self._target = target
+        self.totals = totals
         self._clock = clock
         self._work: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._order = itertools.count()
@@ -97,8 +90,7 @@ class SpillStore:
         self._files = _Files(config, clock)
         self._lock = threading.Lock()
         self._has_warned = self._is_hung = False
-        self._max_waiting_bytes = max_waiting_bytes
-        self.counts = SpillCounts()
+        self._max_waiting_bytes = _MAX_WAITING_BYTES
         _prepare(config.directory)
         if self.is_lossy:
             _log.warning(
@@ -119,7 +111,7 @@ class SpillStore:
         size = num_blocks * self._target.block_bytes
         with self._lock:
             has_room = size <= self._config.max_bytes and self._waiting_bytes + size <= self._max_waiting_bytes
-            self.counts.faults += not has_room
+            self.totals.spill_faults += not has_room
         return has_room
 
     def put(self, owner: bytes, name: str, tokens: Sequence[int], data: NDArray[np.uint8], age_s: float = 0.0) -> None:
@@ -128,39 +120,29 @@ class SpillStore:
         created = self._clock() - age_s
         with self._lock:
             self._waiting_bytes += data.nbytes
-        self._begin(_LAST, lambda: self._write(path, tokens, data, created))
+        self._begin(_LAST, partial(self._write, path, tokens, data, created))
 
     def seek(self, owner: bytes, name: str, done: Callable[[Spilled | None], None]) -> bool:
         """Looks for an owner's prefix in the background, and calls `done` on the store's thread. Any thread.
 
         False, and `done` is not called, where too many calls wait already or the disk hangs.
         """
-
-        def look() -> None:
-            found = None
-            try:
-                found = self.find(owner, name)
-            finally:
-                self._returned.append((owner, 0))
-                done(found)
-
-        return self._call(owner, look)
+        return self._call(owner, partial(self.find, owner, name), done)
 
     def load(self, owner: bytes, spilled: Spilled, done: Callable[[NDArray[np.uint8] | None], None]) -> None:
         """Reads the blocks in the background and gives them to `done`, on the store's thread; None if it cannot.
 
         They count among the owner's calls until nobody has them any more.
         """
-        size = spilled.num_blocks * self._target.block_bytes
-        if not self._call(owner, lambda: self._load(owner, spilled, size, done), size):
+        if not self._call(owner, partial(self._read, spilled), done, spilled.num_blocks * self._target.block_bytes):
             done(None)
 
-    def gave_up(self) -> None:
-        """Blocks were not read in time."""
-        self._warn(f"--spill-dir {self._config.directory} does not answer in time")
+    def gave_up(self, num_loads: int) -> None:
+        """The blocks of so many prefixes were not read in time."""
+        self._warn(f"--spill-dir {self._config.directory} does not answer in time", num_loads)
 
-    def _call(self, owner: bytes, work: Callable[[], None], size: int = 0) -> bool:
-        """Queues a call: each owner's first before the second of any."""
+    def _call(self, owner: bytes, ask: Callable[[], T | None], done: Callable[[T | None], None], size: int = 0) -> bool:
+        """Queues a call: each owner's first before the second of any. size: of the array that it gives."""
         with self._lock:
             while self._returned:
                 other, freed = self._returned.popleft()
@@ -172,7 +154,7 @@ class SpillStore:
                 return False
             self._read_bytes += size
             rank = self._calls[owner]
-        self._begin(rank, work)
+        self._begin(rank, partial(self._answer, owner, ask, done, size))
         return True
 
     def flush(self) -> bool:
@@ -196,13 +178,37 @@ class SpillStore:
     def find(self, owner: bytes, name: str) -> Spilled | None:
         """An owner's prefix, its ids checked; it stays. Reads some kilobytes of disk, and waits for it."""
         path = self._config.directory / self._target.place(owner, name)
+        return self._checked(path, lambda: read_head(path, self._target, self._clock(), self._config.max_s))
+
+    def _read(self, spilled: Spilled) -> NDArray[np.uint8] | None:
+        data = self._checked(spilled.path, lambda: read_blocks(spilled, self._target))
+        self.totals.restored += data is not None
+        return data
+
+    def _checked(self, path: Path, read: Callable[[], T]) -> T | None:
+        """What is read of a file; None where another replica has removed it, or where it is bad, so removed."""
         try:
-            return read_head(path, self._target, self._clock(), self._config.max_s)
+            return read()
         except FileNotFoundError:
             return None
         except (BadFile, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._refuse(path, error)
-            return None
+            why = str(error) if isinstance(error, BadFile) else type(error).__name__
+        self._warn(f"{path} is not used, and removed: {why}")
+        with suppress(OSError):  # a directory, or not ours
+            path.unlink(missing_ok=True)
+        return None
+
+    def _answer(self, owner: bytes, ask: Callable[[], T | None], done: Callable[[T | None], None], size: int) -> None:
+        """Makes a call, which counts until nobody has its array any more."""
+        found: Any = None
+        try:
+            found = ask()
+        finally:
+            if found is None or size == 0:
+                self._returned.append((owner, size))
+            else:  # takes no lock: it may run anywhere
+                weakref.finalize(found, self._returned.append, (owner, size)).atexit = False
+            done(found)
 
     def _begin(self, priority: int, work: Callable[[], None]) -> None:
         self._work.put((priority, next(self._order), work))
@@ -230,8 +236,8 @@ class SpillStore:
     def _write(self, path: Path, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> None:
         try:
             num_bytes, num_beyond = write(path, self._target, tokens, data, created)
-            self.counts.written += 1
-            self.counts.beyond += num_beyond
+            self.totals.spilled += 1
+            self.totals.spill_beyond += num_beyond
             self._files.note(path.name, num_bytes)
             self._files.keep_to_size(scans=False)
         except OSError as error:
@@ -240,35 +246,9 @@ class SpillStore:
             with self._lock:
                 self._waiting_bytes -= data.nbytes
 
-    def _load(
-        self, owner: bytes, spilled: Spilled, size: int, done: Callable[[NDArray[np.uint8] | None], None]
-    ) -> None:
-        data = None
-        try:
-            data = read_blocks(spilled, self._target)
-            self.counts.loaded += 1
-        except FileNotFoundError:
-            pass  # another replica has removed it: its tokens run again
-        except (BadFile, OSError) as error:
-            self._refuse(spilled.path, error)
-        finally:
-            if data is None:
-                self._returned.append((owner, size))
-            else:  # takes no lock: it may run anywhere
-                weakref.finalize(data, self._returned.append, (owner, size)).atexit = False
-            done(data)
-
-    def _refuse(self, path: Path, error: Exception) -> None:
-        why = str(error) if isinstance(error, BadFile) else type(error).__name__
-        self._warn(f"{path} is not used, and removed: {why}")
-        try:
-            path.unlink(missing_ok=True)
-        except OSError:
-            pass  # a directory, or not ours
-
-    def _warn(self, words: str) -> None:
+    def _warn(self, words: str, num_faults: int = 1) -> None:
         """The first time; later faults are only counted."""
-        self.counts.faults += 1
+        self.totals.spill_faults += num_faults
         if not self._has_warned:
             _log.warning("%s; further faults of --spill-dir are only counted", words)
         self._has_warned = True
@@ -307,14 +287,12 @@ class _Files:
                 age_s = self._config.max_s if entry.name.endswith(SUFFIX) else _PART_S
                 if not entry.name.endswith((SUFFIX, PART_SUFFIX)) or not entry.is_file(follow_symlinks=False):
                     continue
-                try:
+                with suppress(FileNotFoundError):  # another replica has removed it
                     found = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue  # another replica has removed it
-                if found.st_mtime <= now - age_s:
-                    Path(entry.path).unlink(missing_ok=True)
-                elif entry.name.endswith(SUFFIX):
-                    files.append((found.st_mtime, entry.name, found.st_size))
+                    if found.st_mtime <= now - age_s:
+                        Path(entry.path).unlink()
+                    elif entry.name.endswith(SUFFIX):
+                        files.append((found.st_mtime, entry.name, found.st_size))
         self._index = OwnerStore()
         for _, name, size in sorted(files):
             self.note(name, size)

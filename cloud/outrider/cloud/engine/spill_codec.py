@@ -22,7 +22,7 @@ import math
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,8 @@ from outrider.cloud.engine.config import SpillType
 
 _PART: Final = re.compile(r"(?:torch\.)?([a-z]+[0-9]+)\[([0-9, ]+)\]")
 _NAMES: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-_WIDTHS: Final = {"f32": 4, "f16": 2, "bf16": 2}
+_ELEMENTS: Final[dict[str, np.dtype[Any]]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+"""Of a cache tensor; of bfloat16, which numpy does not have, the bits."""
 _MOST_SHIFT: Final = 126
 """2^126 and 2^-126 are normal numbers of float32."""
 _CHUNK_BYTES: Final = 8 << 20
@@ -44,31 +45,21 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class ErrorBound:
-    """A row's elements x change by `relative` |x| + `floor` m at most; m: the row's largest magnitude."""
+    """A row's elements x change by `relative` |x| + `floor` m at most; m: the row's largest magnitude.
+
+    top: m is scaled below 2 to this power. code: numpy's type of the rounded elements.
+    """
 
     relative: float
     floor: float
+    top: int
+    code: np.dtype[Any]
 
 
 BOUNDS: Final = {
-    SpillType.FP16: ErrorBound(2.0**-11, 2.0**-39),
-    SpillType.FP8: ErrorBound(2.0**-4, 2.0**-17),
+    SpillType.FP16: ErrorBound(2.0**-11, 2.0**-39, 15, np.dtype("<f2")),
+    SpillType.FP8: ErrorBound(2.0**-4, 2.0**-17, 8, np.dtype("u1")),
 }
-_TOP: Final = {SpillType.FP16: 15, SpillType.FP8: 8}
-"""A row's largest magnitude is scaled below 2 to this power."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A cache tensor's part of a block: its element type, and the shape of its rows."""
-
-    name: str
-    num_rows: int
-    row: int
-
-    @property
-    def num_bytes(self) -> int:
-        return _WIDTHS[self.name] * self.num_rows * self.row
 
 
 class BlockCodec:
@@ -76,14 +67,20 @@ class BlockCodec:
 
     def __init__(self, kind: SpillType, layout: tuple[str, ...]) -> None:
         """layout: as `BlockRuntime.block_layout`. Raises ValueError for a cache whose elements are no wider."""
-        self._kind = kind
-        self._parts = [_part(each) for each in layout]
-        self._width = 2 if kind is SpillType.FP16 else 1
-        found = sorted({part.name for part in self._parts})
-        if any(_WIDTHS.get(name, 0) <= self._width for name in found):
+        self._bound = bound = BOUNDS[kind]
+        parts = [_part(each) for each in layout]
+        found = sorted({name for name, _ in parts})
+        if any(name not in _ELEMENTS or _ELEMENTS[name].itemsize <= bound.code.itemsize for name in found):
             raise ValueError(f"a KV cache of {', '.join(found)} is no wider than {kind}")
-        self.block_bytes = sum(part.num_bytes for part in self._parts)
-        self.packed_bytes = sum(part.num_rows * (1 + self._width * part.row) for part in self._parts)
+        # A block, and its rounded form: for each cache tensor a shift of each row, then the rows.
+        self._block = np.dtype([(f"{index}", _ELEMENTS[name], shape) for index, (name, shape) in enumerate(parts)])
+        self._rounded = np.dtype(
+            [
+                (f"{index}", [("shifts", np.dtype(np.int8), shape[:1]), ("codes", bound.code, shape)])
+                for index, (_, shape) in enumerate(parts)
+            ]
+        )
+        self.block_bytes, self.packed_bytes = self._block.itemsize, self._rounded.itemsize
 
     def pack(self, data: Bytes) -> tuple[Bytes, Flags]:
         """The bytes of [N, block_bytes] blocks, one after the other, and which of them [N] are kept as they are."""
@@ -116,49 +113,32 @@ class BlockCodec:
 
     def _round(self, data: Bytes) -> tuple[Bytes, Flags]:
         """[n, packed_bytes], and which of the n blocks keep to the bound."""
-        bound = BOUNDS[self._kind]
-        packed = np.empty((len(data), self.packed_bytes), np.uint8)
+        bound, blocks = self._bound, np.ascontiguousarray(data).view(self._block)[:, 0]
+        rounded = np.empty(len(data), self._rounded)
         is_within = np.ones(len(data), np.bool_)
-        read = written = 0
-        for part in self._parts:
-            values = _values(data[:, read : read + part.num_bytes], part)
+        for part in self._block.names or ():
+            values = _values(blocks[part])
             with np.errstate(all="ignore"):  # what overflows, or is NaN, is beyond the bound
                 most = np.abs(values).max(axis=2)
-                shifts = np.clip(_TOP[self._kind] - np.frexp(most)[1], -_MOST_SHIFT, _MOST_SHIFT).astype(np.int8)
+                shifts = np.clip(bound.top - np.frexp(most)[1], -_MOST_SHIFT, _MOST_SHIFT).astype(np.int8)
                 codes = self._codes(values * _powers(shifts))
-                back = _values(_stored(self._numbers(codes) * _powers(-shifts), part), part)
+                back = _values(_stored(_numbers(codes) * _powers(-shifts), blocks[part].dtype))
                 limit = bound.relative * np.abs(values) + bound.floor * most[..., None]
                 is_near = (np.abs(back - values) <= limit).all(axis=(1, 2))
             is_within &= is_near & np.isfinite(most).all(axis=1)
-            for piece in (shifts, codes):
-                flat = piece.reshape(len(data), -1).view(np.uint8)
-                packed[:, written : written + flat.shape[1]] = flat
-                written += flat.shape[1]
-            read += part.num_bytes
-        return packed, is_within
+            rounded[part]["shifts"], rounded[part]["codes"] = shifts, codes
+        return rounded.view(np.uint8).reshape(len(data), -1), is_within
 
     def _decoded(self, packed: Bytes) -> Bytes:
         """[n, block_bytes] of [n, packed_bytes]."""
-        data = np.empty((len(packed), self.block_bytes), np.uint8)
-        read = written = 0
-        for part in self._parts:
-            middle, end = read + part.num_rows, read + part.num_rows * (1 + self._width * part.row)
-            shifts = packed[:, read:middle].view(np.int8)
-            codes = np.ascontiguousarray(packed[:, middle:end])
-            if self._kind is SpillType.FP16:
-                codes = codes.view("<f2")
-            numbers = self._numbers(codes.reshape(len(packed), part.num_rows, part.row)) * _powers(-shifts)
-            data[:, written : written + part.num_bytes] = _stored(numbers, part)
-            read, written = end, written + part.num_bytes
-        return data
+        rounded, blocks = packed.view(self._rounded)[:, 0], np.empty(len(packed), self._block)
+        for part in self._block.names or ():
+            numbers = _numbers(rounded[part]["codes"]) * _powers(-rounded[part]["shifts"])
+            blocks[part] = _stored(numbers, blocks[part].dtype)
+        return blocks.view(np.uint8).reshape(len(packed), -1)
 
-    def _codes(self, scaled: Floats) -> NDArray[np.float16] | Bytes:
-        return scaled.astype("<f2") if self._kind is SpillType.FP16 else e4m3_codes(scaled)
-
-    def _numbers(self, codes: NDArray[np.float16] | Bytes) -> Floats:
-        if self._kind is SpillType.FP16:
-            return codes.astype(np.float32)
-        return e4m3_numbers().take(codes.view(np.uint8))
+    def _codes(self, scaled: Floats) -> NDArray[Any]:
+        return e4m3_codes(scaled) if self._bound.code.kind == "u" else scaled.astype(self._bound.code)
 
 
 def e4m3_codes(values: Floats) -> Bytes:
@@ -186,12 +166,17 @@ def e4m3_numbers() -> Floats:
     return np.array([*positive, *(-number for number in positive)], np.float32)
 
 
-def _part(text: str) -> _Part:
+def _numbers(codes: NDArray[Any]) -> Floats:
+    return e4m3_numbers().take(codes) if codes.dtype.kind == "u" else codes.astype(np.float32)
+
+
+def _part(text: str) -> tuple[str, tuple[int, int]]:
+    """A cache tensor's part of a block: its element type, and the number of its rows and their length."""
     found = _PART.fullmatch(text)
     if found is None:
-        return _Part(text, 0, 0)
+        return text, (0, 0)
     *rows, row = (int(number) for number in found[2].split(","))
-    return _Part(_NAMES.get(found[1], found[1]), math.prod(rows), row)
+    return _NAMES.get(found[1], found[1]), (math.prod(rows), row)
 
 
 def _powers(shifts: NDArray[np.int8]) -> Floats:
@@ -200,19 +185,13 @@ def _powers(shifts: NDArray[np.int8]) -> Floats:
     return powers
 
 
-def _values(data: Bytes, part: _Part) -> Floats:
-    """A part's elements: [n, rows, row]."""
-    data = np.ascontiguousarray(data)
-    if part.name == "bf16":
-        values = (data.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = data.view("<f4" if part.name == "f32" else "<f2").astype(np.float32)
-    return values.reshape(len(data), part.num_rows, part.row)
+def _values(elements: NDArray[Any]) -> Floats:
+    """A part's elements, of the same shape."""
+    if elements.dtype.kind == "u":
+        return (elements.astype(np.uint32) << 16).view(np.float32)
+    return elements.astype(np.float32)
 
 
-def _stored(values: Floats, part: _Part) -> Bytes:
-    """The bytes of elements, [n, bytes of the part]. bfloat16 has room for all bits of a rounded number."""
-    flat = np.ascontiguousarray(values.reshape(len(values), -1))
-    if part.name == "bf16":
-        return (flat.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
-    return flat.astype("<f4" if part.name == "f32" else "<f2").view(np.uint8)
+def _stored(values: Floats, element: np.dtype[Any]) -> NDArray[Any]:
+    """The same as elements of a cache tensor. bfloat16 has room for all bits of a rounded number."""
+    return (values.view(np.uint32) >> 16).astype(element) if element.kind == "u" else values.astype(element)

@@ -198,19 +198,16 @@ def read_head(path: Path, target: SpillTarget, now: float, max_s: float) -> Spil
     tokens = np.frombuffer(ids, dtype="<u4")
     if int(tokens.max()) >= target.vocab_size:
         raise BadFile("it has ids beyond the vocabulary")
-    ids_found, digest_found = array("i", tokens.tolist()), facts["data_sha256"]
-    return Spilled(path, ids_found, num_blocks, created, start, data_bytes, digest_found, is_exact)
+    found = array("i", tokens.tolist())
+    return Spilled(path, found, num_blocks, created, start, data_bytes, facts["data_sha256"], is_exact)
 
 
 def read_blocks(spilled: Spilled, target: SpillTarget) -> NDArray[np.uint8]:
     """Reads and checks the blocks: [num_blocks, bytes of a block]. Raises OSError or BadFile."""
     with open_checked(spilled.path) as file:
         file.seek(spilled.data_start)
-        data = np.empty(spilled.data_bytes, np.uint8)
-        view, filled = data.data, 0
-        while filled < len(data) and (count := file.readinto(view[filled:])):  # type: ignore[attr-defined]
-            filled += count
-    if filled != len(data) or hashlib.sha256(view).hexdigest() != spilled.data_digest:
+        data = np.fromfile(file, np.uint8, spilled.data_bytes)
+    if len(data) != spilled.data_bytes or hashlib.sha256(data.data).hexdigest() != spilled.data_digest:
         raise BadFile("its blocks are damaged")
     if target.codec is not None and spilled.is_exact is not None:
         return target.codec.unpack(data, spilled.is_exact)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.cloud.engine.cache import ParkedPrefix
 from outrider.cloud.engine.config import SpillConfig
-from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import Spilled, SpillTarget
@@ -25,26 +25,28 @@ _LOAD_S: Final = 5.0
 
 
 class BlockSwap:
-    """Of one engine, on its thread."""
+    """Of one engine, on its thread. store: None where nothing is kept on disk.
+
+    loading: sequences whose blocks are read, and until when at most.
+    """
 
     def __init__(
-        self, runtime: BlockRuntime, block_size: int, store: SpillStore, totals: Totals, clock: Callable[[], float]
+        self, runtime: BatchRuntime, config: SpillConfig | None, totals: Totals, clock: Callable[[], float]
     ) -> None:
-        """block_size: tokens of a block."""
-        self.store = store
-        self._runtime = runtime
-        self._block_size = block_size
+        """Raises ConfigError for a runtime whose blocks cannot be read, or a directory that cannot be used."""
+        self.store = None if config is None else _open_store(runtime, config, totals)
+        self._runtime: Any = runtime  # a BlockRuntime where there is a store
         self._totals = totals
         self._clock = clock
-        self._loading: dict[int, tuple[SequenceState, float]] = {}  # whose blocks are read, and until when at most
+        self.loading: dict[int, tuple[SequenceState, float]] = {}
 
     def put(self, prefix: ParkedPrefix) -> None:
         """Copies the full blocks of a parked prefix for the thread that writes them.
 
         The last block is left out where it is not full: its other slots may hold another owner's.
         """
-        num_blocks = prefix.computed // self._block_size
-        if num_blocks == 0 or not self.store.has_room(num_blocks):
+        num_blocks = prefix.computed // self._runtime.block_size
+        if self.store is None or num_blocks == 0 or not self.store.has_room(num_blocks):
             return
         try:
             data = self._runtime.read_blocks(prefix.blocks[:num_blocks])
@@ -58,45 +60,39 @@ class BlockSwap:
 
     def load(self, sequence: SequenceState, spilled: Spilled, done: Callable[[Blocks | None], None]) -> None:
         """Has the blocks of a spilled prefix read; `done` gets them on the store's thread."""
-        self._loading[sequence.id] = sequence, self._clock() + _LOAD_S
+        assert self.store is not None, "it has found the prefix"
+        self.loading[sequence.id] = sequence, self._clock() + _LOAD_S
         self.store.load(sequence.owner, spilled, done)
 
     def take(self, sequence: SequenceState, data: Blocks | None) -> bool:
         """Keeps the blocks for `restore`; False where they come too late, or after the sequence's end."""
-        if self._loading.pop(sequence.id, None) is None:
+        if self.loading.pop(sequence.id, None) is None:
             return False
         sequence.stored = data
         return True
 
-    def late(self, now: float) -> Iterator[SequenceState]:
-        """The sequences whose own deadline has passed, or their blocks'."""
-        for sequence, until in list(self._loading.values()):
-            is_due = sequence.due_at is not None and sequence.due_at <= now
-            if until <= now and not is_due:
-                self.store.gave_up()
-            if is_due or until <= now:
-                yield sequence
+    def late(self, now: float) -> list[SequenceState]:
+        """The sequences whose blocks have not come in time."""
+        late = [sequence for sequence, until in self.loading.values() if until <= now]
+        if late and self.store is not None:
+            self.store.gave_up(len(late))
+        return late
 
     def seconds_to_late(self, now: float) -> float | None:
         """Seconds until `late` has a sequence, at most."""
-        times = [until if s.due_at is None else min(until, s.due_at) for s, until in self._loading.values()]
-        return max(0.0, min(times) - now) if times else None
+        return max(0.0, min(until for _, until in self.loading.values()) - now) if self.loading else None
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
-        self._loading.pop(sequence.id, None)
+        self.loading.pop(sequence.id, None)
         sequence.stored = None
-
-    def clear(self) -> None:
-        """No sequence is left."""
-        self._loading.clear()
 
     def restore(self, sequence: SequenceState) -> None:
         """Writes the blocks that were read for a sequence into those that it has just got."""
         data, sequence.stored = sequence.stored, None
-        if data is None:
+        if data is None or self.store is None:
             return
-        size = self._block_size
+        size = self._runtime.block_size
         first, end = sequence.computed // size, min(len(data), (len(sequence.tokens) - 1) // size)
         if first >= end:
             return
@@ -111,12 +107,7 @@ class BlockSwap:
             log_fault(error)
 
 
-def open_swap(
-    runtime: BatchRuntime, config: SpillConfig | None, totals: Totals, clock: Callable[[], float]
-) -> BlockSwap | None:
-    """None without a directory. Raises ConfigError for a runtime whose blocks cannot be read."""
-    if config is None:
-        return None
+def _open_store(runtime: BatchRuntime, config: SpillConfig, totals: Totals) -> SpillStore:
     reason = runtime.why_no_blocks if isinstance(runtime, BlockRuntime) else "the runtime's KV cache cannot be read"
     if reason is not None or not isinstance(runtime, BlockRuntime):
         raise ConfigError(f"--spill-dir keeps the KV cache, and {reason}; leave it out")
@@ -133,4 +124,4 @@ def open_swap(
         )
     except ValueError as error:
         raise ConfigError(f"--spill-type {config.type}: {error}; use --spill-type exact") from None
-    return BlockSwap(runtime, target.block_size, SpillStore(config, target), totals, clock)
+    return SpillStore(config, target, totals)

@@ -1,19 +1,19 @@
-"""Runs an Engine on a thread of its own, so that model calls never block an event loop."""
+"""Runs an engine on a thread of its own, so that model calls never block an event loop."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
+from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.engine import Engine
-from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.seam import EngineStats, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
-from outrider.models.runtimes.base import ModelLimits
-from outrider.models.wire.tree_draft import TreeDraft
+from outrider.models.runtimes.base import BatchRuntime
 
 _LOOK_S: Final = 1.0
 """How often the thread is looked at: does it hang."""
@@ -22,15 +22,22 @@ _DEAD_AFTER: Final = 60
 the process itself stood still is no hang."""
 
 
-class EngineThread(ServingEngine):
-    """An engine on its own thread, on which sinks run. Any thread may call any method."""
+class EngineThread(Engine):
+    """An engine on its own thread, on which sinks run. Any thread may call any method.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    `calibrate` comes before `start`, and `close` after `stop`.
+    """
+
+    def __init__(
+        self,
+        runtime: BatchRuntime,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(runtime, config, clock=clock)
         self._wake = threading.Event()
-        engine.wake = self._wake.set
         self._is_idle = threading.Event()
-        self._gate = threading.Lock()
         self._is_draining = False
         self._is_stopping = False
         self._death: str | None = None
@@ -40,19 +47,15 @@ class EngineThread(ServingEngine):
         self._watch = threading.Thread(target=self._watch_thread, name="outrider-engine-watch", daemon=True)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary, and the longest sequence that model and cache together can hold."""
-        return self._engine.limits
-
-    def calibrate(self) -> None:
-        """As `Engine.calibrate`; call it before `start`."""
-        self._engine.calibrate()
-
     def start(self) -> None:
         """Starts the thread. Call it once."""
         self._thread.start()
         self._watch.start()
+
+    def wake(self) -> None:
+        """Ends the thread's wait."""
+        if not self._wake.is_set():  # if it is, the inbox has yet to be read; setting it again takes a lock
+            self._wake.set()
 
     def on_death(self, act: Callable[[str], None]) -> None:
         """As `ServingEngine.on_death`: the thread has ended, a step hangs for two minutes, or a runtime is lost."""
@@ -69,72 +72,39 @@ class EngineThread(ServingEngine):
         with self._gate:
             self._is_draining = True
         deadline = time.monotonic() + drain_s
-        while drain_s > 0 and self._engine.has_work and time.monotonic() < deadline:
-            self._is_idle.wait(timeout=max(0.0, deadline - time.monotonic()))
+        while self.has_work and (left_s := deadline - time.monotonic()) > 0:
+            self._is_idle.wait(left_s)
             self._is_idle.clear()
         self._is_stopping = True
         self._wake.set()
-        while self._thread.is_alive() and not self._engine.health.is_hung:
+        while self._thread.is_alive() and not self.health.is_hung:
             self._thread.join(timeout=_LOOK_S)
         self._has_ended.set()
-
-    def close(self) -> None:
-        """As `Engine.close`; call it after `stop`."""
-        self._engine.close()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """As `Engine.submit`; also raises RequestError `shutting_down`, and `engine_failed` if nothing would answer."""
         with self._gate:  # otherwise a request could arrive after the engine's last look at its inbox
             if self._is_draining:
                 raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
-            if self._death is not None or self._engine.health.is_hung:
+            if self._death is not None or self.health.is_hung:
                 raise RequestError("engine_failed", "the server's engine has failed; use another server", status=503)
-            sequence_id = self._engine.submit(request, sink)
-        self._wake.set()
-        return sequence_id
-
-    def seek(self, owner: bytes, name: str, done: Callable[[Any], None]) -> bool:
-        """As `Engine.seek`."""
-        return self._engine.seek(owner, name, done)
-
-    def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
-        """As `Engine.draft`."""
-        self._engine.draft(sequence_id, base, paths)
-        if not self._wake.is_set():  # if it is, the inbox has yet to be read; setting it again takes a lock
-            self._wake.set()
-
-    def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
-        """As `Engine.draft_tree`."""
-        self._engine.draft_tree(sequence_id, message)
-        if not self._wake.is_set():
-            self._wake.set()
-
-    def cancel(self, sequence_id: int) -> None:
-        """As `Engine.cancel`."""
-        self._engine.cancel(sequence_id)
-        self._wake.set()
-
-    def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
-        """As `Engine.rewind`."""
-        is_done = self._engine.rewind(sequence_id, base, tokens, sink)
-        self._wake.set()
-        return is_done
+            return super().submit(request, sink)
 
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
-        return self._death or self._engine.health.fault
+        return self._death or self.health.fault
 
     def stats(self) -> EngineStats:
         """As `Engine.stats`."""
-        return replace(self._engine.stats(), failed=int(self.fault() is not None))
+        return replace(super().stats(), failed=int(self.fault() is not None))
 
     def _run(self) -> None:
         try:
             while not self._is_stopping and self._death is None:
-                self._step()
-                if self._engine.health.is_lost:
-                    self._die(f"{self._engine.health.fault}, again and again")
-            self._engine.shut_down()
+                self._step_or_reset()
+                if self.health.is_lost:
+                    self._die(f"{self.health.fault}, again and again")
+            self.shut_down()
         except BaseException as error:
             log_fault(error)
             self._die(f"the engine's thread has ended: {type(error).__name__}", error)
@@ -146,18 +116,19 @@ class EngineThread(ServingEngine):
 
     def _look(self) -> None:
         """Gives the engine up after so many looks at a step that hangs."""
-        self._num_hung = self._num_hung + 1 if self._engine.health.is_hung else 0
+        self._num_hung = self._num_hung + 1 if self.health.is_hung else 0
         if self._num_hung >= _DEAD_AFTER:
             self._die("a step hangs in the model's runtime")
 
-    def _step(self) -> None:
+    def _step_or_reset(self) -> None:
+        """Runs a step, and waits if there is nothing to do after it."""
         self._wake.clear()  # before the inbox is read: later arrivals end the wait below
         try:
-            delay_s = self._engine.step()
+            delay_s = self.step()
         except BaseException as error:  # a bug of ours must not hang every client
-            self._engine.reset(error)
+            self.reset(error)
             delay_s = 0.0
-        if not self._engine.has_work:
+        if not self.has_work:
             self._is_idle.set()
         if delay_s != 0.0:
             self._wake.wait(timeout=delay_s)
@@ -169,10 +140,10 @@ class EngineThread(ServingEngine):
                 return
             self._death, act = why, self._on_death
         if error is None:
-            self._engine.abandon()
+            self.abandon()
         else:
             try:
-                self._engine.reset(error)
+                self.reset(error)
             except BaseException as again:  # `reset` has notified every sink before it raises
                 log_fault(again)
         if act is not None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.pending.candidates import LEAST, Candidates, likeliest_path, line_of, tree_of
 from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.cloud.pending.pending_drafts import LEAST, Candidates, PendingDrafts, likeliest_path, line_of, tree_of
 from outrider.cloud.pending.policy import (
     NO_WAIT,
     Policy,
@@ -65,23 +64,19 @@ class Drafting:
         self._policy = policy
         self._with_trees = with_trees
         self.curve = StepTimeCurve()
-        self._learned: OrderedDict[bytes, Learned] = OrderedDict()  # by client, the latest last
+        self.learned = lru_cache(_MAX_CLIENTS)(self._nothing_learned)
         self.distributions = Distributions()
         self.num_nodes = 0  # of devices, that became pending
         self.trees = TreeTrials()
         self._untried_s = 0.0  # time of all steps since a size was tried
         self._num_drafted = 0  # steps since one was run without drafts, to time it
 
-    def learned(self, client: bytes) -> Learned:
-        """What this client's earlier sessions have shown, and nobody else's: others' texts cannot be told from it.
+    def _nothing_learned(self, client: bytes) -> Learned:
+        """Of a client (`Asker.client`) that is new, or forgotten.
 
-        client: as `Asker.client`.
+        What is kept of one is its own sessions', and nobody else's: others' texts cannot be told from it.
         """
-        found = self._learned.pop(client, None) or Learned(AcceptanceEstimator(self._max_draft), NodeChances())
-        self._learned[client] = found
-        if len(self._learned) > _MAX_CLIENTS:
-            self._learned.popitem(last=False)
-        return found
+        return Learned(AcceptanceEstimator(self._max_draft), NodeChances())
 
     def pending(
         self,
@@ -112,17 +107,13 @@ class Drafting:
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
-        num_before = drafts.trie.num_nodes
-        is_answer = self._note_lag(drafts, base, len(paths[0]), arrived)
+        num_before, overlap = drafts.trie.num_nodes, len(drafts.committed) - base
         is_newest = base >= drafts.newest_base
-        overlap = len(drafts.committed) - base
-        if is_answer and overlap > 0:  # late, but it shows how well the device guesses: else no wait is ever tried
-            drafts.acceptance.observe(paths[0][:overlap], drafts.committed[base:])
+        self._note_arrival(drafts, base, paths[0], len(paths[0]), arrived)
         for path in reversed(paths):  # the likeliest last, so that it wins
             if len(path) > overlap and list(path[:overlap]) == drafts.committed[base:]:
                 drafts.trie.merge(path[overlap:], prefer=is_newest)
         self.num_nodes += max(0, drafts.trie.num_nodes - num_before)
-        drafts.newest_base = max(base, drafts.newest_base)
 
     def merge_tree(self, drafts: PendingDrafts, message: TreeDraft, arrived: float) -> None:
         """Adds the nodes of a message that are consistent with the commits."""
@@ -135,16 +126,16 @@ class Drafting:
         if overlap > 0 and drafts.lag.is_awaited(base):
             late = likeliest_path(message)
             length = max(length, len(late))
-        if self._note_lag(drafts, base, max(1, length), arrived) and late:  # late, as in `merge`
-            drafts.acceptance.observe(late[:overlap], drafts.committed[base:])
-        drafts.newest_base = max(base, drafts.newest_base)
+        self._note_arrival(drafts, base, late, max(1, length), arrived)
 
-    def _note_lag(self, drafts: PendingDrafts, base: int, length: int, arrived: float) -> bool:
-        """As `DraftLag.drafted`; an answer to a commit is counted."""
-        is_answer = drafts.lag.drafted(base, length, arrived)
-        if is_answer:
+    def _note_arrival(self, drafts: PendingDrafts, base: int, path: Sequence[int], length: int, arrived: float) -> None:
+        """Learns from a message when it came, as `DraftLag.drafted`. path: its likeliest one, if it may be late."""
+        if drafts.lag.drafted(base, length, arrived):
             self.distributions.lag_s.observe(drafts.lag.last_s)
-        return is_answer
+            overlap = len(drafts.committed) - base
+            if path and overlap > 0:  # late, but it shows how well the device guesses: else no wait is ever tried
+                drafts.acceptance.observe(path[:overlap], drafts.committed[base:])
+        drafts.newest_base = max(base, drafts.newest_base)
 
     def committed(
         self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
@@ -319,7 +310,7 @@ class Drafting:
             counts = self._tried(rows, counts, rate, len(decoding), budget, fixed, context)
         for drafts, row, count in zip(others, rows, counts, strict=True):
             chosen[drafts] = row.chosen(count)
-            drafts.num_lookup_chosen = row.num_looked_up(count) if drafts.trie.num_looked_up else 0
+            drafts.num_lookup_chosen = sum(map(is_looked_up, row.kinds[:count])) if drafts.trie.num_looked_up else 0
         return chosen
 
     def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:

@@ -5,10 +5,11 @@ All are ratios of sums, or medians where a shared machine causes outliers; never
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 import numpy as np
@@ -25,6 +26,8 @@ _EXPECTED_TOKENS = 4  # of a device's first answer, until one has arrived
 _UNSEEN_DISCOUNT = 0.01
 CHEAP = 0.02
 """Of a step: what a further token costs where it costs little, and where nothing is known of it."""
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+"""Tokens of a step that are told apart."""
 _CONTEXT_SHARE = 0.05  # of a step in the usual context
 _MEMORY = 0.97  # weight of an observation after a newer one at its position
 
@@ -47,10 +50,7 @@ class AcceptanceEstimator:
         num_right = 0
         while num_right < num_tested and pending[num_right] == committed[num_right]:
             num_right += 1
-        own: AcceptanceEstimator | None = self
-        while own is not None:
-            own._count(num_right, min(num_right + 1, num_tested))
-            own = own._parent
+        self._count(num_right, min(num_right + 1, num_tested))
 
     def _count(self, num_right: int, num_tested: int) -> None:
         for i in range(num_tested):
@@ -59,6 +59,8 @@ class AcceptanceEstimator:
             self._tested[i] = _MEMORY * tested + 1.0
             self._all_accepted += self._accepted[i] - accepted
             self._all_tested += self._tested[i] - tested
+        if self._parent is not None:
+            self._parent._count(num_right, num_tested)
 
     @property
     def rate(self) -> float:
@@ -92,6 +94,12 @@ class StepSize:
         return StepSize(self.tokens + other.tokens, self.attended + other.attended)
 
 
+@cache
+def _bucket(num_tokens: int) -> int:
+    """The nearest size that is told apart; of two the smaller."""
+    return min(_SIZES, key=lambda size: abs(size - num_tokens))
+
+
 class StepTimeCurve:
     """Seconds of a step: by its number of tokens, plus a time for each position attended.
 
@@ -102,7 +110,6 @@ class StepTimeCurve:
     seen.
     """
 
-    _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
     _RECENT = 25
     _LONG = 256  # steps
     _FEW = 3  # times of a size that are needed to know it; as many stay, however old, while the size is run at all
@@ -125,7 +132,7 @@ class StepTimeCurve:
     def observe(self, size: StepSize, seconds: float) -> None:
         """Records one step: the model's time, without the engine around it."""
         seconds = max(seconds, _SHORTEST_S)
-        bucket = self._bucket(size.tokens)
+        bucket = _bucket(size.tokens)
         self._learn_slope(bucket, size.attended, seconds)
         seen = self._seen.setdefault(bucket, deque(maxlen=self._RECENT))
         seen.append((self._num_steps + 1, max(seconds - self._slope_s * size.attended, _SHORTEST_S)))
@@ -145,11 +152,6 @@ class StepTimeCurve:
                 seen.popleft()
                 self._medians[bucket] = _median_s(seen)
         self._knots = self._step_and_extra = None
-
-    def _bucket(self, num_tokens: int) -> int:
-        above = min(bisect_left(self._SIZES, num_tokens), len(self._SIZES) - 1)
-        below = max(0, above - 1)
-        return min(self._SIZES[below], self._SIZES[above], key=lambda size: abs(size - num_tokens))
 
     def _learn_slope(self, bucket: int, attended: int, seconds: float) -> None:
         weight, mean_attended, mean_s = self._means.get(bucket, (0.0, 0.0, 0.0))
@@ -180,14 +182,14 @@ class StepTimeCurve:
 
     def lacks(self, num_tokens: int) -> bool:
         """Whether only larger steps than this were run of late. The times of these then seem to be a step's own."""
-        return self._num_steps >= self._LONG and min(self._seen) > self._bucket(num_tokens)
+        return self._num_steps >= self._LONG and min(self._seen) > _bucket(num_tokens)
 
     def untried(self, num_tokens: int, most: int) -> int | None:
         """The next larger size, where neither it nor any size up to twice as large has recent times enough; None where
         it is known, or larger than `most`.
         """
-        above = bisect_right(self._SIZES, self._bucket(num_tokens))
-        if above == len(self._SIZES) or (size := self._SIZES[above]) > most:
+        above = bisect_right(_SIZES, _bucket(num_tokens))
+        if above == len(_SIZES) or (size := _SIZES[above]) > most:
             return None
         is_known = any(size <= each <= 2 * size and len(seen) >= self._FEW for each, seen in self._seen.items())
         return None if is_known else size
@@ -357,12 +359,10 @@ class DraftLag:
         first_s, size = median(self._first), median(self._size)
         token_s = median(self._token_s) if self._token_s else None
         longest = max(self._longest, default=most)
-        lags: list[float | None] = []
-        for count in range(1, most + 1):
-            if count > longest:
-                lags.append(None)
-            elif count <= size:
-                lags.append(first_s)
-            else:
-                lags.append(None if token_s is None else first_s + (count - size) * token_s)
-        return lags
+
+        def lag_s(count: int) -> float | None:
+            if count <= size:
+                return first_s
+            return None if token_s is None else first_s + (count - size) * token_s
+
+        return [lag_s(count) if count <= longest else None for count in range(1, most + 1)]

@@ -1,17 +1,25 @@
-"""Holds the pending drafts of one sequence, and what was measured of its device."""
+"""Holds the pending drafts of one sequence, and what was measured of its device.
+
+Orders them by what verifying them is worth: a line, or the nodes of a tree.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
-from outrider.cloud.pending.selected_drafts import SelectedDrafts
+from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources
-from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
+from outrider.cloud.pending.trie import UNHINTED, DraftTrie, PendingNode, is_looked_up
 from outrider.models.picks.rejection import Evidence
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
+
+LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs
 
 
 @dataclass(slots=True, eq=False)
@@ -91,3 +99,114 @@ class PendingDrafts:
         if tests:
             self.chances.observe(tests)
         return num_looked_up
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Pending nodes of a sequence in the order in which they are worth verifying: by falling survival.
+
+    parents: indices into the same lists, -1 for children of the last committed token. is_line: each follows the last.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: Sequence[int] = ()
+    survivals: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    is_line: bool = True
+
+    def chosen(self, count: int) -> SelectedDrafts:
+        """The first `count`, the likeliest path moved to the front."""
+        if count == 0:
+            return NOTHING
+        if self.is_line:
+            return SelectedDrafts.line(self.tokens[:count])
+        path: list[int] = []
+        for index in range(count):
+            if self.parents[index] == (path[-1] if path else -1):  # the first child of its end, so the likeliest
+                path.append(index)
+        if len(path) == count:
+            return SelectedDrafts.line(self.tokens[:count])
+        order = [*path, *sorted(set(range(count)).difference(path))]
+        place = {index: new for new, index in enumerate(order)}
+        place[-1] = -1
+        return SelectedDrafts([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])
+
+
+def line_of(drafts: PendingDrafts, max_draft: int) -> Candidates:
+    """The likeliest path, of at most `max_draft` tokens."""
+    row = Candidates()
+    node, most = drafts.trie.root.best, min(max_draft, drafts.num_left - 1)
+    if node is None or most <= 0:
+        return row
+    rates = drafts.chances.rates()
+    by_position: list[float] = []  # of unhinted nodes
+    alive = 1.0
+    tokens, survivals, kinds = row.tokens, row.survivals, row.kinds
+    while node is not None and len(tokens) < most:
+        kind = node.kind
+        if kind == UNHINTED:
+            by_position = by_position or drafts.acceptance.rates(max_draft)
+            alive *= by_position[len(tokens)]
+        else:
+            alive *= rates[kind]
+        if alive < LEAST:
+            break
+        tokens.append(node.token)
+        survivals.append(alive)
+        kinds.append(kind)
+        node = node.best
+    return row
+
+
+def tree_of(drafts: PendingDrafts, max_draft: int, least: float) -> Candidates:
+    """At most `max_draft` nodes, the likeliest to be reached and picked first: parents come before their children.
+
+    least: survival of those that are looked at.
+    """
+    root, num_left = drafts.trie.root, drafts.num_left - 1
+    parents: list[int] = []
+    row = Candidates(parents=parents, is_line=False)
+    if root.children is None or num_left <= 0 or max_draft == 0:
+        return row
+    rates, beta = drafts.chances.rates(), drafts.chances.beta
+    by_position: list[float] = []
+    deepest = root.position + min(max_draft, num_left)
+    heap: list[tuple[float, int, PendingNode, int]] = []
+    num_pushed, parent, index, alive = 0, root, -1, 1.0
+    while True:
+        children = parent.children
+        if children is not None and parent.position < deepest:
+            for child in children.values():
+                kind = child.kind
+                if kind == UNHINTED:
+                    by_position = by_position or drafts.acceptance.rates(max_draft)
+                    chance = by_position[parent.position - root.position]
+                    if child is not parent.best:
+                        chance = (1.0 - chance) * beta / max(1, len(children) - 1)
+                else:
+                    chance = rates[kind]
+                chance *= alive
+                if chance >= least:
+                    num_pushed += 1
+                    heapq.heappush(heap, (-chance, num_pushed, child, index))
+        if not heap or len(row.tokens) == max_draft:
+            return row
+        alive, _, parent, above = heapq.heappop(heap)
+        alive, index = -alive, len(row.tokens)
+        row.tokens.append(parent.token)
+        parents.append(above)
+        row.survivals.append(alive)
+        row.kinds.append(parent.kind)
+
+
+def likeliest_path(message: TreeDraft) -> list[int]:
+    """The tokens of the path from `message.base` on along which each node's level is the highest."""
+    best: dict[int, tuple[int, int]] = {}  # by parent: level and number
+    for number, (parent, level) in enumerate(zip(message.parents, message.levels, strict=True), start=message.first):
+        if parent not in best or level > best[parent][0]:
+            best[parent] = level, number
+    path, at = [], ROOT
+    while at in best:
+        at = best[at][1]
+        path.append(message.tokens[at - message.first])
+    return path

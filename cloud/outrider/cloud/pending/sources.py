@@ -30,8 +30,8 @@ class DraftSource(Protocol):
     """
 
     kinds: range
-    goes_first: bool
-    rivals_device: bool
+    goes_first: bool = False
+    rivals_device: bool = False
 
     def propose(self, most: int) -> tuple[list[int], list[int]]:
         """A path of at most `most` tokens that follow the committed ones, and their kinds; nothing where it has none.

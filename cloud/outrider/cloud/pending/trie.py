@@ -9,6 +9,7 @@ messages arrive. No function recurses, and each node is merged once and dropped 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import Final
 
@@ -52,17 +53,18 @@ def is_looked_up(kind: int) -> bool:
     return kind < NUM_LOOKUP_KINDS or kind == REPEATED
 
 
+@dataclass(slots=True, eq=False)
 class PendingNode:
-    """A guess. position: tokens generated up to and including it; negative once it is dropped."""
+    """A guess. position: tokens generated up to and including it; negative once it is dropped.
 
-    __slots__ = ("best", "children", "kind", "position", "token")
+    children: by token; None without any. best: the likeliest of them.
+    """
 
-    def __init__(self, token: int, position: int, kind: int) -> None:
-        self.token = token
-        self.position = position
-        self.kind = kind
-        self.children: dict[int, PendingNode] | None = None  # None: no children
-        self.best: PendingNode | None = None  # the likeliest child
+    token: int
+    position: int
+    kind: int
+    children: dict[int, PendingNode] | None = None
+    best: PendingNode | None = None
 
 
 GONE: Final = PendingNode(ROOT, _DROPPED, UNHINTED)

@@ -4,6 +4,10 @@ A request waits `wait_s` for an answer at most, and not at all while another's a
 full of something else is left out, with one warning, until it answers a ping in time; one that is slow, for the time
 that its breaker gives it. An owner has a fixed number of slots, chosen by the prompt's digest, and a
 share of the calls that wait, so no client can take another's room. Redis ends each text's life by itself.
+
+Late answers decide when it is slow. Each counts, and ten answers in time take one back: so a store is left out after
+three late ones in a row, or in the long run where more than one in eleven is late. When it is asked again, the next
+late answer leaves it out for twice as long, until twenty answers in time have shown that it has recovered.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -21,12 +26,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from outrider.cloud.recent.late_answers import LateAnswers
-from outrider.cloud.recent.store import DEFAULT_S, RecentCounts, RecentStats, RecentStore
-from outrider.cloud.recent.texts import (
+from outrider.cloud.recent.store import (
+    DEFAULT_S,
     MAX_BYTES,
     VERSION,
     Place,
+    RecentCounts,
+    RecentStats,
+    RecentStore,
     RecentText,
     decode,
     encode,
@@ -54,9 +61,43 @@ _IDLE_S: Final = 10.0
 _WARN_S: Final = 60.0
 """Between two warnings, at least: a Redis on the edge of the bound comes and goes."""
 _CLOSE_S: Final = 5.0
+_LATE: Final = 10
+"""What a late answer adds, and an answer in time takes one of."""
+_LIMIT: Final = 3 * _LATE
 _FAULTS: Final = (RedisError, OSError, asyncio.TimeoutError, ValueError)
 
 _log = logging.getLogger("outrider.cloud")
+
+
+class LateAnswers:
+    """Late answers of one store, on one thread."""
+
+    def __init__(self, breaker: Breaker, clock: Callable[[], float] = time.monotonic) -> None:
+        self._breaker = breaker
+        self._clock = clock
+        self._counted_s = float("-inf")
+        self._score = 0
+
+    def late(self, began_s: float) -> bool:
+        """Counts an answer that is late now; True where the breaker opens for it.
+
+        began_s: when it was asked. Calls that began before the last late answer was counted are of the same burst.
+        """
+        if began_s < self._counted_s:
+            return False
+        self._counted_s = self._clock()
+        self._score += _LATE
+        if self._score < _LIMIT:
+            return False
+        self._score = _LIMIT - _LATE
+        self._breaker.failed()
+        return True
+
+    def in_time(self) -> None:
+        """Counts an answer in time."""
+        self._score = max(0, self._score - 1)
+        if self._score == 0:
+            self._breaker.succeeded()
 
 
 class RedisStore(RecentStore):
@@ -69,7 +110,6 @@ class RedisStore(RecentStore):
         *,
         wait_s: float = 0.02,
         retry_s: float = 1.0,
-        prefix: str = "outrider",
     ) -> None:
         """wait_s: longest wait of a request. retry_s: between two tries of one that is down. Raises ConfigError."""
         try:
@@ -89,7 +129,6 @@ class RedisStore(RecentStore):
         self._where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._max_ms = max(1, round(max_s * 1e3))
         self._wait_s, self._retry_s = wait_s, retry_s
-        self._prefix = prefix
         self._counts = RecentCounts()
         self._is_up = False
         self._breaker = Breaker(retry_s, max(retry_s, MAX_PAUSE_S))
@@ -111,13 +150,10 @@ class RedisStore(RecentStore):
         """The text kept there, if the answer comes in time."""
         found, asked = None, self._ask(place)
         if asked is not None:
-            try:  # shielded: the call goes on, so a connection that is being made is not lost
-                found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(asked)), self._wait_s)
-            except TimeoutError:
-                pass
-            except asyncio.CancelledError:
-                if not asked.cancelled():  # the request was; otherwise the store is being closed
-                    raise
+            # Whatever happens to this request, the call goes on: a connection that is being made is not lost.
+            await asyncio.wait([asyncio.wrap_future(asked)], timeout=self._wait_s)
+            if asked.done() and not asked.cancelled():  # cancelled where the store is being closed
+                found = asked.result()
         self._counts.hits += found is not None
         self._counts.misses += found is None
         return found
@@ -147,7 +183,7 @@ class RedisStore(RecentStore):
 
     def _key(self, place: Place) -> str:
         slot = int.from_bytes(place.prompt[-2:], "big") % SLOTS
-        return f"{self._prefix}:recent:{VERSION}:{place.owner}:{slot}"
+        return f"outrider:recent:{VERSION}:{place.owner}:{slot}"
 
     def _ask(self, place: Place) -> Future[RecentText | None] | None:
         """Starts a call on the store's thread; None where it would not be answered."""
@@ -194,15 +230,15 @@ class RedisStore(RecentStore):
             if not has_warned and time.monotonic() - warned_at >= _WARN_S:
                 _log.warning("Redis at %s: %s; no earlier texts are used until it answers", self._where, reason)
                 has_warned, warned_at = True, time.monotonic()
-            await self._pause(left_out_s or self._retry_s)
+            self._changed.clear()
+            await self._wait(left_out_s or self._retry_s)
 
-    async def _pause(self, seconds: float) -> None:
-        self._changed.clear()
-        if not self._is_closed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), seconds)
-            except TimeoutError:
-                pass
+    async def _wait(self, seconds: float) -> bool:
+        """Waits until something has changed. False if nothing has for so long."""
+        try:
+            return self._is_closed or await asyncio.wait_for(self._changed.wait(), seconds)
+        except TimeoutError:
+            return False
 
     async def _ping(self) -> str | None:
         """Why Redis cannot be used now; None when it can."""
@@ -220,18 +256,15 @@ class RedisStore(RecentStore):
         return None
 
     async def _get(self, place: Place) -> RecentText | None:
-        began, is_late = time.monotonic(), False
-
-        def late() -> None:
-            nonlocal is_late
-            is_late = True
-            self._num_late += 1
-            if self._answers.late(began):
-                self._go_down()
-
-        timer = self._loop.call_later(self._wait_s, late)
+        began = time.monotonic()
+        call = asyncio.ensure_future(self._redis.getrange(self._key(place), 0, MAX_BYTES))
+        in_time, _ = await asyncio.wait([call], timeout=self._wait_s)
+        is_late = not in_time
+        self._num_late += is_late
+        if is_late and self._answers.late(began):
+            self._go_down()
         try:
-            data = await self._redis.getrange(self._key(place), 0, MAX_BYTES)
+            data = await call
         except ResponseError:  # something else has the key
             self._counts.rejected += 1
             return None
@@ -239,7 +272,6 @@ class RedisStore(RecentStore):
             self._failed()
             return None
         finally:
-            timer.cancel()
             self._num_late -= is_late
         if is_late:
             self._counts.failures += 1
@@ -260,9 +292,7 @@ class RedisStore(RecentStore):
             else:
                 self._waiting_bytes.add(entry[0], -len(entry[2]))
         if entry is None:
-            if not self._is_closed:
-                await self._idle()
-            return
+            return await self._idle()
         try:
             await self._redis.set(*entry[1:], px=self._max_ms)
             self._counts.stored += 1
@@ -278,9 +308,7 @@ class RedisStore(RecentStore):
 
     async def _idle(self) -> None:
         """Waits for something to write; asks now and then whether Redis is still there, which no request may tell."""
-        try:
-            await asyncio.wait_for(self._changed.wait(), _IDLE_S)
-        except TimeoutError:
+        if not await self._wait(_IDLE_S):
             try:
                 await self._redis.ping()
             except _FAULTS:

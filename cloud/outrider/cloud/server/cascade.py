@@ -14,9 +14,8 @@ from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.target import LoadedTarget, Target
-from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.upstream import CascadeCounts
+from outrider.cloud.upstream.upstream import CascadeCounts, UpstreamClient, upstream_url
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.wire.protocol import ModelFacts
@@ -44,9 +43,8 @@ class CascadeTarget(Target):
     def load(self) -> Iterator[LoadedTarget]:
         """Loads the mid-size verifier."""
         with self._mid.load() as loaded:
-            vocab_size = self._facts.vocab_size
-            connect = partial(UpstreamClient.to, self._url, self._key, vocab_size)
-            engine = CascadeEngine(loaded.engine, connect, self._facts)
+            client = UpstreamClient.to(self._url, self._key, self._facts.vocab_size)
+            engine = CascadeEngine(loaded.engine, client, self._facts)
             yield LoadedTarget(engine, f"{loaded.summary}; it verifies first for {self._facts.name} at {self._url}")
 
 

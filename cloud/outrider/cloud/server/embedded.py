@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.cloud.engine.config import SpillConfig, TreeForm
 from outrider.cloud.seam import EngineStats
 from outrider.cloud.server.identity import instruction_set, target_identity
@@ -69,7 +69,7 @@ class BundleTarget(Target):
             heads = _heads(self._bundle) if OwnSource.HEADS in self._options.source else None
             runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         try:
-            engine = EngineThread(Engine(runtime, _config(self._options, self.model.target, heads)))
+            engine = EngineThread(runtime, _config(self._options, self.model.target, heads))
             try:
                 with ends_at_once():
                     engine.calibrate()

@@ -10,8 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from itertools import takewhile
 from typing import Final
 
+from outrider.cloud.engine.request_checks import deadline_exceeded, internal_error
 from outrider.cloud.seam import (
     CommitEvent,
     EndEvent,
@@ -36,7 +38,6 @@ from outrider.models.wire.protocol import (
     SessionEnd,
     SessionOpen,
 )
-from outrider.models.wire.tree_draft import TreeDraft
 from outrider.models.wire.verify import VerifyRequest
 
 _log = logging.getLogger("outrider.cloud")
@@ -46,7 +47,10 @@ MAX_POSTS: Final = 8
 
 
 class CascadedText:
-    """One text. `begin` it on any thread, then `start` it on the loop; `sink` gets its events there."""
+    """One text. `begin` it on any thread, then `start` it on the loop; `sink` gets its events there.
+
+    confirmed: its tokens so far; append-only: other threads read it. mid: takes the device's drafts.
+    """
 
     def __init__(
         self,
@@ -58,60 +62,56 @@ class CascadedText:
         on_end: Callable[[], None],
     ) -> None:
         self.request = request
-        self.confirmed: list[int] = []  # append-only: other threads read it
+        self.confirmed: list[int] = []
         self._sink = sink
         self._upstream = upstream
         self._on_end = on_end
         self._usage = SequenceUsage(prompt_tokens=len(request.prompt))
-        self._mid = MidRun(mid, request, self.confirmed, self._on_ahead, post)
+        self.mid = MidRun(mid, request, self.confirmed, self._on_ahead, post)
         self._session: str | None = None
         self._session_start = 0
         self._posted_end = 0  # tokens of the text, up to which all was posted
-        self._posts: set[asyncio.Task[bool]] = set()
+        self._posts: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._has_ended = False
 
     def begin(self) -> None:
         """Submits the mid-size verifier's sequence. Raises RequestError as its engine does."""
         if not self.request.once:
-            self._mid.begin()
+            self.mid.begin()
 
     def start(self) -> None:
         """Opens the session upstream."""
-        if self._has_ended:
-            return
-        loop = asyncio.get_running_loop()
-        if self.request.asker.deadline_ms is not None:
-            self._timer = loop.call_later(self.request.asker.deadline_ms / 1e3, self._expire)
-        self._task = loop.create_task(self._verify() if self.request.once else self._generate())
-        self._task.add_done_callback(self._on_done)
+        if not self._has_ended:
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
     def end(self, reason: SequenceEndReason, error: RequestError | None = None) -> None:
         """Ends the text; may be called twice."""
         if self._has_ended:
             return
         self._has_ended = True
-        self._mid.close()
-        if self._timer is not None:
-            self._timer.cancel()
+        self.mid.close()
         for task in (self._task, *self._posts):
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
         self._sink(EndEvent(reason, self._usage, error))
         self._on_end()
 
-    def draft(self, base: int, paths: Sequence[Sequence[int]]) -> None:
-        """A device's paths."""
-        if not self._has_ended:
-            self._mid.draft(base, paths)
-
-    def draft_tree(self, message: TreeDraft) -> None:
-        """A device's part of a tree."""
-        if not self._has_ended:
-            self._mid.draft_tree(message)
-
     # -- upstream ------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        deadline_ms = self.request.asker.deadline_ms
+        try:
+            async with asyncio.timeout(None if deadline_ms is None else deadline_ms / 1e3):
+                await (self._verify() if self.request.once else self._generate())
+        except TimeoutError:
+            if self.confirmed:
+                self.end("deadline")
+            else:
+                self.end("error", deadline_exceeded())
+        except Exception as error:
+            log_fault(error)  # not with its words, which may quote the request
+            self.end("error", internal_error())
 
     async def _generate(self) -> None:
         retry, counts, loop = self._upstream.retry, self._upstream.counts, asyncio.get_running_loop()
@@ -170,13 +170,11 @@ class CascadedText:
 
     def _on_commit(self, commit: Commit) -> None:
         base, counts, tokens = len(self.confirmed), self._upstream.counts, commit.tokens
-        num_first = min(len(self._mid.ahead), len(tokens))
-        ahead = self._mid.ahead[:num_first]
-        num_agreed = next((i for i in range(num_first) if ahead[i] != tokens[i]), num_first)
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(self.mid.ahead, tokens, strict=False))
+        counts.confirmed += sum(1 for _ in agreed)
         self.confirmed.extend(tokens)
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
         counts.passes += 1
-        counts.confirmed += num_agreed
         asked = commit.logprobs if self.request.pick.num_logprobs is not None else None  # else nobody has checked them
         logprobs = tuple(
             TokenLogprobs(token, each.logprob, tuple(each.top))
@@ -185,7 +183,7 @@ class CascadedText:
         self._sink(CommitEvent(base, tuple(tokens), commit.accepted, commit.proposed, logprobs=logprobs))
         if self._over() is not None:
             return  # upstream's end follows
-        void = self._mid.compare()
+        void = self.mid.compare()
         if void:
             counts.void += void
             counts.returns += 1
@@ -244,56 +242,27 @@ class CascadedText:
         if self._session is None or len(self._posts) >= MAX_POSTS or self._has_ended:
             return
         known = len(self.confirmed)
-        path = self._mid.ahead[:MAX_PATH_TOKENS]
         vocab_size = self._upstream.facts.vocab_size
-        beyond = next((i for i, token in enumerate(path) if token >= vocab_size), len(path))
-        path = path[:beyond]
+        path = list(takewhile(lambda token: token < vocab_size, self.mid.ahead[:MAX_PATH_TOKENS]))
         if not path or known + len(path) <= self._posted_end:
             return
         self._posted_end = known + len(path)
         request = DraftRequest(base=known - self._session_start, paths=[path])
         message = DraftMessage("application/json", request.model_dump_json().encode())
-        task = asyncio.get_running_loop().create_task(self._post(self._session, message))
+        task = asyncio.get_running_loop().create_task(self._upstream.client.posts.post_drafts(self._session, message))
         self._posts.add(task)
         task.add_done_callback(self._posted)
 
-    async def _post(self, session: str, message: DraftMessage) -> bool:
-        """Returns whether it arrived: only a hint is lost, which the next message repeats."""
-        try:
-            await self._upstream.client.posts.post_drafts(session, message)
-        except OutriderError:
-            return False
-        return True
-
-    def _posted(self, task: asyncio.Task[bool]) -> None:
+    def _posted(self, task: asyncio.Task[None]) -> None:
         self._posts.discard(task)
         if task.cancelled():
             return
-        if task.result():
-            self._post_ahead()
-        else:  # the next commit has it posted again: at once would be a loop
-            self._posted_end = len(self.confirmed)
-
-    # -- ends ----------------------------------------------------------------------------------------------------------
-
-    def _expire(self) -> None:
-        if self.confirmed:
-            self.end("deadline")
-        else:
-            error = RequestError(
-                "deadline_exceeded",
-                "the request's deadline_ms passed before its text began; allow more time",
-                status=504,
-            )
-            self.end("error", error)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log_fault(error)  # not with its words, which may quote the request
-            fault = RequestError(
-                "internal_error", "the server failed on this request; its log has the details", status=500
-            )
-            self.end("error", fault)
+        error = task.exception()
+        if error is None:
+            return self._post_ahead()
+        self._posted_end = len(self.confirmed)  # the next commit has it posted again: at once would be a loop
+        if not isinstance(error, OutriderError):
+            log_fault(error)
 
 
 def _lost() -> RequestError:

@@ -16,11 +16,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from outrider.cloud.engine.request_checks import check_draft, check_request
+from outrider.cloud.engine.request_checks import check_base, check_draft, check_request, open_one
 from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
 from outrider.cloud.upstream.cascade_text import CascadedText
-from outrider.cloud.upstream.client import UpstreamClient
-from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamRetry
+from outrider.cloud.upstream.upstream import CascadeCounts, Upstream, UpstreamClient, UpstreamRetry
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import BuildElsewhere
 from outrider.models.runtimes.base import ModelLimits
@@ -35,33 +34,27 @@ _JOIN_S: Final = 10.0
 class CascadeEngine(ServingEngine):
     """An engine whose texts another verifier confirms. Any thread may call any method; sinks run on its own thread.
 
-    mid: drafts for the target; started and stopped with this one. make_client: called on that thread. facts: of the
-    upstream verifier.
+    mid: drafts for the target; started and stopped with this one. client: used and closed on that thread. facts: of
+    the upstream verifier.
     """
 
     def __init__(
         self,
         mid: ServingEngine,
-        make_client: Callable[[], UpstreamClient],
+        client: UpstreamClient,
         facts: ModelFacts,
         retry: UpstreamRetry | None = None,
     ) -> None:
         self._mid = mid
-        self._make_client = make_client
-        self._facts = facts
-        self._retry = retry or UpstreamRetry()
-        self._salt = secrets.token_bytes(32)
         self.counts = CascadeCounts()
+        self._upstream = Upstream(client, facts, secrets.token_bytes(32), retry or UpstreamRetry(), self.counts)
         self._limits = ModelLimits(facts.vocab_size, facts.max_positions)
         self._ids = itertools.count(1)
         self._texts: dict[int, CascadedText] = {}
         self._gate = threading.Lock()
         self._is_draining = False
-        self._has_stopped = False
         self._is_idle = threading.Event()
         self._loop = asyncio.new_event_loop()
-        self._upstream: Upstream | None = None
-        self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-cascade", daemon=True)
 
     @property
@@ -82,7 +75,6 @@ class CascadeEngine(ServingEngine):
         """Starts the mid-size verifier and the loop. Call it once."""
         self._mid.start()
         self._thread.start()
-        self._is_up.wait()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """As `ServingEngine.submit`. Prefixes are not parked: `prefix_not_held` is raised for each."""
@@ -101,7 +93,6 @@ class CascadeEngine(ServingEngine):
                 raise RequestError(
                     "overloaded", f"{len(self._texts)} texts are open; try again later", status=503, retry_after_s=1
                 )
-            assert self._upstream is not None, "`start` comes first"
             number = next(self._ids)
             text = CascadedText(request, sink, self._mid, self._upstream, self._post, lambda: self._ended(number))
             text.begin()
@@ -111,20 +102,15 @@ class CascadeEngine(ServingEngine):
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """As `ServingEngine.draft`; `base` counts confirmed tokens."""
-        text = self._text(sequence_id)
+        text = open_one(self._texts, sequence_id)
         check_draft(base, paths, text.confirmed, self._limits)
-        self._post(lambda: text.draft(base, paths))
+        self._post(lambda: text.mid.draft(base, paths))
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
         """As `ServingEngine.draft_tree`; its base counts confirmed tokens."""
-        text = self._text(sequence_id)
-        if message.base > len(text.confirmed):
-            raise RequestError(
-                "draft_ahead",
-                f"base is {message.base}, but {len(text.confirmed)} tokens are committed; send the number of committed "
-                "tokens received",
-            )
-        self._post(lambda: text.draft_tree(message))
+        text = open_one(self._texts, sequence_id)
+        check_base(message.base, len(text.confirmed))
+        self._post(lambda: text.mid.draft_tree(message))
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a text early; does nothing if it is over."""
@@ -147,10 +133,8 @@ class CascadeEngine(ServingEngine):
         while self._texts and time.monotonic() < deadline:
             self._is_idle.wait(timeout=max(0.0, deadline - time.monotonic()))
             self._is_idle.clear()
-        with self._gate:
-            is_first, self._has_stopped = not self._has_stopped, True
-        if is_first and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end_all)
+        if self._thread.is_alive():
+            self._post(self._end_all)
             self._thread.join(_JOIN_S)
         self._mid.stop()
 
@@ -158,21 +142,18 @@ class CascadeEngine(ServingEngine):
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        client = self._make_client()
-        self._upstream = Upstream(client, self._facts, self._salt, self._retry, self.counts)
-        self._is_up.set()
         try:
             self._loop.run_forever()
         finally:
-            self._loop.run_until_complete(self._close(client))
+            self._loop.run_until_complete(self._close())
             self._loop.close()
 
-    async def _close(self, client: UpstreamClient) -> None:
+    async def _close(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await client.aclose()
+        await self._upstream.client.aclose()
         await self._loop.shutdown_asyncgens()
 
     def _end_all(self) -> None:
@@ -190,11 +171,3 @@ class CascadeEngine(ServingEngine):
     def _post(self, act: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: every text has ended
             self._loop.call_soon_threadsafe(act)
-
-    def _text(self, sequence_id: int) -> CascadedText:
-        text = self._texts.get(sequence_id)
-        if text is None:
-            raise RequestError(
-                "unknown_session", "there is no such session: it has ended, or another server has it", status=404
-            )
-        return text

@@ -18,10 +18,9 @@ from typing import Any, Final
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
-from outrider.cloud.pending.lookup import PromptLookup
+from outrider.cloud.pending.lookup import PromptLookup, RecentTextSource
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, Policy
-from outrider.cloud.pending.recent_text import RecentTextSource
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
