@@ -35,9 +35,9 @@ from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import embedded
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
-from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import VerifierServer
+from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import draft_kind
 from outrider.edge.devices.placement import DraftChoice
 from outrider.models.bundle.manifest import FileEntry

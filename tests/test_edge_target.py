@@ -18,7 +18,7 @@ from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.server import identity
-from outrider.cloud.server.identity import target_identity
+from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import Notes
 from outrider.edge.cli.run import _generate
 from outrider.edge.cli.run_options import RunOptions

@@ -16,7 +16,7 @@ from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.replicas.replica import Opened
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.recent import open_recent
+from outrider.cloud.server.serve import open_recent
 from outrider.cloud.server.serving import VerifierServer
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing

@@ -13,10 +13,9 @@ from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import SpillConfig, TreeForm
 from outrider.cloud.seam import EngineStats
-from outrider.cloud.server.identity import instruction_set, target_identity
 from outrider.cloud.server.options import OwnSource, ServeOptions
-from outrider.cloud.server.sigterm import ends_at_once
-from outrider.cloud.server.target import LoadedTarget, Target
+from outrider.cloud.server.signals import ends_at_once
+from outrider.cloud.server.target import LoadedTarget, Target, instruction_set, target_identity
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.bundle.manifest import Manifest

@@ -27,19 +27,20 @@ from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import follow, open_registry
 from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
 from outrider.cloud.server.access import Access, server_settings
-from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
 from outrider.cloud.server.serve import (
+    REDIS_VARIABLE,
     announce,
     audit_log_of,
     connection_limits,
+    open_recent,
     open_target,
     opened_server,
     port_file_removed,
     print_now,
     require_writable,
 )
+from outrider.cloud.server.signals import takes_hangups
 from outrider.cloud.server.target import Target
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError, RuntimeUnavailable

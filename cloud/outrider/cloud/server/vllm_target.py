@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.server.identity import digest_of
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.sigterm import ends_on_sigterm
-from outrider.cloud.server.target import LoadedTarget, Target
+from outrider.cloud.server.signals import ends_on_sigterm
+from outrider.cloud.server.target import LoadedTarget, Target, digest_of
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.options import Dtype, VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.bundle import Bundle, hash_file
@@ -169,7 +168,7 @@ def _hashes(path: Path, manifest: Manifest | None) -> list[str]:
 
 
 def _identity(hashes: list[str], options: VllmOptions, version: str) -> str:
-    """16 hexadecimal digits: the same for replicas only (see `identity`)."""
+    """16 hexadecimal digits: the same for replicas only (see `target`)."""
     facts = {
         "files": hashes,
         "runtime": version.split(),
