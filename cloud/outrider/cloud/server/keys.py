@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
@@ -93,44 +93,39 @@ def new_key() -> str:
 
 def add_key(path: Path, key: ApiKey) -> None:
     """Appends a key; makes the file if there is none. Raises ConfigError if the name is taken."""
-
-    def added(lines: list[str], keys: list[ApiKey]) -> list[str]:
+    with _changed(path) as (lines, keys):
         if any(each.name == key.name for each in keys):
             raise ConfigError(f"{path} has a key with the name {key.name}; remove it first, or choose another name")
-        return [*lines, key.as_line()]
-
-    _change(path, added)
+        lines.append(key.as_line())
 
 
 def remove_key(path: Path, name: str) -> None:
     """Removes the key with this name. Raises ConfigError if there is none."""
-
-    def removed(lines: list[str], keys: list[ApiKey]) -> list[str]:
-        left = [line for line in lines if not _is_key(line) or ApiKey.parse(line.strip()).name != name]
-        if len(left) == len(lines):
+    with _changed(path) as (lines, keys):
+        if all(each.name != name for each in keys):
             names = ", ".join(each.name for each in keys)
             raise ConfigError(f"{path} has no key with the name {name}; expected one of {names}")
-        return left
-
-    _change(path, removed)
+        lines[:] = [line for line in lines if not _is_key(line) or ApiKey.parse(line.strip()).name != name]
 
 
 def _is_key(line: str) -> bool:
     return bool(line.strip()) and not line.strip().startswith("#")
 
 
-def _change(path: Path, change: Callable[[list[str], list[ApiKey]], list[str]]) -> None:
+@contextmanager
+def _changed(path: Path) -> Iterator[tuple[list[str], list[ApiKey]]]:
+    """Gives the file's lines, which are written at the end, and its keys."""
     path = path.resolve()  # a link stays one
     try:
         with _locked(path.parent):
             keys = read_key_lines(path) if path.exists() else []
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            text = "".join(f"{line}\n" for line in change(lines, keys))
+            yield lines, keys
             partial = path.with_name(path.name + ".part")
             partial.unlink(missing_ok=True)  # left by a command that was killed
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines(f"{line}\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)

@@ -20,15 +20,14 @@ from typing import Final
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.audit import AuditLog
-from outrider.cloud.api.download_slots import DraftFiles
-from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.serving import VerifierServer
+from outrider.cloud.api.state import DraftFiles, ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.server.access import Access
 from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
-from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.signals import ends_on_sigterm, takes_hangups
 from outrider.cloud.server.target import Target
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
@@ -96,7 +95,9 @@ def opened_server(
 
     sock: what it listens on, which is announced once it does; None announces nothing.
     """
-    drafts = drafts_for(options.drafts, target)
+    drafts: tuple[DraftFiles, ...] = ()
+    if options.drafts is not None:
+        drafts = find_offered(options.drafts, target.model.tokenizer.fingerprint, target.source_name)
     with (
         traces_from_environment(_log.warning) as traces,
         audit_log_of(options.audit_log) as audit,
@@ -190,12 +191,6 @@ def require_writable(port_file: Path | None) -> None:
         raise ConfigError(
             f"--port-file {port_file} cannot be written; name a file in a directory that you may write to"
         )
-
-
-def drafts_for(directory: Path | None, target: Target) -> tuple[DraftFiles, ...]:
-    if directory is None:
-        return ()
-    return find_offered(directory, target.model.tokenizer.fingerprint, target.source_name)
 
 
 def announce(options: ServeOptions, bundle: Path, sock: socket | None, *, needs_key: bool, has_drafts: bool) -> None:

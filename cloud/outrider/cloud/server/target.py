@@ -13,6 +13,7 @@ import hashlib
 import json
 import platform
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -40,6 +41,17 @@ class LoadedTarget:
 
     engine: ServingEngine
     summary: str
+
+    @classmethod
+    def since(cls, started_s: float, engine: ServingEngine, facts: str) -> LoadedTarget:
+        """One whose loading began at `started_s`. facts: the summary's beginning."""
+        stats = engine.stats()
+        step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
+        return cls(
+            engine,
+            f"{facts}, loaded in {time.monotonic() - started_s:.1f} s{step}, room for {stats.num_blocks} KV blocks, "
+            f"{engine.limits.max_positions} positions",
+        )
 
 
 class Target(ABC):
