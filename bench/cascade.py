@@ -43,10 +43,10 @@ from rich.table import Table
 from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_cascade
-from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import UpstreamClient
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter

@@ -26,10 +26,10 @@ from rich.table import Table
 from tests.fake_runtime import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
 from outrider.export.report.simulation.ranks import EDGES, Picked, Ranks, bucket

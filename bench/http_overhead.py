@@ -25,9 +25,9 @@ import psutil
 from tests.fake_runtime import FakeBatchRuntime
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import EngineThread
-from outrider.cloud.server.serving import VerifierServer
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.sockets import open_socket
 from outrider.models.runtimes.base import SequenceSlice

@@ -45,9 +45,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import EngineConfig, EngineThread
-from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector

@@ -25,6 +25,19 @@ from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.trust import ForwardedOwners
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket, url_of
+from outrider.models.wire.protocol import ReadyAnswer
+
+
+def report_of(
+    tag: str, url: str = "u", secret: str = "s", *, target: str | None = "t", number: int = 0, pid: int = 0, **load: Any
+) -> Report:
+    """What a replica that takes work reports. load: fields of ReadyAnswer."""
+    return Report(tag, url, secret, ReadyAnswer(status="ready", model="fake", target=target, **load), number, pid)
+
+
+def changed(report: Report, **load: Any) -> Report:
+    """The report with another state or load."""
+    return replace(report, ready=report.ready.model_copy(update=load))
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ def replicas(
             server = stack.enter_context(serve_fake(own, config=config, recent=recent, runtime=runtime, gate=gate))
             owners.on_removed = server.core.admission.revoke
             target = server.core.model.target
-            group.append(FakeReplica(server, Report(tag, server.url, secret, "fake", target)))
+            group.append(FakeReplica(server, report_of(tag, server.url, secret, target=target)))
         yield group
 
 

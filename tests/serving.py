@@ -22,6 +22,7 @@ import httpx
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.thread import EngineThread
@@ -29,7 +30,6 @@ from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_cascade
 from outrider.cloud.server.offered import find_offered
-from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import UpstreamClient, UpstreamRetry
 from outrider.models.ingress.connections import ConnectionLimits

@@ -21,8 +21,8 @@ from tests.serving import EOS_ID, fake_tokenizer
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.server import serve as serve_module
-from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.signals import takes_hangups
 from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey
 from outrider.models.process import watched_files

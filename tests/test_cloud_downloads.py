@@ -16,8 +16,7 @@ import pytest
 from tests.drafts import make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 
-from outrider.cloud.api.download_slots import DownloadLimits, DownloadSlots
-from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.state import DownloadLimits, DownloadSlots, ServerSettings
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import ServeOptions
@@ -303,7 +302,7 @@ def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
                 pytest.fail("there is no place")
         return raised.value.status
 
-    monkeypatch.setattr("outrider.cloud.api.download_slots.asyncio.sleep", sleep)
+    monkeypatch.setattr("outrider.cloud.api.downloads.asyncio.sleep", sleep)
     assert asyncio.run(refused(DownloadLimits(max_each=0))) == 429
     assert asyncio.run(refused(DownloadLimits(max_all=0))) == 503
     assert slept == [1.0, 1.0]

@@ -14,9 +14,9 @@ from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, 
 
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_posts import TREE_UNIT_BYTES, DraftBudget
-from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND, NewestTimes, SessionStream, StepTimes
+from outrider.cloud.api.traces import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.http.security import KeyRing
 from outrider.models.process.tally import RequestTally

@@ -20,7 +20,7 @@ import aiohttp
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
+from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
 from tests.serving import TIMEOUT_S, run_session, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
@@ -66,9 +66,7 @@ def answering(answers: Sequence[bytes], may_close: threading.Event | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener, replicas(1) as (real,):
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        yield FakeReplica(
-            real.server, Report("00fa4e", f"http://127.0.0.1:{listener.getsockname()[1]}", "s", "fake", "t")
-        )
+        yield FakeReplica(real.server, report_of("00fa4e", f"http://127.0.0.1:{listener.getsockname()[1]}"))
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the replica was not asked as often as expected"
 
@@ -146,7 +144,7 @@ def test_clients_share_a_scrape(group: list[FakeReplica], monkeypatch: pytest.Mo
 
 def test_a_scrape_without_a_replica_has_the_others(group: list[FakeReplica]) -> None:
     """And says how many it has."""
-    gone = FakeReplica(group[0].server, Report("00dead", "http://127.0.0.1:9", "s", "fake", "t"))
+    gone = FakeReplica(group[0].server, report_of("00dead", "http://127.0.0.1:9"))
     with serve_front([gone, group[0]]) as front:
         text = httpx.get(f"{front.url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -274,7 +272,7 @@ def test_an_owner_that_keeps_much_makes_no_other_forget(monkeypatch: pytest.Monk
     """Over the limit of all, who has most loses the oldest name; and nobody finds another's."""
     monkeypatch.setattr(members, "MAX_HELD", 10)
     known = Members()
-    known.update([Report(f"{i:06x}", "u", "s", "m", "t", running=i) for i in range(3)])
+    known.update([report_of(f"{i:06x}", running=i) for i in range(3)])
     first, second, third = known
     known.hold(b"small", "mine", third)
     for index in range(100):

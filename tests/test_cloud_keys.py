@@ -13,7 +13,7 @@ from tests.serving import StepGate, read_events, serve_fake
 from typer.testing import CliRunner
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.cloud.server.key_file import add_key, new_key, remove_key
+from outrider.cloud.server.keys import add_key, new_key, remove_key
 from outrider.cloud.server.main import app
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import ApiKey, KeyRing, Scope, read_key_lines

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.fake_runtime import FakeBatchRuntime
-from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
+from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
 from tests.serving import EOS_ID, TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session
 from tests.test_edge_tls import OPENSSL, make_own, make_signed
 
@@ -28,10 +28,9 @@ from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.recent.store import MemoryStore
-from outrider.cloud.replicas.charges import SharedBudget
 from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.members import Report
-from outrider.cloud.replicas.registry import Registry
+from outrider.cloud.replicas.registry import Registry, SharedBudget
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.server import replicated
 from outrider.cloud.server.access import Access
@@ -282,7 +281,7 @@ def test_tokens_per_minute_hold_for_all_replicas_together() -> None:
     async def scenario() -> None:
         registry = Registry()
         first, second = SharedBudget(), SharedBudget()
-        reports = [Report(tag, "u", "s", "m", "t") for tag in ("000001", "000002")]
+        reports = [report_of(tag) for tag in ("000001", "000002")]
 
         async def exchange() -> None:
             for budget, report in zip((first, second) * 2, reports * 2, strict=True):
@@ -459,7 +458,7 @@ def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         opened = stack.enter_context(make("000001", owners))
         owners.on_removed = opened.core.admission.revoke
         sock = stack.enter_context(open_socket("127.0.0.1", 0))
-        report = Report("000001", url_of(sock, is_tls=False), "s3cret", "fake", opened.core.model.target)
+        report = report_of("000001", url_of(sock, is_tls=False), "s3cret", target=opened.core.model.target)
 
         async def follow(registry: object) -> AsyncIterator[list[Report]]:
             yield [report]
@@ -473,7 +472,7 @@ def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         front = front_server(access, "a", drain=lambda: None, on_ready=is_ready.set, audit=audit)
         public = stack.enter_context(open_socket("127.0.0.1", 0))
         stack.enter_context(access.watching(front.tls, front.revoke))
-        for server, each in ((opened.server, sock), (front, public)):
+        for server, each in ((opened, sock), (front, public)):
             thread = threading.Thread(target=server.run, args=([each],))
             thread.start()
             stack.callback(thread.join, TIMEOUT_S)
@@ -495,7 +494,7 @@ def test_serve_with_ray_has_what_a_single_server_has(tmp_path: Path, monkeypatch
     with running(options, monkeypatch) as found, httpx.Client(base_url=found.url, timeout=TIMEOUT_S) as client:
         assert KEYS_VARIABLE not in os.environ  # Ray's processes and vLLM's get the rest
         core = found.opened.core
-        assert found.deaths == [found.opened.server.fail]
+        assert found.deaths == [found.opened.fail]
         assert core.recent is not None and core.admission._tokens_per_minute == 500
         for path in ("/v1/models", "/metrics"):
             assert httpx.get(found.replica + path).status_code == 401

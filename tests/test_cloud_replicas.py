@@ -19,7 +19,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_runtime import FakeBatchRuntime
-from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
+from tests.fronts import FakeReplica, RunningFront, changed, replicas, report_of, serve_front
 from tests.serving import TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session, target_tokens
 from typer.testing import CliRunner
 
@@ -28,7 +28,7 @@ from outrider.cloud.api.state import Core, DraftLimits, ServedModel, ServerSetti
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.replicas.cluster import Scale
-from outrider.cloud.replicas.members import Member, Members, Report
+from outrider.cloud.replicas.members import Member, Members
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
@@ -204,7 +204,7 @@ def test_a_request_whose_replica_cannot_be_reached_goes_to_another(group: list[F
     """Before an answer has begun the client notices nothing."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        gone = Report("00dead", f"http://127.0.0.1:{closed.getsockname()[1]}", "s", "fake", group[0].report.target)
+        gone = report_of("00dead", f"http://127.0.0.1:{closed.getsockname()[1]}", target=group[0].report.ready.target)
         absent = FakeReplica(group[0].server, gone)
         with serve_front([absent, group[0]]) as front, httpx.Client(base_url=front.url) as client:
             for _ in range(4):
@@ -230,8 +230,7 @@ def test_a_request_is_not_given_to_one_replica_after_the_other_that_dies_of_it()
     for thread in threads:
         thread.start()
     reports = [
-        Report(f"{index:06x}", f"http://127.0.0.1:{each.getsockname()[1]}", "s", "fake", "t")
-        for index, each in enumerate(listeners)
+        report_of(f"{index:06x}", f"http://127.0.0.1:{each.getsockname()[1]}") for index, each in enumerate(listeners)
     ]
     with replicas(1) as group:
         dying = [FakeReplica(group[0].server, report) for report in reports]
@@ -255,7 +254,7 @@ def test_a_draining_replica_hands_its_texts_to_one_of_the_same_target() -> None:
                 text = asyncio.create_task(agent.generate(request_for(count), lambda tokens: begun.set()))
                 gate.allow(5)
                 await asyncio.wait_for(begun.wait(), TIMEOUT_S)
-                front.publish([replace(group[0].report, is_draining=True), *(each.report for each in group[1:])])
+                front.publish([changed(group[0].report, status="draining"), *(each.report for each in group[1:])])
                 group[0].drain()
                 gate.open()  # not before: the first replica could end the text
                 return await text
@@ -395,7 +394,7 @@ def test_readiness_and_metrics_are_of_all_replicas(
     client: httpx.Client, front: RunningFront, group: list[FakeReplica]
 ) -> None:
     """Sums for readiness; a label for each replica in the metrics."""
-    reports = [replace(each.report, running=2, queued=1, step_ms=4.0) for each in group]
+    reports = [changed(each.report, running=2, queue_depth=1, step_ms=4.0) for each in group]
     front.publish(reports)
     front.wait_until(lambda: client.get("/health/ready").json()["running"] == 4)
     ready = client.get("/health/ready")
@@ -406,7 +405,7 @@ def test_readiness_and_metrics_are_of_all_replicas(
     assert labels == {each.report.tag for each in group}
     assert families["outrider_front_replicas_ready"].samples[0].value == 2
     assert any(s.labels["route"] == "/health/ready" for s in families["outrider_front_requests"].samples)
-    front.publish([replace(each, is_failed=True) for each in reports])
+    front.publish([changed(each, status="failed") for each in reports])
     front.wait_until(lambda: client.get("/health/ready").status_code == 503)
     assert client.get("/health/ready").json()["status"] == "failed"
     front.publish([each.report for each in group])
@@ -477,9 +476,7 @@ def test_the_limits_of_a_key_hold_in_a_replica(group: list[FakeReplica]) -> None
 def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
     """Held prefixes first, then the target, then the load; an owner's choice is stable."""
     members = Members()
-    reports = [
-        Report(f"{index:06x}", "u", "s", "m", "old" if index < 2 else "new", running=index) for index in range(4)
-    ]
+    reports = [report_of(f"{index:06x}", target="old" if index < 2 else "new", running=index) for index in range(4)]
     members.update(reports)
     by_tag = {member.report.tag: member for member in members}
     assert members.choose(b"o") is by_tag["000000"]
@@ -493,7 +490,7 @@ def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
     members.update([replace(reports[0], number=2), *reports[1:]])
     assert members.choose(b"o") is by_tag["000000"]
     idle = Members()
-    idle.update([replace(each, running=0) for each in reports])
+    idle.update([changed(each, running=0) for each in reports])
     chosen = {owner: idle.choose(owner) for owner in (bytes([n]) for n in range(40))}
     assert all(idle.choose(owner) is member for owner, member in chosen.items())
     assert len({member.report.tag for member in chosen.values() if isinstance(member, Member)}) > 1
@@ -505,7 +502,7 @@ def test_the_log_names_the_file_of_each_replicas_log(caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "outrider.replicas")
     known = Members()
     for number in (1, 2):
-        known.update([Report("00fa4e", "u", "s", "m", "t", number=number, pid=4321)])
+        known.update([report_of("00fa4e", number=number, pid=4321)])
     known.update([])
     assert [record.getMessage() for record in caplog.records] == [
         "replica 00fa4e has come; its log is in worker-*-4321.err",
@@ -519,15 +516,15 @@ def test_the_registry_forgets_the_silent_and_learns_after_a_restart() -> None:
     async def scenario() -> None:
         now = [0.0]
         registry = Registry(clock=lambda: now[0])
-        first = Report("000001", "u", "s", "m", "t")
+        first = report_of("000001")
         await registry.report(first)
         state, reports = await registry.changes(None)
         assert reports == [first]
         waiting = asyncio.create_task(registry.changes(state))
         await asyncio.sleep(0)
-        await registry.report(replace(first, is_draining=True))
+        await registry.report(changed(first, status="draining"))
         state, reports = await waiting
-        assert reports is not None and reports[0].is_draining
+        assert reports is not None and not reports[0].takes_work
         await registry.leave("000001")
         assert (await registry.changes(state))[1] == []
         await registry.report(first)
@@ -667,4 +664,4 @@ def test_a_device_names_its_target_only_where_a_text_goes_on() -> None:
                 return await text
 
         assert run(scenario()).tokens == tuple(target_tokens(PROMPT, 20))
-    assert seen == [None, group[0].report.target]
+    assert seen == [None, group[0].report.ready.target]

@@ -27,6 +27,7 @@ from tests.serving import FakeServer, StepGate, read_events, run_session, serve_
 from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
 
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.engine import EngineConfig
@@ -35,9 +36,8 @@ from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import embedded
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
-from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.serving import VerifierServer
+from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import draft_kind
 from outrider.edge.devices.placement import DraftChoice
 from outrider.models.bundle.manifest import FileEntry
@@ -455,7 +455,7 @@ def test_lookup_can_be_turned_off(
     """`serve --no-lookup` and `--source lookahead` reach the engine."""
     file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
     manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
-    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
+    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path, tokenizer=lambda: None)
     seen: list[EngineConfig] = []
 
     def engine(runtime: FakeBatchRuntime, config: EngineConfig) -> None:
@@ -467,7 +467,7 @@ def test_lookup_can_be_turned_off(
     monkeypatch.setattr(embedded, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
     monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
     model = types.SimpleNamespace(name="fake", target="0" * 16, tokenizer=None, dialect=None)
-    monkeypatch.setattr(embedded, "_served_model", lambda *arguments: model)
+    monkeypatch.setattr(embedded, "ServedModel", lambda *arguments: model)
     found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
     assert str(found.exception) == "far enough"
     assert [(config.looks_up, config.looks_ahead) for config in seen] == [expected]

@@ -16,7 +16,7 @@ from tools.tiny_sources import make_tiny_source
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.server.embedded import _heads
-from outrider.cloud.server.identity import target_identity
+from outrider.cloud.server.target import target_identity
 from outrider.export.distill.heads import HeadOptions, add_heads
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions

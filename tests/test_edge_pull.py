@@ -21,8 +21,7 @@ from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_cli import run_main
 
-from outrider.cloud.api.download_slots import DownloadLimits
-from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.state import DownloadLimits, ServerSettings
 from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
 from outrider.edge.cli.pull import show_offered
 from outrider.edge.cli.run_options import RunOptions

@@ -17,8 +17,8 @@ from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, targ
 from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.server import identity
-from outrider.cloud.server.identity import target_identity
+from outrider.cloud.server import target as target_module
+from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import Notes
 from outrider.edge.cli.run import _generate
 from outrider.edge.cli.run_options import RunOptions
@@ -265,7 +265,7 @@ IR = bundle(model__xml="graph", model__bin="weights", tokenizer__json="t", confi
 
 def test_replicas_have_one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another name, tokenizer file, report, thread count, cache folder or device number is the same target."""
-    monkeypatch.setattr(identity, "version", lambda name: "1.0")
+    monkeypatch.setattr(target_module, "version", lambda name: "1.0")
     same = target_identity(IR, RuntimeOptions())
     assert len(same) == 16 and int(same, 16) >= 0
     renamed = bundle(a__xml="graph", a__bin="weights", tokenizer__json="u", config__json="d", README__md="x")
@@ -292,6 +292,6 @@ def test_what_may_change_a_token_changes_the_identity(monkeypatch: pytest.Monkey
         target_identity(torch, RuntimeOptions()),
         target_identity(scaled, RuntimeOptions()),
     ]
-    monkeypatch.setattr(identity, "version", lambda name: "0.0")
+    monkeypatch.setattr(target_module, "version", lambda name: "0.0")
     found.append(target_identity(IR, RuntimeOptions()))
     assert len(set(found)) == len(found)

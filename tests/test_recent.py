@@ -38,7 +38,7 @@ from outrider.cloud.recent.store import (
     sampling_digest,
 )
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
+from outrider.cloud.server.serve import REDIS_VARIABLE, open_recent
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.by_owner import Bounds

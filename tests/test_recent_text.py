@@ -26,7 +26,7 @@ from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
 from outrider.cloud.recent.store import MemoryStore, PromptDigest, RecentStore
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import DraftHints, GenerateRequest
 from outrider.cloud.vllm.book import Book
 from outrider.cloud.vllm.terms import Terms, terms_of
 from outrider.edge.link.endpoints import Endpoints
@@ -250,8 +250,8 @@ def test_a_prediction_has_chances_of_its_own() -> None:
 
 def test_vllms_book_drafts_from_an_earlier_text() -> None:
     """By the same modules: its terms carry the text to the engine process."""
-    predicted = Terms(2, GREEDY, 20, recent=(5, 6, 7), is_predicted=True)
-    terms = Terms(1, GREEDY, 20, recent=(5, 6, 7), is_repeat=True)
+    predicted = Terms(2, GREEDY, 20, DraftHints(recent=(5, 6, 7), is_predicted=True))
+    terms = Terms(1, GREEDY, 20, DraftHints(recent=(5, 6, 7), is_repeat=True))
     assert terms_of(terms.extra_args()) == terms
     book = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0)
     served = book.open(terms, PROMPT)

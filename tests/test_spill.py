@@ -37,8 +37,8 @@ from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
 from outrider.cloud.seam import Totals
 from outrider.cloud.server import embedded
 from outrider.cloud.server.embedded import _config
-from outrider.cloud.server.identity import instruction_set
 from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.target import instruction_set
 from outrider.cloud.server.vllm_target import VllmTarget
 from outrider.models.errors import ConfigError, RequestError
 

@@ -31,6 +31,7 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import Policy, Wait
 from outrider.cloud.pending.trie import MAX_NUMBERS, DraftTrie
+from outrider.cloud.seam import DraftHints
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server import vllm_target
@@ -313,7 +314,7 @@ def commit(on: Book, served: Served, *tokens: int) -> tuple[int, int, int]:
 
 def test_terms_survive_the_way_through_vllm() -> None:
     """As plain types; requests of others have none."""
-    terms = Terms(7, SAMPLED, 20, 5.0, 3.0, (1, 2), True, None)
+    terms = Terms(7, SAMPLED, 20, DraftHints((1, 2), patience_ms=5.0, lag_ms=3.0), True, None)
     carried = json.loads(json.dumps(terms.extra_args()))
     assert terms_of(carried) == terms
     assert terms_of(None) is None and terms_of({}) is None
@@ -387,7 +388,7 @@ def test_padding_that_is_accepted_is_counted_as_proposed() -> None:
 def test_an_item_has_its_answer_after_its_draft(passes: list[list[int]], is_answered: list[bool]) -> None:
     """With the first token that was not drafted, or the one after the draft, in however many passes."""
     on, _ = book()
-    served = on.open(Terms(1, SAMPLED, 20, draft=(1, 2, 3), once=True), [9])
+    served = on.open(Terms(1, SAMPLED, 20, hints=DraftHints((1, 2, 3)), once=True), [9])
     assert verified(on, served) == [1, 2, 3]
     found = []
     for tokens in passes:
@@ -413,7 +414,7 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     on, clock = book()
     on.stepped(StepSize(1, 3), 0.050, 0.0)
     on.stepped(StepSize(4, 12), 0.052, 0.0)
-    served = on.open(Terms(1, SAMPLED, 50, draft_lag_ms=5.0), [9, 9])
+    served = on.open(Terms(1, SAMPLED, 50, DraftHints(lag_ms=5.0)), [9, 9])
     commit(on, served, 1)
     assert on.waiting([served], clock.now, 1) == {served}
     assert 0.0 < seconds_to_wait([served], clock.now) < 0.1 and on.patience_ms() > 0.0
@@ -445,7 +446,7 @@ BAD = 13
 
 
 def with_text(on: Book, number: int, *draft: int) -> Served:
-    return on.open(Terms(number, SAMPLED, 20, draft=draft), [9, 9])
+    return on.open(Terms(number, SAMPLED, 20, DraftHints(draft)), [9, 9])
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -532,8 +533,8 @@ def test_a_sequence_that_the_policy_cannot_handle_loses_its_drafts(
 def test_an_item_takes_no_more_of_a_step_than_it_verifies() -> None:
     """The budget is shared by what runs, not by what waits for a later pass."""
     on, _ = book(max_draft=4)
-    items = [on.open(Terms(n, SAMPLED, 60, draft=tuple(range(1, 40)), once=True), [9]) for n in range(1, 4)]
-    session = on.open(Terms(4, SAMPLED, 60, draft=(1, 2, 3, 4)), [9])
+    items = [on.open(Terms(n, SAMPLED, 60, hints=DraftHints(tuple(range(1, 40))), once=True), [9]) for n in range(1, 4)]
+    session = on.open(Terms(4, SAMPLED, 60, DraftHints((1, 2, 3, 4))), [9])
     chosen = on.choose([*items, session], 16, StepSize(4, 8), 2.0)
     assert [len(chosen[each]) for each in (*items, session)] == [4, 4, 4, 4]
 

@@ -11,12 +11,11 @@ from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.replicas.replica import Opened
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.recent import open_recent
-from outrider.cloud.server.serving import VerifierServer
+from outrider.cloud.server.serve import open_recent
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing
 
@@ -35,7 +34,7 @@ class OpenFake:
     redis: str = ""
 
     @contextmanager
-    def __call__(self, tag: str, keys: KeyRing) -> Iterator[Opened]:
+    def __call__(self, tag: str, keys: KeyRing) -> Iterator[VerifierServer]:
         """The server, its engine started."""
         configure_logging(LogFormat.TEXT)
         tokenizer = fake_tokenizer()
@@ -50,6 +49,6 @@ class OpenFake:
             server = VerifierServer(create_app(engine, model, settings, recent=recent), drain_s=self.drain_s)
             engine.start()
             try:
-                yield Opened(server, server.core, server.begin_drain, self.drain_s)
+                yield server
             finally:
                 engine.stop()

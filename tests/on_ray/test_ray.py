@@ -295,7 +295,7 @@ def test_other_weights_end_a_text_with_a_clear_error(running: Running) -> None:
         TargetMismatch, match=r"began with fake \(target 0{16}\).*target 0{15}7.*replicas of one target"
     ):
         asyncio.run(scenario())
-    running.wait_until(lambda reports: {r.target for r in reports} == {f"{7:016x}"})
+    running.wait_until(lambda reports: {r.ready.target for r in reports} == {f"{7:016x}"})
 
 
 def test_replicas_scale_by_what_they_report() -> None:
@@ -345,6 +345,6 @@ def test_applications_of_one_cluster_keep_to_their_replicas(running: Running) ->
     # The builder of `serve deploy` does not know the application's name.
     deploy(application_of(options, OpenFake(seed=9), host=LOOPBACK), name="other")
     others = ray.get(open_registry("other").changes.remote(None), timeout=WAIT_S)[1]
-    assert {report.target for report in others} == {f"{9:016x}"}
+    assert {report.ready.target for report in others} == {f"{9:016x}"}
     assert {report.tag for report in running.reports()} == own
     serve.delete("other")

@@ -18,9 +18,9 @@ from tests.serving import CHAT_TEMPLATE, EOS_ID, TIMEOUT_S, FakeServer, fake_tok
 from tests.vllm.gated import VARIABLE, VllmGate, map_gate
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, ServingEngine, Sink
-from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.errors import RequestError

@@ -76,16 +76,19 @@ class Admission:
             per_minute = key.tokens_per_minute
         if key is None and per_minute is None and asked.entry is None:
             return self._engine.submit(request, sink)
+        num_prompt = len(request.prompt)
         if per_minute is not None:
-            self.budget.admit(owner, len(request.prompt), per_minute)
-        followed = _Followed(self, request, sink, per_minute, asked.entry)
+            self.budget.admit(owner, num_prompt, per_minute)
+        if asked.entry is not None:
+            asked.entry.num_sequences += 1
+            asked.entry.num_prompt += num_prompt
+        followed = _Followed(self, sink, owner, num_prompt, per_minute, asked.entry)
         try:
-            number = self._engine.submit(request, followed)
+            number = followed.number = self._engine.submit(request, followed)
         except BaseException:
             if per_minute is not None:
-                self.budget.take(owner, -len(request.prompt), per_minute)
+                self.budget.take(owner, -num_prompt, per_minute)
             raise
-        followed.number = number
         with self._lock:
             if not followed.is_over:
                 self._open[number] = followed
@@ -127,46 +130,28 @@ class Admission:
             followed.is_revoked = True
             self._engine.cancel(number)
 
-    def ended(self, number: int) -> None:
+    def forget(self, number: int) -> None:
         """A sequence is over."""
         with self._lock:
             self._open.pop(number, None)
 
 
+@dataclass(slots=True, eq=False)
 class _Followed:
-    """A sink around another: of one sequence that is charged, audited, or ended with its key."""
+    """A sink around another: of one sequence that is charged, audited, or ended with its key.
 
-    __slots__ = (
-        "_admission",
-        "_entry",
-        "_num_charged",
-        "_per_minute",
-        "_sink",
-        "is_over",
-        "is_revoked",
-        "number",
-        "owner",
-    )
+    number: None until the engine has taken the sequence.
+    """
 
-    def __init__(
-        self,
-        admission: Admission,
-        request: GenerateRequest,
-        sink: Sink,
-        per_minute: int | None,
-        entry: AuditEntry | None,
-    ) -> None:
-        self._admission = admission
-        self._sink = sink
-        self._per_minute = per_minute
-        self._entry = entry
-        self._num_charged = len(request.prompt)
-        self.number: int | None = None  # until the engine has taken the sequence
-        self.owner = request.asker.owner
-        self.is_over = False
-        self.is_revoked = False
-        if entry is not None:
-            entry.submitted(len(request.prompt))
+    _admission: Admission
+    _sink: Sink
+    owner: bytes
+    _num_charged: int
+    _per_minute: int | None
+    _entry: AuditEntry | None
+    number: int | None = None
+    is_over: bool = False
+    is_revoked: bool = False
 
     def __call__(self, event: Event) -> None:
         """On the engine's thread."""
@@ -174,7 +159,8 @@ class _Followed:
             if self._per_minute is not None:
                 self._admission.budget.take(self.owner, len(event.tokens), self._per_minute)
             if self._entry is not None:
-                self._entry.committed(len(event.tokens), event.accepted)
+                self._entry.num_generated += len(event.tokens)
+                self._entry.num_accepted += event.accepted
         elif isinstance(event, EndEvent):
             event = self._end(event)
         self._sink(event)
@@ -182,7 +168,7 @@ class _Followed:
     def _end(self, event: EndEvent) -> EndEvent:
         self.is_over = True
         if self.number is not None:
-            self._admission.ended(self.number)
+            self._admission.forget(self.number)
         if self.is_revoked and event.reason == "cancelled":
             event = replace(event, reason="error", error=key_is_removed())
         if self._per_minute is not None:
@@ -190,5 +176,5 @@ class _Followed:
             num_held = event.usage.prompt_tokens - self._num_charged
             self._admission.budget.take(self.owner, num_held - event.usage.cached_prompt_tokens, self._per_minute)
         if self._entry is not None:
-            self._entry.ended(event.error.code if event.error is not None else event.reason)
+            self._entry.ends[event.reason if event.error is None else event.error.code] += 1
         return event

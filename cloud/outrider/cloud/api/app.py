@@ -14,14 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.audit import AUDIT, AuditEntry
 from outrider.cloud.api.completions import completion_routes
-from outrider.cloud.api.download_slots import DraftFiles
 from outrider.cloud.api.downloads import download_routes
 from outrider.cloud.api.draft_posts import DraftsEndpoint, drafts_endpoint, is_draft_path
 from outrider.cloud.api.health import health_routes
 from outrider.cloud.api.metrics import route_of
 from outrider.cloud.api.openapi import install_openapi
 from outrider.cloud.api.sessions import session_routes
-from outrider.cloud.api.state import Core, ServedModel, ServerSettings
+from outrider.cloud.api.state import Core, DraftFiles, ServedModel, ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND
 from outrider.cloud.api.traces import TracedRequests
 from outrider.cloud.api.verify import verify_routes

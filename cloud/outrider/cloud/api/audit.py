@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import stat
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -45,27 +47,13 @@ _log = logging.getLogger("outrider.audit")
 
 @dataclass(slots=True)
 class AuditEntry:
-    """What a request's sequences took. The engine's thread fills it."""
+    """What a request's sequences took. The engine's thread fills it. ends: by their reason, or their error's code."""
 
     num_prompt: int = 0
     num_generated: int = 0
     num_accepted: int = 0
     num_sequences: int = 0
     ends: Counter[str] = field(default_factory=Counter)
-
-    def submitted(self, num_prompt: int) -> None:
-        """A sequence was submitted."""
-        self.num_sequences += 1
-        self.num_prompt += num_prompt
-
-    def committed(self, num_tokens: int, num_accepted: int) -> None:
-        """A sequence committed tokens."""
-        self.num_generated += num_tokens
-        self.num_accepted += num_accepted
-
-    def ended(self, reason: str) -> None:
-        """A sequence ended: its reason, or its error's code."""
-        self.ends[reason] += 1
 
     @property
     def end(self) -> str | None:
@@ -90,11 +78,9 @@ class AuditLog:
         self._has_complained = False
         self._is_moved = False  # and could not be opened again
         self._is_torn = False  # the last line was cut by a full disk
-        self._lines: deque[bytes] = deque()
-        self._condition = threading.Condition()
-        self._is_closing = False
-        self._looked_s = clock()
-        self._window_s = clock()
+        self._lines: queue.Queue[bytes] = queue.Queue(MAX_WAITING)  # b"" ends them
+        self._lock = threading.Lock()  # guards the counts of refused requests
+        self._looked_s = self._window_s = clock()
         self._num_refused = 0
         self._refused: Counter[tuple[str, int, str]] = Counter()
         try:
@@ -106,17 +92,14 @@ class AuditLog:
 
     def write(self, line: dict[str, Any]) -> None:
         """Writes a line soon; never blocks on the disk."""
-        encoded = json.dumps({"time": _now(), **line}, separators=(",", ":")).encode() + b"\n"
-        with self._condition:
-            if len(self._lines) >= MAX_WAITING:
-                self.num_lost += 1
-                return
-            self._lines.append(encoded)
-            self._condition.notify()
+        try:
+            self._lines.put_nowait(_encoded(line))
+        except queue.Full:
+            self.num_lost += 1
 
     def refused(self, line: dict[str, Any], *, is_counted_only: bool = False) -> None:
         """Writes a refused request: a line of its own, or a count where there were many in this window."""
-        with self._condition:
+        with self._lock:
             is_single = not is_counted_only and self._num_refused < MAX_REFUSED_LINES
             self._num_refused += is_single
             if not is_single:
@@ -154,23 +137,20 @@ class AuditLog:
 
     def close(self) -> None:
         """Writes what waits, for up to some seconds, and closes the file."""
-        with self._condition:
-            self._is_closing = True
-            self._condition.notify()
+        with suppress(queue.Full):  # of a disk that hangs
+            self._lines.put(b"", timeout=_FLUSH_S)
         self._thread.join(_FLUSH_S)
 
     def _run(self) -> None:
-        while True:
-            with self._condition:
-                if not self._lines and not self._is_closing:
-                    self._condition.wait(_LOOK_S)
-                lines, is_last = list(self._lines), self._is_closing
-                self._lines.clear()
-                lines += self._counts(is_last)
+        is_last = False
+        while not is_last:
+            lines: list[bytes] = []
+            with suppress(queue.Empty):
+                lines.append(self._lines.get(timeout=_LOOK_S))
+            is_last = b"" in lines
             self._reopen_if_moved()
-            self._append(lines)
-            if is_last:
-                break
+            for line in [*filter(None, lines), *self._counts(is_last)]:
+                self._append(line)
         if self._descriptor is not None:
             os.close(self._descriptor)
 
@@ -179,14 +159,11 @@ class AuditLog:
         now = self._clock()
         if now - self._window_s < WINDOW_S and not is_last:
             return []
-        self._window_s, self._num_refused = now, 0
-        counts, self._refused = self._refused, Counter()
+        with self._lock:
+            self._window_s, self._num_refused = now, 0
+            counts, self._refused = self._refused, Counter()
         return [
-            json.dumps(
-                {"time": _now(), "endpoint": endpoint, "status": status, "end": end, "refused_requests": count},
-                separators=(",", ":"),
-            ).encode()
-            + b"\n"
+            _encoded({"endpoint": endpoint, "status": status, "end": end, "refused_requests": count})
             for (endpoint, status, end), count in counts.items()
         ]
 
@@ -218,19 +195,18 @@ class AuditLog:
             os.close(self._descriptor)
         self._descriptor, self._is_torn, self._is_moved = opened, False, False
 
-    def _append(self, lines: list[bytes]) -> None:
-        for index, line in enumerate(lines):
-            data = (b"\n" if self._is_torn else b"") + line
-            try:
-                assert self._descriptor is not None
-                while data:
-                    data = data[os.write(self._descriptor, data) :]
-            except OSError as error:
-                self._is_torn = self._is_torn or len(data) < len(line)
-                self.num_lost += len(lines) - index
-                return self._complain(error)
-            self._is_torn = False
-            self._has_complained = self._is_moved
+    def _append(self, line: bytes) -> None:
+        data = (b"\n" if self._is_torn else b"") + line
+        try:
+            assert self._descriptor is not None
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            self._is_torn = self._is_torn or len(data) < len(line)
+            self.num_lost += 1
+            return self._complain(error)
+        self._is_torn = False
+        self._has_complained = self._is_moved
 
     def _complain(self, error: OSError) -> None:
         if not self._has_complained:
@@ -250,6 +226,7 @@ def caller_of(scope: Scope) -> dict[str, str | None]:
     return caller | ({"subject": subject} if subject else {})
 
 
-def _now() -> str:
+def _encoded(line: dict[str, Any]) -> bytes:
     now = time.time()
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e3):03d}Z"
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e3):03d}Z"
+    return json.dumps({"time": stamp, **line}, separators=(",", ":")).encode() + b"\n"

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 
 from outrider.cloud.seam import Event, Sink
 from outrider.models.http.sse import Inbox
@@ -44,10 +46,8 @@ class Bridge:
         if not self._is_armed:
             self._is_armed = True
             assert self._loop is not None
-            try:
+            with suppress(RuntimeError):  # the loop is closed: no reader is left
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                pass  # the loop is closed: no reader is left
 
     def _deliver(self) -> None:
         self._is_armed = False
@@ -72,13 +72,7 @@ class Mailbox(Inbox[Delivery]):
 
     def sink(self, tag: int = 0) -> Sink:
         """A sink whose events arrive here with `tag`."""
-
-        post = self._bridge.post
-
-        def deliver(event: Event) -> None:
-            post(self, tag, event)
-
-        return deliver
+        return partial(self._bridge.post, self, tag)
 
     def listen(self, listener: Callable[[list[Delivery]], None]) -> None:
         """Hands over what has arrived, and from now on what arrives, all of a wake-up in one call on the loop.

@@ -14,9 +14,8 @@ from starlette.types import Scope
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.recent_texts import Recalled
-from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import Core
-from outrider.cloud.api.traces import trace_of
+from outrider.cloud.api.traces import SequenceWatch, trace_of
 from outrider.cloud.api.verify import shutting_down
 from outrider.cloud.seam import Asker, CommitEvent, EndEvent, Event, GenerateRequest, PickOptions
 from outrider.models.http import openai, openai_answers
@@ -116,9 +115,14 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
         if (trace := trace_of(request.scope)) is not None:
             trace.asked(params, max_tokens)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
-        cut = text_style(body, style, tokenizer, stop_ids)
-        num_each = body.num_each
-        await generation.submit(recalled, cut, asked, request.scope, num_each=num_each, prediction=prediction)
+        await generation.submit(
+            recalled,
+            text_style(body, style, tokenizer, stop_ids),
+            asked,
+            request.scope,
+            num_each=body.num_each,
+            prediction=prediction,
+        )
     except BaseException:
         generation.close()
         raise
@@ -129,11 +133,11 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
 
 @dataclass(slots=True, kw_only=True)
 class _Sequence(Choice):
-    """A text. sequence_id, watch: None until its sequence is submitted."""
+    """A text. sequence_id: None until its sequence is submitted."""
 
     recalled: Recalled
+    watch: SequenceWatch
     sequence_id: int | None = None
-    watch: SequenceWatch | None = None
 
 
 class Generation(CallTexts[_Sequence, Event]):
@@ -146,8 +150,6 @@ class Generation(CallTexts[_Sequence, Event]):
         self.core = core
         core.slots.take(owner, num_choices)
         self._num_slots = num_choices
-        self._asked: Asked | None = None
-        self._scope: Scope = {}
 
     async def submit(
         self,
@@ -160,7 +162,7 @@ class Generation(CallTexts[_Sequence, Event]):
         prediction: Sequence[int] = (),
     ) -> None:
         """Submits a sequence for each request. scope: the call's. Raises RequestError; call `close` then too."""
-        self.num_each, self._asked, self._scope = num_each, asked, scope
+        self.num_each, self._asked = num_each, asked
         tokenizer = self.core.model.tokenizer
         for leader in recalled:
             prompt, params = leader.request.prompt, leader.request.pick.params
@@ -168,17 +170,16 @@ class Generation(CallTexts[_Sequence, Event]):
                 each = leader if index == 0 else leader.for_choice(choice_params(params, index))
                 follower = PredictionFollower(prediction) if prediction else None
                 assembler = style.assembler(tokenizer, prompt)
-                self.choices.append(_Sequence(assembler, follower, len(prompt), recalled=each))
+                watch = SequenceWatch(self.core.metrics, scope, asked.arrived_s, len(self.choices))
+                self.choices.append(_Sequence(assembler, follower, len(prompt), recalled=each, watch=watch))
         for index in range(0, len(self.choices), num_each):
             self._begin(index)
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 
     def _begin(self, index: int) -> None:
-        choice, asked = self.choices[index], self._asked
-        assert asked is not None
+        choice = self.choices[index]
         sink = choice.recalled.sink(self.mailbox.sink(index))
-        choice.sequence_id = self.core.admission.submit(choice.recalled.request, sink, asked)
-        choice.watch = SequenceWatch(self.core.metrics, self._scope, asked.arrived_s, index)
+        choice.sequence_id = self.core.admission.submit(choice.recalled.request, sink, self._asked)
         choice.has_begun = True
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ class Generation(CallTexts[_Sequence, Event]):
 
     def _commit(self, index: int, event: CommitEvent) -> list[Delta]:
         choice = self.choices[index]
-        assert choice.watch is not None and choice.sequence_id is not None
+        assert choice.sequence_id is not None
         choice.watch.committed(event)
         choice.num_accepted += event.accepted
         choice.num_proposed += event.proposed
@@ -210,7 +211,6 @@ class Generation(CallTexts[_Sequence, Event]):
 
     def _end(self, index: int, event: EndEvent) -> list[Delta]:
         choice = self.choices[index]
-        assert choice.watch is not None
         choice.is_over = True
         choice.watch.ended(event)
         if event.reason == "shutdown":

@@ -19,8 +19,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.cloud.api.download_slots import DraftFiles
-from outrider.cloud.api.state import Core
+from outrider.cloud.api.state import Core, DraftFiles
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response
 from outrider.models.http.security import ANYBODY, OWNER
@@ -179,22 +178,17 @@ class _FileAnswer(Response):
 
 
 def open_inside(root: Path, path: str, size: int) -> FileIO | None:
-    """The file at `root`/`path`; None where it is missing or has another size, or a part of its path is a link."""
-    place = root
+    """The file at `root`/`path`; None where it is missing or has another size, or a part of its path is a link.
+
+    root: resolved.
+    """
+    place = root / path
     with suppress(OSError):
-        for part in Path(path).parts:
-            if place.is_symlink():
-                return None
-            place = place / part
-        if place.is_symlink():  # where the system cannot refuse it when opening
+        if place.resolve(strict=True) != place:
             return None
-        descriptor = os.open(place, os.O_RDONLY | _LINK_REFUSED)
-        try:
-            found = os.fstat(descriptor)
-            if stat.S_ISREG(found.st_mode) and found.st_size == size:
-                return FileIO(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+        file = FileIO(place, opener=lambda name, flags: os.open(name, flags | _LINK_REFUSED))
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_size == size:
+            return file
+        file.close()
     return None

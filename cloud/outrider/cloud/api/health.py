@@ -18,6 +18,14 @@ class LiveAnswer(BaseModel):
     status: str = "live"
 
 
+def ready_response(answer: ReadyAnswer) -> Response:
+    """The answer of /health/ready."""
+    status = 200 if answer.status == "ready" else 503
+    # The server sends no Date elsewhere, for the bytes; here a device compares clocks by it.
+    date = {"date": formatdate(usegmt=True)}
+    return Response(answer.model_dump_json(), status, date, media_type="application/json")
+
+
 def health_routes(core: Core) -> APIRouter:
     """The routes that only look."""
     router = APIRouter(tags=["server"])
@@ -44,27 +52,7 @@ def health_routes(core: Core) -> APIRouter:
     @router.get("/health/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
     async def ready() -> Response:
         """200 when new work is welcome, 503 while draining or when the engine cannot work; with the load."""
-        stats = core.engine.stats()
-        answer = ReadyAnswer(
-            status="failed"
-            if core.is_dead
-            else "draining"
-            if core.is_draining
-            else "failed"
-            if stats.failed
-            else "ready",
-            model=core.model.name,
-            queue_depth=stats.queued,
-            running=stats.running,
-            free_block_share=stats.free_blocks / stats.num_blocks,
-            step_ms=stats.step_ms,
-            draft_token_ms=stats.draft_token_ms,
-            target=core.model.target,
-        )
-        status = 200 if answer.status == "ready" else 503
-        # The server sends no Date elsewhere, for the bytes; here a device compares clocks by it.
-        date = {"date": formatdate(usegmt=True)}
-        return Response(answer.model_dump_json(), status, date, media_type="application/json")
+        return ready_response(core.ready())
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics(request: Request) -> Response:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Final
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
+from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.distributions import MAX_POSITIONS, Distributions
 from outrider.cloud.recent.store import RecentStats
 from outrider.cloud.seam import EngineStats
@@ -92,7 +93,7 @@ class Metrics(RequestTally):
 
     def add_families(self, collect: Callable[[], Iterable[Metric]]) -> None:
         """New metrics of any kind. collect: called at each scrape."""
-        self._registry.register(_Families(collect))
+        self._registry.register(Families(collect))
 
     async def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the text format that `accept` prefers, and its content type.
@@ -103,7 +104,7 @@ class Metrics(RequestTally):
         is_due = self._pacer is None or self._pacer.wait_s(b"", 0.0) is not None
         if is_due or content_type not in self._expositions:
             families = self.families()  # collected on the loop
-            written = asyncio.to_thread(encoder, _Families(lambda: families))
+            written = asyncio.to_thread(encoder, Families(lambda: families))
             self._expositions[content_type] = asyncio.create_task(written)
         return await asyncio.shield(self._expositions[content_type]), content_type
 
@@ -112,7 +113,9 @@ class Metrics(RequestTally):
         return list(self._registry.collect())
 
 
-class _Families(Collector):
+class Families(Collector):
+    """Metrics of any kind. collect: called at each scrape."""
+
     def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
         self._collect = collect
 
@@ -124,20 +127,15 @@ class _Families(Collector):
 
 
 def _engine_families(stats: EngineStats, created_s: float) -> Iterator[Metric]:
-    for gauge in fields(stats):
-        value = getattr(stats, gauge.name)
-        if "name" in gauge.metadata and value is not None:
-            value = value / 1e3 if gauge.name.endswith("_ms") else value
-            yield GaugeMetricFamily(f"outrider_{gauge.metadata['name']}", gauge.metadata["help"], value=value)
+    for name, help_text, value in _shown(stats):
+        yield GaugeMetricFamily(name, help_text, value=value)
     yield GaugeMetricFamily(
         "outrider_kv_cache_usage_perc",
         "Share of the KV cache's blocks that sequences hold: 1 is full.",
         value=1.0 - stats.free_blocks / max(1, stats.num_blocks),
     )
-    for counter in fields(stats.totals):
-        if "name" in counter.metadata:
-            name, value = counter.metadata["name"], getattr(stats.totals, counter.name)
-            yield CounterMetricFamily(f"outrider_{name}", counter.metadata["help"], value=value, created=created_s)
+    for name, help_text, value in _shown(stats.totals):
+        yield CounterMetricFamily(name, help_text, value=value, created=created_s)
     yield from _distribution_families(stats.distributions, created_s)
 
 
@@ -175,15 +173,32 @@ def _distribution_families(found: Distributions, created_s: float) -> Iterator[M
         yield histogram(name, help_text, tally)
 
 
+def file_families(
+    tally: RequestTally, reloads: Mapping[tuple[str, str], int], audit: AuditLog | None
+) -> Iterator[Metric]:
+    """The metrics of files that are read again, and of the audit log."""
+    counts: dict[tuple[str, ...], int] = dict(reloads.items())
+    yield tally.counter("reloads", "Files that were read again after a change.", ("file", "result"), counts)
+    if audit is not None:
+        help_text = "Lines that the audit log could not write."
+        yield tally.counter("audit_lines_lost", help_text, (), {(): audit.num_lost})
+
+
 def recent_families(stats: RecentStats) -> Iterator[Metric]:
     """The metrics of the store of recent texts."""
-    for gauge in fields(stats):
-        value = getattr(stats, gauge.name)
-        if gauge.name != "counts" and value is not None:
-            yield GaugeMetricFamily(f"outrider_recent_{gauge.name}", gauge.metadata["help"], value=value)
-    for counter in fields(stats.counts):
-        value = getattr(stats.counts, counter.name)
-        yield CounterMetricFamily(f"outrider_recent_{counter.name}", counter.metadata["help"], value=value)
+    for name, help_text, value in _shown(stats, "recent_"):
+        yield GaugeMetricFamily(name, help_text, value=value)
+    for name, help_text, value in _shown(stats.counts, "recent_"):
+        yield CounterMetricFamily(name, help_text, value=value)
+
+
+def _shown(numbers: Any, prefix: str = "") -> Iterator[tuple[str, str, float]]:
+    """Name, help text and value of each field that has a help text, and a value now."""
+    for each in fields(numbers):
+        value = getattr(numbers, each.name)
+        if "help" in each.metadata and value is not None:
+            name = each.metadata.get("name", prefix + each.name)
+            yield f"outrider_{name}", each.metadata["help"], value / 1e3 if each.name.endswith("_ms") else value
 
 
 def route_of(scope: Scope) -> str:

@@ -13,10 +13,9 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
-from outrider.cloud.api.sequence_watch import SequenceWatch
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream, SessionText
-from outrider.cloud.api.traces import trace_of
+from outrider.cloud.api.traces import SequenceWatch, trace_of
 from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse

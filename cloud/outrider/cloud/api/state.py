@@ -1,17 +1,20 @@
-"""Holds what every route needs: the engine, the model that it serves, the settings, and the open sessions."""
+"""Holds what every route needs: engine, model, drafts to download, settings, open sessions, running downloads."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
 
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
-from outrider.cloud.api.download_slots import DownloadLimits, DownloadSlots, DraftFiles
-from outrider.cloud.api.metrics import Metrics, recent_families
+from outrider.cloud.api.metrics import Metrics, file_families, recent_families
 from outrider.cloud.api.recent_texts import Recalled, RecentTexts
 from outrider.cloud.api.stream import NewestTimes
 from outrider.cloud.api.traces import Traces
@@ -24,12 +27,72 @@ from outrider.models.http.answers import HeldLogprobs
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_plan import Dialect, Grammars, dialect_of
 from outrider.models.http.encoding import Workers
-from outrider.models.http.errors import FieldError
+from outrider.models.http.errors import FieldError, Throttled
 from outrider.models.http.limits import Slots
 from outrider.models.http.security import GateSettings
+from outrider.models.process.by_owner import Shares
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
-from outrider.models.wire.protocol import ModelFacts
+from outrider.models.wire.protocol import ModelFacts, OfferedDraft, OfferedFile, ReadyAnswer
+
+_DOWNLOAD_RETRY_S: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFiles:
+    """A draft that is offered, and where it lies. files: by path, `manifest.json` among them."""
+
+    entry: OfferedDraft
+    root: Path
+    files: Mapping[str, OfferedFile]
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadLimits:
+    """Bounds on downloads. max_each, max_all: at a time, of one owner and in all.
+
+    grace_s, min_rate: after grace_s a download must have run at min_rate bytes per second, or it is cut: it occupies a
+    place. A device resumes it. refusal_s: a download that finds no place is refused so late, or a client could keep the
+    server busy with refusals.
+    """
+
+    max_each: int = 4
+    max_all: int = 32
+    grace_s: float = 30.0
+    min_rate: float = 4096.0
+    refusal_s: float = 1.0
+
+
+class DownloadSlots(Shares[bytes]):
+    """The downloads that run."""
+
+    def __init__(self, limits: DownloadLimits) -> None:
+        super().__init__(limits.max_each, limits.max_all)
+        self._refusal_s = limits.refusal_s
+
+    @asynccontextmanager
+    async def place(self, owner: bytes) -> AsyncIterator[None]:
+        """Holds a place. Raises RequestError 429 or 503 `too_many_downloads` where none is free, after `refusal_s`."""
+        if not self.add(owner):
+            await asyncio.sleep(self._refusal_s)
+            raise self._refusal(owner)
+        try:
+            yield
+        finally:
+            self.add(owner, -1)
+
+    def _refusal(self, owner: bytes) -> RequestError:
+        if self[owner] >= self.max_each:
+            return Throttled(
+                "too_many_downloads",
+                f"this client has {self[owner]} downloads; at most {self.max_each} may run. Retry when one has ended",
+                retry_after_s=_DOWNLOAD_RETRY_S,
+            )
+        return RequestError(
+            "too_many_downloads",
+            f"{self.max_all} downloads run, which is the most that this server allows; retry later",
+            status=503,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,18 +224,29 @@ class Core:
         self._recall = RecentTexts(recent, model.target) if recent is not None else None
         facts = {"version": outrider_version(), "model_name": model.name, "target": model.target}
         self.metrics = Metrics(engine.stats, lambda: len(self.sessions), facts, settings.metrics_age_s)
-        self.metrics.add_counts(
-            "reloads",
-            "Files that were read again after a change.",
-            ("file", "result"),
-            lambda: dict(settings.reloads.items()),
-        )
-        if (audit := settings.audit) is not None:
-            self.metrics.add_counts(
-                "audit_lines_lost", "Lines that the audit log could not write.", (), lambda: {(): audit.num_lost}
-            )
+        self.metrics.add_families(lambda: file_families(self.metrics, settings.reloads, settings.audit))
         if recent is not None:
             self.metrics.add_families(lambda: recent_families(recent.stats()))
+
+    def ready(self) -> ReadyAnswer:
+        """Whether new work is welcome, and the load. Any thread may ask."""
+        stats = self.engine.stats()
+        return ReadyAnswer(
+            status="failed"
+            if self.is_dead
+            else "draining"
+            if self.is_draining
+            else "failed"
+            if stats.failed
+            else "ready",
+            model=self.model.name,
+            queue_depth=stats.queued,
+            running=stats.running,
+            free_block_share=stats.free_blocks / stats.num_blocks,
+            step_ms=stats.step_ms,
+            draft_token_ms=stats.draft_token_ms,
+            target=self.model.target,
+        )
 
     @property
     def max_prompt(self) -> int:

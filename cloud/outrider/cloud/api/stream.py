@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from types import coroutine
 from typing import Any, Final, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
-from outrider.cloud.api.sequence_watch import SequenceWatch
+from outrider.cloud.api.traces import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, ProvisionalEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
@@ -222,13 +224,13 @@ class SessionStream(Response):
         except Exception as error:  # the connection is in an unknown state: the server closes it
             self._give_up(error)
         else:
-            self._sending = self._loop.create_task(self._send_rest(_Begun(sending, wait)))
+            self._sending = self._loop.create_task(self._send_rest(_rest(sending, wait)))
 
     def _body(self, chunk: bytes) -> Coroutine[Any, Any, None]:
         message = {"type": "http.response.body", "body": chunk, "more_body": not self._has_ended}
         return self._send(message)  # type: ignore[return-value]  # every server's is a coroutine function
 
-    async def _send_rest(self, begun: _Begun) -> None:
+    async def _send_rest(self, begun: Awaitable[None]) -> None:
         """Finishes a write that has begun, then sends what has come meanwhile."""
         try:
             await begun
@@ -257,28 +259,15 @@ class SessionStream(Response):
         self._arm(left_s)
 
 
-class _Begun:
+@coroutine
+def _rest(begun: Coroutine[Any, Any, None], wait: Any) -> Generator[Any, Any, None]:
     """The rest of a coroutine that was run up to its first wait, for a task to await.
 
     Python 3.12 has `asyncio.eager_task_factory` for this.
     """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], wait: Any) -> None:
-        self._coroutine = coroutine
-        self._wait = wait
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        try:
-            wait = self._wait
-            while True:
-                try:
-                    value = yield wait
-                except BaseException as error:
-                    wait = self._coroutine.throw(error)
-                else:
-                    wait = self._coroutine.send(value)
-        except StopIteration:
-            pass
+    with closing(begun):
+        yield wait
+        yield from begun
 
 
 def _end(event: EndEvent, text: SessionText | None = None) -> SessionEnd:

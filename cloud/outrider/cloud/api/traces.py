@@ -1,5 +1,7 @@
 """Traces the requests that start work: a span per request below the device's, with an event per step.
 
+`SequenceWatch` notes what one sequence does, also where nothing is traced: times for /metrics, an error for the log.
+
 Attributes have OpenTelemetry's names (HTTP and GenAI). A span holds times, counts and outcomes: no text, no token, no
 seed, no key. Nobody can make the server record everything: a caller's `sampled` flag counts only within a rate per
 owner and in all; without the flag nothing is recorded.
@@ -7,21 +9,24 @@ owner and in all; without the flag nothing is recorded.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from starlette.types import Scope
 
 from outrider.cloud.api.metrics import Metrics, route_of
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
+from outrider.models.errors import RequestError
 from outrider.models.http.errors import ERROR_CODE
 from outrider.models.http.limits import Buckets
-from outrider.models.http.request_context import current_request
+from outrider.models.http.request_context import RequestContext, current_request
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.process.tally import RequestTally
 from outrider.models.process.tracing import (
     HEADER,
     RemoteContext,
@@ -37,6 +42,8 @@ MAX_EVENTS: Final = 128
 """Steps of a span that are recorded one by one."""
 _MAX_OWNERS: Final = 1024
 _HEADER: Final = HEADER.encode()
+
+_log = logging.getLogger("outrider.cloud")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,19 +79,13 @@ class Traces:
 
     def __init__(self, provider: Any, limits: TraceLimits | None = None) -> None:
         self._tracer = make_tracer(provider)
-        self._budget = SpanBudget(limits or TraceLimits())
+        self.budget = SpanBudget(limits or TraceLimits())
 
-    def begin(
-        self, name: str, owner: bytes, parent: RemoteContext | None
-    ) -> RequestTrace | Literal["over_rate"] | None:
-        """A request's span, which has begun; None where the caller, or the sampler of the variables, wants none."""
+    def begin(self, name: str, parent: RemoteContext | None) -> RequestTrace | None:
+        """A request's span, which has begun; None where the sampler of the variables wants none."""
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
-        if parent is not None and not parent.is_sampled:
-            return None
-        if not self._budget.spend(owner):
-            return "over_rate"
         context = parent.as_context() if parent is not None else Context()
         span = self._tracer.start_span(name, context, kind=SpanKind.SERVER)
         return RequestTrace(span) if span.is_recording() else None
@@ -187,6 +188,55 @@ def trace_of(scope: Scope) -> RequestTrace | None:
     return found
 
 
+class SequenceWatch:
+    """One sequence of the request with this scope. index: which of the request's. On the event loop.
+
+    A commit is noted once per sequence and step, so what is off costs one comparison.
+    """
+
+    __slots__ = ("_ids", "_index", "_tally", "_timer", "_trace")
+
+    def __init__(self, tally: RequestTally, scope: Scope, arrived_s: float, index: int = 0) -> None:
+        self._tally = tally
+        self._timer = tally.commit_timer(arrived_s)
+        self._trace = trace_of(scope)
+        self._index = index
+        self._ids = current_request()  # events arrive outside of the request's task
+
+    def committed(self, event: CommitEvent) -> None:
+        """Notes a commit."""
+        self._timer.committed(len(event.tokens))
+        if self._trace is not None:
+            self._trace.committed(event, self._index)
+
+    def ended(self, event: EndEvent) -> None:
+        """Notes the end."""
+        self._timer.ended()
+        if self._trace is not None:
+            self._trace.ended(event)
+        if event.reason == "error":
+            self._tally.failed(event.error.code if event.error is not None else "internal_error")
+            log_failure(event.error, self._ids)
+
+
+def log_failure(error: RequestError | None, ids: RequestContext | None) -> None:
+    """Logs a sequence that failed by a fault of ours: the engine has logged why, without knowing the request."""
+    if error is not None and error.status != 500:
+        return
+    code = error.code if error is not None else "internal_error"
+    _log.error(
+        "a sequence failed: %s",
+        code,
+        extra={
+            "event": "sequence_failed",
+            "code": code,
+            "request_id": getattr(ids, "request_id", None),
+            "trace_id": getattr(ids, "trace_id", None),
+            "session": getattr(ids, "session", None),
+        },
+    )
+
+
 class TracedRequests:
     """Begins the span of a request that the gate has let in, and ends it with the request.
 
@@ -213,11 +263,13 @@ class TracedRequests:
         operation = self._operations.get(scope["path"])
         if self._traces is None or operation is None or scope["method"] != "POST":
             return
-        trace = self._traces.begin(f"{operation} {self._model}", scope.get(OWNER, ANYBODY), parent)
-        if trace is None:
+        if parent is not None and not parent.is_sampled:
             return
-        if trace == "over_rate":
+        if not self._traces.budget.spend(scope.get(OWNER, ANYBODY)):
             self._counts["over_rate"] += 1
+            return
+        trace = self._traces.begin(f"{operation} {self._model}", parent)
+        if trace is None:
             return
         self._counts["recorded"] += 1
         scope[TRACE] = trace

@@ -19,9 +19,8 @@ from starlette.responses import Response
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.bridge import Delivery, Mailbox
-from outrider.cloud.api.sequence_watch import log_failure
 from outrider.cloud.api.state import Core, ServerSettings
-from outrider.cloud.api.traces import RequestTrace, trace_of
+from outrider.cloud.api.traces import RequestTrace, log_failure, trace_of
 from outrider.cloud.seam import Asker, CommitEvent, DraftHints, EndEvent, GenerateRequest, PickOptions
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec

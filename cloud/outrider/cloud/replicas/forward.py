@@ -95,7 +95,11 @@ class Forwarder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Raises RequestError 503 `no_replica` where no replica is left, 404 `not_found` for what is no path."""
-        _require_path(scope)
+        # `*`, or the authority of CONNECT: after a replica's address it would read as a part of that.
+        if not (_path(scope).startswith("/") and scope["path"].startswith("/")):
+            raise RequestError(
+                "not_found", "the request's target is no path; /openapi.json lists all paths", status=404
+            )
         caller = Caller.of(scope)
         has_body = scope["method"] not in ("GET", "HEAD", "DELETE")
         body = await read_body(receive) if has_body else b""
@@ -321,15 +325,6 @@ async def _refusal(answer: aiohttp.ClientResponse) -> RequestError:
     # Digits only: a date is allowed there, and replicas send none.
     retry_after_s = int(after) if after.isascii() and after.isdigit() and len(after) < _MAX_DIGITS else None
     return RequestError(error.code, error.message, status=503, retry_after_s=retry_after_s)
-
-
-def _require_path(scope: Scope) -> None:
-    """Raises RequestError 404 `not_found` for what is no path: `*`, or the authority of CONNECT.
-
-    After a replica's address it would read as a part of that.
-    """
-    if not (_path(scope).startswith("/") and scope["path"].startswith("/")):
-        raise RequestError("not_found", "the request's target is no path; /openapi.json lists all paths", status=404)
 
 
 def _path(scope: Scope) -> str:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import suppress
-from email.utils import formatdate
 from itertools import chain
-from typing import TYPE_CHECKING, Final, NamedTuple
+from types import FrameType
+from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PATHS, PROBE_PATHS
 from outrider.cloud.api.draft_posts import Answer, DraftsEndpoint, is_draft_path
+from outrider.cloud.api.health import ready_response
+from outrider.cloud.api.metrics import Families, file_families
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.replicas.forward import FORWARDED, LOST, Forwarder, no_replica, unknown_session
 from outrider.cloud.replicas.members import Member, Members, Report
@@ -35,11 +36,7 @@ from outrider.models.http.served_requests import ServedRequests
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
-from outrider.models.process.tally import RequestTally
-
-if TYPE_CHECKING:
-    import socket
-    from types import FrameType
+from outrider.models.process.tally import RequestTally, text_format
 
 Reports = Callable[[], AsyncIterator[list[Report]]]
 """Gives the newest reports of all replicas, again and again."""
@@ -118,9 +115,7 @@ class Front:
         ready = self.members.ready(is_draining=self.is_draining)
         if ready is None:
             raise no_replica()
-        status = 200 if ready.status == "ready" else 503
-        date = {"date": formatdate(usegmt=True)}  # a device compares clocks by it
-        return Response(ready.model_dump_json(), status, date, media_type="application/json")
+        return ready_response(ready)
 
     async def _metrics(self) -> bytes:
         """The metrics of the front and of all replicas, once a second for all who ask."""
@@ -134,7 +129,8 @@ class Front:
         try:
             found = await asyncio.gather(*(self._families_of(each) for each in self.members))
             known = [each for each in found if each is not None]
-            own = labelled(_exposed(self._of_files()), "front")
+            of_files = file_families(self.tally, self._settings.reloads, self._settings.audit)
+            own = labelled(_exposed(of_files), "front")
             return merged([*known, own]) + _exposed(self._of_replicas(len(known)))
         finally:
             self._scraped_s = asyncio.get_running_loop().time()
@@ -144,17 +140,6 @@ class Front:
             return labelled(await self.forwarder.fetch(member, "/metrics"), member.report.tag)
         except OSError:
             return None  # lost, or about to be: the front's own metrics have the number
-
-    def _of_files(self) -> list[Metric]:
-        """What a single server says of its files, by the same names."""
-        counter, settings = self.tally.counter, self._settings
-        reloads: dict[tuple[str, ...], int] = dict(settings.reloads.items())
-        help_text = "Files that were read again after a change."
-        found: list[Metric] = [counter("reloads", help_text, ("file", "result"), reloads)]
-        if settings.audit is not None:
-            help_text = "Lines that the audit log could not write."
-            found.append(counter("audit_lines_lost", help_text, (), {(): settings.audit.num_lost}))
-        return found
 
     def _of_replicas(self, num_scraped: int) -> list[Metric]:
         reports = [member.report for member in self.members]
@@ -202,21 +187,10 @@ class Family(NamedTuple):
     samples: bytes
 
 
-class _Metrics(Collector):
-    """Metrics of one scrape."""
-
-    def __init__(self, metrics: Iterable[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterable[Metric]:
-        return self._metrics
-
-
 def _exposed(metrics: Iterable[Metric]) -> bytes:
     """Prometheus' text format."""
-    registry = CollectorRegistry()
-    registry.register(_Metrics(metrics))
-    return generate_latest(registry)
+    encoder, _ = text_format("")
+    return encoder(Families(lambda: metrics))
 
 
 class FrontServer(BoundedServer):

@@ -25,29 +25,26 @@ MAX_HELD: Final = 1 << 16
 class Report:
     """What a replica says of itself.
 
-    tag: its name, TAG_CHARS long. url: where it listens. secret: what the front shows it. target: identity of what
-    picks the tokens. number: of its reports so far. pid: its process, on its node. The rest is as in `ReadyAnswer`.
+    tag: its name, TAG_CHARS long. url: where it listens. secret: what the front shows it. ready: its state and load.
+    number: of its reports so far. pid: its process, on its node.
     """
 
     tag: str
     url: str
     secret: str = field(repr=False)
-    model: str
-    target: str
+    ready: ReadyAnswer
     number: int = 0
-    is_draining: bool = False
-    is_failed: bool = False
-    running: int = 0
-    queued: int = 0
-    free_block_share: float = 1.0
-    step_ms: float | None = None
-    draft_token_ms: float | None = None
     pid: int = 0
 
     @property
     def takes_work(self) -> bool:
         """Whether new work is welcome."""
-        return not (self.is_draining or self.is_failed)
+        return self.ready.status == "ready"
+
+    @property
+    def load(self) -> int:
+        """Sequences that run, and those that wait."""
+        return self.ready.running + self.ready.queue_depth
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +58,7 @@ class Member:
     @property
     def load(self) -> int:
         """Requests that it has: those of this front now, or all by its last report."""
-        return max(len(self._exchanges), self.report.running + self.report.queued)
+        return max(len(self._exchanges), self.report.load)
 
     @contextmanager
     def serving(self, exchange: asyncio.Timeout) -> Iterator[None]:
@@ -134,7 +131,7 @@ class Members:
             keeper = next((each for each in able if each.report.tag == tag), None)
             if keeper is not None:
                 return keeper
-        able = [each for each in able if each.report.target == target] or able
+        able = [each for each in able if each.report.ready.target == target] or able
         return min(able, key=lambda each: (each.load, _distance(owner, each.report.tag)), default=None)
 
     def ready(self, *, is_draining: bool) -> ReadyAnswer | None:
@@ -145,20 +142,15 @@ class Members:
         if not shown:
             return None
         # While another target is rolled out there are two: a device asks before it opens its next text.
-        first = min(shown, key=lambda each: (each.running + each.queued, each.tag))
-        return ReadyAnswer(
-            status="draining"
-            if is_draining or not (able or any(r.is_failed for r in reports))
-            else "ready"
-            if able
-            else "failed",
-            model=first.model,
-            queue_depth=sum(each.queued for each in shown),
-            running=sum(each.running for each in shown),
-            free_block_share=max(each.free_block_share for each in shown),
-            step_ms=first.step_ms,
-            draft_token_ms=first.draft_token_ms,
-            target=first.target,
+        first = min(shown, key=lambda each: (each.load, each.tag))
+        has_failed = any(each.ready.status == "failed" for each in reports)
+        return first.ready.model_copy(
+            update={
+                "status": "draining" if is_draining or not (able or has_failed) else "ready" if able else "failed",
+                "queue_depth": sum(each.ready.queue_depth for each in shown),
+                "running": sum(each.ready.running for each in shown),
+                "free_block_share": max(each.ready.free_block_share for each in shown),
+            }
         )
 
 

@@ -1,6 +1,8 @@
 """Knows which replicas there are: an actor of Ray to which replicas report and which fronts ask.
 
-It keeps nothing that is not reported again within a second, so Ray may start it anew at any time, anywhere.
+It keeps nothing that is not reported again within a second, so Ray may start it anew at any time, anywhere. With their
+reports replicas also share what owners use of their tokens per minute, so that a limit holds for all together: a
+replica charges its own requests at once, and those of the others when it reports, once a second.
 """
 
 from __future__ import annotations
@@ -8,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, Final
 
-from outrider.cloud.replicas.charges import Charges, add_charges
 from outrider.cloud.replicas.members import Report
+from outrider.models.http.limits import TokenBudget
 
 _log = logging.getLogger("outrider.replicas")
 
@@ -27,6 +31,49 @@ _NAMESPACE: Final = "outrider"
 
 State = tuple[str, int]
 """Which registry, and how often it has changed."""
+
+Charges = dict[bytes, tuple[int, int]]
+"""Tokens that owners took since the last report, negative where they were given back, and their tokens per minute."""
+
+
+def add_charges(total: Charges, charges: Charges) -> None:
+    """Adds `charges` to `total`."""
+    for owner, (num_tokens, per_minute) in charges.items():
+        total[owner] = total.get(owner, (0, 0))[0] + num_tokens, per_minute
+
+
+class SharedBudget(TokenBudget):
+    """A budget that notes what it charges, for the other replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noting = threading.Lock()
+        self._charges: Charges = {}
+
+    def admit(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
+        """As TokenBudget's."""
+        super().admit(owner, num_tokens, per_minute)
+        self._note(owner, num_tokens, per_minute)
+
+    def take(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
+        """As TokenBudget's."""
+        super().take(owner, num_tokens, per_minute)
+        self._note(owner, num_tokens, per_minute)
+
+    def collect(self) -> Charges:
+        """What was charged here since the last call."""
+        with self._noting:
+            charges, self._charges = self._charges, {}
+        return charges
+
+    def apply(self, charges: Charges) -> None:
+        """Charges what the other replicas did."""
+        for owner, (num_tokens, per_minute) in charges.items():
+            super().take(owner, num_tokens, per_minute)
+
+    def _note(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
+        with self._noting:
+            add_charges(self._charges, {owner: (num_tokens, per_minute)})
 
 
 class Registry:
@@ -64,11 +111,9 @@ class Registry:
         seen: the state of the last answer. None in place of reports: it is too new to know all replicas.
         """
         if seen == (self._name, self._num_changes):
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
         now_s = self._clock()
         for tag in [tag for tag, (heard_s, _) in self._reports.items() if now_s - heard_s > SILENCE_S]:
             _log.warning("replica %s has not reported for %g s: it counts as lost", tag, SILENCE_S)
@@ -91,12 +136,15 @@ def open_registry(application: str) -> Any:
     may serve several, each by a name that its configuration alone has.
     """
     import ray
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
 
-    name = _own_application() or application
+    with suppress(RayServeException):  # not in an actor of Serve
+        application = str(serve.get_replica_context().app_name)
     return (
         ray.remote(Registry)
         .options(
-            name=f"registry-{name}",
+            name=f"registry-{application}",
             namespace=_NAMESPACE,
             get_if_exists=True,
             lifetime="detached",
@@ -106,17 +154,6 @@ def open_registry(application: str) -> Any:
         )
         .remote()
     )
-
-
-def _own_application() -> str | None:
-    """The name of the application of Ray Serve that this process is a part of."""
-    from ray import serve
-    from ray.serve.exceptions import RayServeException
-
-    try:
-        return str(serve.get_replica_context().app_name)
-    except RayServeException:
-        return None  # not in an actor of Serve
 
 
 async def follow(registry: Any) -> AsyncIterator[list[Report]]:

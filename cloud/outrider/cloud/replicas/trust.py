@@ -17,10 +17,10 @@ from typing import Any, Final
 
 from starlette.types import Scope as AsgiScope
 
+from outrider.cloud.api.audit import caller_of
 from outrider.models.errors import RequestError
-from outrider.models.hosts import client_network
 from outrider.models.http.keys import KEY, ApiKey, ForwardedKey
-from outrider.models.http.security import ANYBODY, OWNER, SUBJECT, KeyRing
+from outrider.models.http.security import ANYBODY, OWNER, KeyRing
 
 MAX_REMOVED: Final = 64
 """Owners in one header: it must fit what a server takes."""
@@ -40,14 +40,14 @@ class Caller:
     @classmethod
     def of(cls, scope: AsgiScope) -> Caller:
         """The caller of a request that has passed the gate, or needs no key."""
-        client = scope.get("client")
-        network = client_network(client[0]) if client else None
-        subject = scope[SUBJECT].shown if scope.get(SUBJECT) else None
-        return cls(scope.get(OWNER, ANYBODY), scope.get(KEY), network, subject)
+        seen = caller_of(scope)
+        return cls(scope.get(OWNER, ANYBODY), scope.get(KEY), seen["network"], seen.get("subject"))
 
 
 class ForwardedOwners(KeyRing):
     """The key ring of a replica: takes the callers that the front names, with the limits that it names.
+
+    It knows an owner's key by its newest request.
 
     on_removed: called with owners whose key was removed, to end their work.
     """
@@ -55,7 +55,6 @@ class ForwardedOwners(KeyRing):
     def __init__(self, secret: str) -> None:
         super().__init__()
         self._secret = secret.encode()
-        self._keys: dict[bytes, ApiKey] = {}  # as many as the front's key file has had
         self._removed: set[bytes] = set()
         self.on_removed: Callable[[Collection[bytes]], None] = lambda owners: None
 
@@ -73,12 +72,8 @@ class ForwardedOwners(KeyRing):
             self.on_removed(removed)
         elif key.is_known:
             self._removed.discard(key.digest)  # the front's gate has let it in: it may have been added again
-            self._keys[key.digest] = key
+            self._by_digest[key.digest] = key  # as many as the front's key file has had
         return key
-
-    def of_owner(self, owner: bytes) -> ApiKey | None:
-        """The owner's key by its newest request; None where no key is needed."""
-        return self._keys.get(owner)
 
     def may_generate(self, owner: bytes) -> bool:
         """Whether the front has not removed its key since."""

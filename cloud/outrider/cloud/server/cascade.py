@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Final
+
+from prometheus_client.core import Metric
 
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.upstream import CascadeCounts, UpstreamClient, upstream_url
+from outrider.cloud.upstream.upstream import UpstreamClient, upstream_url
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.wire.protocol import ModelFacts
@@ -108,20 +109,15 @@ def show_cascade(metrics: Metrics, engine: ServingEngine) -> None:
     assert isinstance(engine, CascadeEngine)
     counts = engine.counts
 
-    kinds = {"provisional": "provisional", "confirmed": "confirmed", "contradicted": "void"}
-    metrics.add_counts(
-        "cascade_tokens",
-        "Tokens that the mid-size verifier committed first, and what the target said of them.",
-        ("kind",),
-        lambda: {(kind,): getattr(counts, name) for kind, name in kinds.items()},
-    )
-    for name, help_text in (
-        ("returns", "Times that the mid-size verifier went back to the target's text."),
-        ("passes", "Passes of the target upstream that committed tokens."),
-        ("losses", "Sessions upstream that were cut, refused for now or not answered."),
-    ):
-        metrics.add_counts(f"cascade_{name}", help_text, (), partial(_count, counts, name))
+    def families() -> Iterator[Metric]:
+        kinds = {"provisional": counts.provisional, "confirmed": counts.confirmed, "contradicted": counts.void}
+        help_text = "Tokens that the mid-size verifier committed first, and what the target said of them."
+        yield metrics.counter("cascade_tokens", help_text, ("kind",), {(kind,): n for kind, n in kinds.items()})
+        for name, help_text, number in (
+            ("returns", "Times that the mid-size verifier went back to the target's text.", counts.returns),
+            ("passes", "Passes of the target upstream that committed tokens.", counts.passes),
+            ("losses", "Sessions upstream that were cut, refused for now or not answered.", counts.losses),
+        ):
+            yield metrics.counter(f"cascade_{name}", help_text, (), {(): number})
 
-
-def _count(counts: CascadeCounts, name: str) -> Mapping[tuple[str, ...], int]:
-    return {(): getattr(counts, name)}
+    metrics.add_families(families)

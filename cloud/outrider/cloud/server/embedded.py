@@ -12,14 +12,11 @@ from typing import Final
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.cloud.engine.config import SpillConfig, TreeForm
-from outrider.cloud.seam import EngineStats
-from outrider.cloud.server.identity import instruction_set, target_identity
 from outrider.cloud.server.options import OwnSource, ServeOptions
-from outrider.cloud.server.sigterm import ends_at_once
-from outrider.cloud.server.target import LoadedTarget, Target
+from outrider.cloud.server.signals import ends_at_once
+from outrider.cloud.server.target import LoadedTarget, Target, instruction_set, target_identity
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.draft_heads import DraftHeads
-from outrider.models.bundle.manifest import Manifest
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, export_reference_pair
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError
@@ -52,12 +49,17 @@ class BundleTarget(Target):
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        is_reference = options.bundle == REFERENCE
-        self._bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
+        self._bundle = Bundle.open(export_reference_target() if options.bundle == REFERENCE else options.bundle)
         self._loading = _loading(self._bundle, options)
-        self.path, self.source_name = self._bundle.path, self._bundle.manifest.name
-        identity = target_identity(self._bundle.manifest, self._loading)
-        self.model = _served_model(self._bundle, options.name, identity)
+        manifest = self._bundle.manifest
+        self.path, self.source_name = self._bundle.path, manifest.name
+        if manifest.role != "target":
+            raise ConfigError(
+                f"{self.path} is a {manifest.role} bundle; expected a target, as `outrider-export target` makes it"
+            )
+        name, eos_ids = options.name or manifest.name, frozenset(manifest.eos_token_ids)
+        identity = target_identity(manifest, self._loading)
+        self.model = ServedModel(name, self._bundle.tokenizer(), eos_ids, manifest, identity)
         self.num_gpus = int(self._loading.device.startswith("cuda"))
 
     @contextmanager
@@ -73,9 +75,10 @@ class BundleTarget(Target):
             try:
                 with ends_at_once():
                     engine.calibrate()
-                load_s = time.monotonic() - started_s
-                summary = _summary(self.model, manifest, engine.stats(), engine.limits.max_positions, load_s)
-                yield LoadedTarget(engine, summary)
+                widened = ", widened for measurements" if manifest.widened else ""
+                millions = manifest.architecture.parameters / 1e6
+                facts = f"{self.model.name}: {millions:.1f}M parameters, {manifest.precision}{widened}"
+                yield LoadedTarget.since(started_s, engine, facts)
             finally:
                 engine.close()
         finally:
@@ -85,10 +88,13 @@ class BundleTarget(Target):
 def _config(options: ServeOptions, target: str, heads: DraftHeads | None) -> EngineConfig:
     spill = None
     if options.spill_dir is not None:
-        always = options.ray  # replicas find each other's
-        spilled = f"{target} {instruction_set()}"
-        max_bytes, kind = options.spill_mb << 20, options.spill_type
-        spill = SpillConfig(options.spill_dir, spilled, max_bytes, always=always, type=kind)
+        spill = SpillConfig(
+            options.spill_dir,
+            f"{target} {instruction_set()}",
+            options.spill_mb << 20,
+            always=options.ray,  # replicas find each other's
+            type=options.spill_type,
+        )
     return EngineConfig(
         max_running=options.max_running,
         looks_up=options.lookup,
@@ -110,16 +116,6 @@ def _heads(bundle: Bundle) -> DraftHeads:
     return DraftHeads.load(bundle.path / found.file)
 
 
-def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
-    manifest = bundle.manifest
-    if manifest.role != "target":
-        raise ConfigError(
-            f"{bundle.path} is a {manifest.role} bundle; expected a target, as `outrider-export target` makes it"
-        )
-    eos_ids = frozenset(manifest.eos_token_ids)
-    return ServedModel(name or manifest.name, bundle.tokenizer(), eos_ids, manifest, target)
-
-
 def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
     """How to load the bundle."""
     manifest = bundle.manifest
@@ -138,14 +134,4 @@ def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
         cache_dir=str(compiled) if kind == "openvino" and device != "CPU" else None,  # where compiling takes long
         # torch loads safetensors in any type; the export was checked in this one.
         properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
-    )
-
-
-def _summary(model: ServedModel, manifest: Manifest, stats: EngineStats, max_positions: int, load_s: float) -> str:
-    step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
-    widened = ", widened for measurements" if manifest.widened else ""
-    millions = manifest.architecture.parameters / 1e6
-    return (
-        f"{model.name}: {millions:.1f}M parameters, {manifest.precision}{widened}, loaded in {load_s:.1f} s{step}, "
-        f"room for {stats.num_blocks} KV blocks, {max_positions} positions"
     )

@@ -1,18 +1,31 @@
-"""Defines `outrider-cloud keys`: makes, lists and removes the API keys of a key file."""
+"""Defines `outrider-cloud keys`: makes, lists and removes the API keys of a key file.
+
+A change replaces the whole file at once and keeps its other lines. The file has mode 0600 from its first byte. Two
+changes at a time wait for each other.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from outrider.models.errors import ConfigError
 from outrider.models.http.keys import ApiKey, Scope, read_key_lines
 from outrider.models.process.command_line import CommandGroup
+
+KEY_PREFIX: Final = "outrider_"
+"""Begins every key that is made here, so that scanners find keys in sources."""
+_KEY_BYTES: Final = 32
 
 keys_app = typer.Typer(
     cls=CommandGroup,
@@ -48,8 +61,6 @@ def add(
     ] = 0,
 ) -> None:
     """Make a random key: it is printed once, and the file gets its SHA-256 digest."""
-    from outrider.cloud.server.key_file import add_key, new_key
-
     key = new_key()
     digest = hashlib.sha256(key.encode()).digest()
     limits = (requests_per_second, sessions, tokens_per_minute)
@@ -72,6 +83,67 @@ def list_keys(file: File) -> None:
 @keys_app.command()
 def remove(name: Name, file: File) -> None:
     """Remove a key: its next request is refused, and texts in work end with the error `unauthorized`."""
-    from outrider.cloud.server.key_file import remove_key
-
     remove_key(file, name)
+
+
+def new_key() -> str:
+    """A random key."""
+    return KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+
+
+def add_key(path: Path, key: ApiKey) -> None:
+    """Appends a key; makes the file if there is none. Raises ConfigError if the name is taken."""
+    with _changed(path) as (lines, keys):
+        if any(each.name == key.name for each in keys):
+            raise ConfigError(f"{path} has a key with the name {key.name}; remove it first, or choose another name")
+        lines.append(key.as_line())
+
+
+def remove_key(path: Path, name: str) -> None:
+    """Removes the key with this name. Raises ConfigError if there is none."""
+    with _changed(path) as (lines, keys):
+        if all(each.name != name for each in keys):
+            names = ", ".join(each.name for each in keys)
+            raise ConfigError(f"{path} has no key with the name {name}; expected one of {names}")
+        lines[:] = [line for line in lines if not _is_key(line) or ApiKey.parse(line.strip()).name != name]
+
+
+def _is_key(line: str) -> bool:
+    return bool(line.strip()) and not line.strip().startswith("#")
+
+
+@contextmanager
+def _changed(path: Path) -> Iterator[tuple[list[str], list[ApiKey]]]:
+    """Gives the file's lines, which are written at the end, and its keys."""
+    path = path.resolve()  # a link stays one
+    try:
+        with _locked(path.parent):
+            keys = read_key_lines(path) if path.exists() else []
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            yield lines, keys
+            partial = path.with_name(path.name + ".part")
+            partial.unlink(missing_ok=True)  # left by a command that was killed
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in lines)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be changed: {error.strerror}; check its directory") from None
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keeps other commands out, where the system has such locks."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

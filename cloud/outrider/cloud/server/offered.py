@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from outrider.cloud.api.download_slots import DraftFiles
+from outrider.cloud.api.state import DraftFiles
 from outrider.models.bundle.bundle import Bundle, hash_file
-from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
+from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.counted import counted
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.visible import visible
@@ -76,6 +76,7 @@ def _offer(root: Path, tokenizer: str, target: str) -> DraftFiles:
     own = root / MANIFEST_NAME
     files = [OfferedFile(path=MANIFEST_NAME, size=own.stat().st_size, sha256=hash_file(own))]
     files += [OfferedFile(path=each.path, size=each.size, sha256=each.sha256) for each in manifest.files]
+    judged = [m.rate for m in manifest.report.acceptance if m.target == target and m.temperature == JUDGED_AT]
     entry = OfferedDraft(
         name=root.name,
         model=manifest.name,
@@ -83,12 +84,7 @@ def _offer(root: Path, tokenizer: str, target: str) -> DraftFiles:
         runtime=manifest.runtime,
         precision=manifest.precision,
         size_bytes=sum(file.size for file in files),
-        acceptance=_acceptance(manifest, target),
+        acceptance=judged[0] if judged else None,
         files=files,
     )
     return DraftFiles(entry, root, {file.path: file for file in files})
-
-
-def _acceptance(manifest: Manifest, target: str) -> float | None:
-    measured = manifest.report.acceptance
-    return next((each.rate for each in measured if each.target == target and each.temperature == JUDGED_AT), None)

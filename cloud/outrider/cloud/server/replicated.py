@@ -11,8 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final
@@ -21,32 +21,33 @@ from urllib.parse import urlsplit
 from pydantic import TypeAdapter, ValidationError
 
 from outrider.cloud.api.audit import AuditLog
+from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.replicas.cluster import Scale, local_ray, replicas_of
 from outrider.cloud.replicas.front import Front, FrontServer
-from outrider.cloud.replicas.members import Members, Report
+from outrider.cloud.replicas.members import Members
 from outrider.cloud.replicas.registry import follow, open_registry
-from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
+from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, keep_to_node
 from outrider.cloud.server.access import Access, server_settings
-from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
 from outrider.cloud.server.serve import (
+    REDIS_VARIABLE,
     announce,
     audit_log_of,
     connection_limits,
+    open_recent,
     open_target,
     opened_server,
     port_file_removed,
     print_now,
     require_writable,
 )
+from outrider.cloud.server.signals import takes_hangups
 from outrider.cloud.server.target import Target
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket
 
 _log = logging.getLogger("outrider.replicas")
@@ -75,23 +76,17 @@ class OpenReplica:
     options: ServeOptions
     gpus: float = 0.0
 
-    @contextmanager
-    def __call__(self, tag: str, keys: KeyRing) -> Iterator[Opened]:
+    def __call__(self, tag: str, keys: KeyRing) -> AbstractContextManager[VerifierServer]:
         """The server, its engine started."""
         options = self.options
         configure_logging(options.log_format)
         target = open_target(options)
         require_gpus(target.num_gpus, self.gpus)
         settings = server_settings(options, keys=keys, rate_per_s=0.0, session_prefix=tag)
+        limits = connection_limits(options)  # a front is one client, which has bounded its own
+        limits = replace(limits, max_per_client=limits.max_connections, max_client_bodies=limits.max_bodies)
         # The server's thread ends where the engine dies, so Ray starts another replica.
-        with opened_server(options, target, settings, limits=replica_limits(options)) as server:
-            yield Opened(server, server.core, server.begin_drain, options.drain_s)
-
-
-def replica_limits(options: ServeOptions) -> ConnectionLimits:
-    """Bounds on the connections of a replica: a front is one client, which has bounded its own."""
-    limits = connection_limits(options)
-    return replace(limits, max_per_client=limits.max_connections, max_client_bodies=limits.max_bodies)
+        return opened_server(options, target, settings, limits=limits)
 
 
 def serve_replicas(options: ServeOptions) -> None:
@@ -188,8 +183,8 @@ def app(arguments: dict[str, Any]) -> Any:
             f"the application's argument 'redis' has a password, which Ray would keep and show; set {REDIS_VARIABLE} "
             "on the nodes"
         )
-    gpus = options.gpus_per_replica or 0.0
-    return application_of(options, OpenReplica(_without_access(options), gpus), host=host)
+    make = OpenReplica(_without_access(options), options.gpus_per_replica or 0.0)
+    return application_of(options, make, host=host)
 
 
 def application_of(options: ServeOptions, make: Make, *, host: str, name: str = APPLICATION) -> Any:
@@ -261,13 +256,9 @@ def front_server(
     access: Access, name: str, *, drain: Callable[[], None], on_ready: Callable[[], None], audit: AuditLog | None
 ) -> FrontServer:
     """The front of the application `name`; Ray must be connected."""
-
-    def reports() -> AsyncIterator[list[Report]]:
-        return follow(open_registry(name))
-
     return FrontServer(
         Front(Members(), access.settings(access.options.host, audit=audit)),
-        reports,
+        lambda: follow(open_registry(name)),
         drain=drain,
         limits=connection_limits(access.options),
         tls=access.tls,

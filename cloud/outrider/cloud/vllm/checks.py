@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from typing import Any, Final
 
 from outrider.models.errors import RuntimeUnavailable
@@ -78,12 +79,10 @@ def missing_attributes(of: Any, names: Iterable[str]) -> list[str]:
     """Those of the dotted names that `of` lacks."""
     missing = []
     for name in names:
-        at = of
-        for part in name.split("."):
-            if not hasattr(at, part):
-                missing.append(name)
-                break
-            at = getattr(at, part)
+        try:
+            attrgetter(name)(of)
+        except AttributeError:
+            missing.append(name)
     return missing
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from outrider.cloud.engine.request_checks import check_draft, check_request, check_tree, usable_recent
@@ -151,17 +152,12 @@ class VllmEngine(ServingEngine):
             number=next(self._numbers),
             params=pick.params,
             max_tokens=min(request.max_tokens, self.limits.max_positions - len(prompt)),
-            patience_ms=hints.patience_ms,
-            draft_lag_ms=hints.lag_ms,
-            draft=hints.draft,
+            hints=replace(hints, recent=usable_recent(request, self.limits) if probe is None else ()),
             once=request.once,
             probe=probe,
             owner=hashlib.sha256(asker.owner).digest(),
             client=hashlib.sha256(asker.client).digest(),
             priority=asker.priority,
-            recent=usable_recent(request, self.limits) if probe is None else (),
-            is_repeat=hints.is_repeat,
-            is_predicted=hints.is_predicted,
             processors=pick.processors,
             num_generated=request.num_generated,
             num_logprobs=pick.num_logprobs,

@@ -124,11 +124,9 @@ class GrammarsInWorkers:
 
 def note_refusal(grammar: CompiledGrammar | None, mark: Mark) -> None:
     """Counts a text that ended by its grammar's cost as our own engine does."""
-    if grammar is None:
-        return
-    if mark == "slow":
+    if grammar is not None and mark == "slow":
         grammar.excess()
-    if mark == "worn":
+    if grammar is not None and mark == "worn":
         grammar.matchers.is_worn_out = True  # the next request has it compiled
 
 

@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from outrider.cloud.distributions import Distributions
 from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, require_room
@@ -88,13 +87,7 @@ class OpenSequences:
     def require_room(self, owner: bytes, config: VllmConfig) -> None:
         """Raises RequestError `overloaded` if the queue is full, by requests or by tokens. On any thread."""
         if len(self) >= config.max_running:
-            here = [
-                (
-                    each.request.asker.owner,
-                    len(each.prompt) + len(each.generated) + each.request.pick.processors.num_ids,
-                )
-                for each in self
-            ]
+            here = [(each.request.asker.owner, each.num_ids) for each in self]
             cache_tokens = self.gauges.num_blocks * self.gauges.block_size
             retry_after_s = partial(self._turnover.retry_after_s, now=time.monotonic())
             require_room(owner, here, config.max_running, config.max_queue, cache_tokens, retry_after_s)
@@ -112,33 +105,28 @@ class OpenSequences:
         """Gives each sequence what is reported of it; a bug of ours ends this sequence, and no other."""
         self._heard()
         self.gauges = report.gauges
-        for commit in report.commits:
-            self._try(commit.number, self._take_commit, commit)
-        for end in report.ends:
-            self._try(end.number, self._take_end, end)
+        for what in (*report.commits, *report.ends):
+            sequence = self.by_number.get(what.number)
+            if sequence is not None:
+                try:
+                    self._take(sequence, what)
+                except Exception as error:
+                    log_fault(error)
+                    self.fail(sequence)
 
-    def _try(self, number: int, take: Callable[[OpenSequence, Any], None], what: wire.Commit | wire.End) -> None:
-        sequence = self.by_number.get(number)
-        if sequence is not None:
-            try:
-                take(sequence, what)
-            except Exception as error:
-                log_fault(error)
-                self.fail(sequence)
-
-    def _take_commit(self, sequence: OpenSequence, commit: wire.Commit) -> None:
-        sequence.generated.extend(commit.event.tokens)
-        sequence.sink(commit.event)
-
-    def _take_end(self, sequence: OpenSequence, end: wire.End) -> None:
+    def _take(self, sequence: OpenSequence, what: wire.Commit | wire.End) -> None:
+        if isinstance(what, wire.Commit):
+            sequence.generated.extend(what.event.tokens)
+            sequence.sink(what.event)
+            return
         fault = None
-        if end.reason == "fault":
+        if what.reason == "fault":
             fault = RequestError("model_fault", "the model's runtime failed: logits are not finite", status=500)
-        if end.refusal is not None:
-            code, message, mark = end.refusal
+        if what.refusal is not None:
+            code, message, mark = what.refusal
             fault = failed() if code == "internal_error" else RequestError(code, message)
             note_refusal(sequence.request.pick.grammar, mark)
-        self.end(sequence, _reason(end.reason, sequence), fault, end.usage)
+        self.end(sequence, _reason(what.reason, sequence), fault, what.usage)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from outrider.cloud.vllm.terms import Terms, terms_of
-from outrider.cloud.vllm.worker_choosers import FOUND, Found, RequestChoosers, WorkerGrammars
+from outrider.cloud.vllm.worker_choosers import RequestChoosers, WorkerGrammars, report_found
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.picks.sampling_torch import pick_rows
 
@@ -129,16 +129,8 @@ class OutriderVerifier(RejectionSampler):
 
 
 def install(runner: Any, grammars: WorkerGrammars) -> None:
-    """Replaces the runner's samplers, and has each step's output carry what choosers found beside the tokens."""
-    rows, sample_tokens = Rows(runner, grammars), runner.sample_tokens
+    """Replaces the runner's samplers."""
+    rows = Rows(runner, grammars)
     runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
     runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
-
-    def with_found(grammar_output: Any) -> Any:
-        rows.choosers.found = Found()
-        output = sample_tokens(grammar_output)
-        if output is not None:
-            setattr(output, FOUND, rows.choosers.found)
-        return output
-
-    runner.sample_tokens = with_found
+    report_found(runner, rows.choosers)

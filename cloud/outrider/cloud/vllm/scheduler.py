@@ -152,32 +152,26 @@ class OutriderScheduler(Scheduler):
         if served is None:
             found: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
             return found
-        if served.refusal is not None:
+        if served.refusal is not None or FAULTY in new_token_ids:
             request.status = RequestStatus.FINISHED_ERROR
-            self._end(request.request_id, served, "refused")
-            return [], True
-        if FAULTY in new_token_ids:
-            request.status = RequestStatus.FINISHED_ERROR
-            self._book.totals.faults += 1
-            self._faulty_rows.forget_blocks(request)
-            self._end(request.request_id, served, "fault")
+            if served.refusal is None:
+                self._book.totals.faults += 1
+                self._faulty_rows.forget_blocks(request)
+            self._end(request.request_id, served, "fault" if served.refusal is None else "refused")
             return [], True
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
         self._places.committed(served)
         logprobs = self._found.logprobs.get(request.request_id, ())[: len(new_token_ids)]
         crowding = self._places.owners.crowding(served)
         done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding, logprobs=logprobs)
+        reason = "stop" if request.status == RequestStatus.FINISHED_STOPPED else "full"
         if served.terms.once:
             served.logprobs += logprobs
             if not is_over and served.is_answered:
-                request.status, is_over = RequestStatus.FINISHED_STOPPED, True
-                reason = "once"
-            else:
-                reason = _reason(request)
+                request.status, is_over, reason = RequestStatus.FINISHED_STOPPED, True, "once"
             if is_over:
                 self._passes[served] = _whole(served)
         else:
-            reason = _reason(request)
             self._passes[served] = done
         if is_over:
             self._end(request.request_id, served, reason)
@@ -338,9 +332,7 @@ class OutriderScheduler(Scheduler):
     def _has_spare_blocks(self, num_decoding: int) -> bool:
         """Whether drafts need no other request's blocks: none gives way for a guess."""
         per_request = 1 + -(-(1 + self.num_spec_tokens) // self.block_size)
-        free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        needed: int = num_decoding * per_request
-        return free >= needed
+        return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_decoding * per_request)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -386,12 +378,8 @@ def _hidden_from(scheduler: OutriderScheduler, hidden: Iterable[Request]) -> Ite
         scheduler.running = stayed + [request for request in scheduler.running if request not in known]
 
 
-def _reason(request: Request) -> str:
-    return "stop" if request.status == RequestStatus.FINISHED_STOPPED else "full"
-
-
 def _whole(served: Served) -> CommitEvent:
     """All passes of a /v1/verify item as one."""
-    tokens, draft = tuple(served.drafts.committed), served.terms.draft
+    tokens, draft = tuple(served.drafts.committed), served.terms.hints.draft
     proposed = min(len(draft), served.terms.max_tokens - 1)
     return CommitEvent(0, tokens, len(tokens) - 1, proposed, logprobs=tuple(served.logprobs))

@@ -6,12 +6,12 @@ vLLM itself gets temperature 0: it refuses min-p together with speculation, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from outrider.cloud.seam import GenerateRequest, PickOptions
+from outrider.cloud.seam import DraftHints, GenerateRequest, PickOptions
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Elsewhere
 from outrider.models.grammar.spec import GrammarSpec
@@ -29,8 +29,8 @@ Refusal = tuple[str, str, Mark]
 class Terms:
     """One sequence, as the engine process and the workers see it.
 
-    number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
-    with the first token that is not the drafted one, or after the draft. probe: drafted tokens that each of its steps
+    number: its id, which drafts name. max_tokens: it ends after as many. once: it ends with the first token that is not
+    the drafted one, or after the draft of its hints. probe: drafted tokens that each of its steps
     verifies, whatever they are, to measure steps; None for real sequences. owner: a hash of the key or address that
     sent the request; client: of that and the salt. priority: higher ones go first. grammar: the number by which the
     workers know it. The rest is as in GenerateRequest.
@@ -41,17 +41,12 @@ class Terms:
     number: int
     params: SamplingParams
     max_tokens: int
-    patience_ms: float | None = None
-    draft_lag_ms: float | None = None
-    draft: tuple[int, ...] = ()
+    hints: DraftHints = field(default_factory=DraftHints)
     once: bool = False
     probe: int | None = None
     owner: bytes = b""
     client: bytes = b""
     priority: int = 0
-    recent: tuple[int, ...] = ()
-    is_repeat: bool = False
-    is_predicted: bool = False
     processors: ProcessorOptions = PLAIN
     num_generated: int = 0
     num_logprobs: int | None = None

@@ -10,12 +10,13 @@ vLLM loads this module in the server's process too, to validate requests: torch 
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any, Final
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from outrider.cloud.vllm.terms import Terms, terms_of
-from outrider.cloud.vllm.worker_choosers import FOUND, Found, RequestChoosers, WorkerGrammars
+from outrider.cloud.vllm.worker_choosers import RequestChoosers, WorkerGrammars, report_found
 from outrider.models.picks.sampling import SamplingParams
 
 _choosers: Final = RequestChoosers()
@@ -63,11 +64,10 @@ class OutriderPick(LogitsProcessor):
 
     def _choose(self, logits: Any, ctx: Any, slots: list[int], positions: list[int], picks: list[int | None]) -> None:
         """Replaces the picks of requests whose tokens a chooser chooses. Rows behind a wrong guess keep any token."""
-        row = 0
-        while row < len(slots):
-            slot, end = slots[row], row + 1
-            while end < len(slots) and slots[end] == slot:
-                end += 1
+        end = 0
+        for slot, own_rows in groupby(slots):
+            row = end
+            end += len(list(own_rows))
             terms, position = self._terms[slot], positions[row]
             length = int(self._states.prompt_len.np[slot])
             # Before the prompt's end vLLM drops the token.
@@ -80,7 +80,6 @@ class OutriderPick(LogitsProcessor):
                     picks[row] = None
                 else:
                     picks[row : row + len(chosen)] = chosen
-            row = end
 
 
 def install(runner: Any, grammars: WorkerGrammars) -> None:
@@ -89,7 +88,7 @@ def install(runner: Any, grammars: WorkerGrammars) -> None:
 
     _choosers.grammars = grammars
     states, speculator = runner.req_states, runner.speculator
-    update_requests, sample_tokens = runner.update_requests, runner.sample_tokens
+    update_requests = runner.update_requests
     nothing = torch.full_like(speculator.drafts, -1)
 
     def with_drafts(scheduler_output: Any) -> None:
@@ -106,13 +105,6 @@ def install(runner: Any, grammars: WorkerGrammars) -> None:
             index = torch.tensor(list(drafts), device=target.device)
             target[index] = torch.tensor(rows, dtype=target.dtype, device=target.device)
 
-    def with_faults(grammar_output: Any) -> Any:
-        _choosers.found = Found()
-        output = sample_tokens(grammar_output)
-        if output is not None:
-            names = {slot: request for request, slot in states.req_id_to_index.items()}
-            setattr(getattr(output, "model_runner_output", output), FOUND, _choosers.found.by_name(names))
-        return output
-
-    runner.update_requests, runner.sample_tokens = with_drafts, with_faults
+    runner.update_requests = with_drafts
+    report_found(runner, _choosers, lambda: {slot: request for request, slot in states.req_id_to_index.items()})
     speculator.propose = lambda input_batch, *args, **kwargs: nothing[: input_batch.num_reqs]

@@ -7,7 +7,7 @@ what vLLM has kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,6 +198,24 @@ class RequestChoosers:
         if terms.grammar is not None:
             self.grammars.follow(terms.grammar, made)
         return made
+
+
+def report_found(runner: Any, choosers: RequestChoosers, names: Callable[[], Mapping[Any, str]] | None = None) -> None:
+    """Has each step's output carry what choosers found beside the tokens.
+
+    names: the requests' names by the choosers' keys; None where these are the names.
+    """
+    sample_tokens = runner.sample_tokens
+
+    def with_found(grammar_output: Any) -> Any:
+        found = choosers.found = Found()
+        output = sample_tokens(grammar_output)
+        if output is not None:
+            found = found if names is None else found.by_name(names())
+            setattr(getattr(output, "model_runner_output", output), FOUND, found)
+        return output
+
+    runner.sample_tokens = with_found
 
 
 def _let_go() -> RequestError:

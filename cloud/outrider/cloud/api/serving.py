@@ -11,16 +11,13 @@ import logging
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 
+from outrider.cloud.api.state import Core
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
-
-if TYPE_CHECKING:
-    from outrider.cloud.api.state import Core
 
 _log = logging.getLogger("outrider.cloud")
 
@@ -41,7 +38,7 @@ class VerifierServer(BoundedServer):
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self.core: Core = app.state.core
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._num_signals = 0
         self.failure: str | None = None
         limits = limits or ConnectionLimits(max_body_bytes=self.core.settings.max_body_bytes)
@@ -55,8 +52,8 @@ class VerifierServer(BoundedServer):
         self._num_signals += 1
         if self._num_signals == 1:
             words = "draining for up to %g s; a second signal ends at once"
-            _log.info(words, self._drain_s, extra={"event": "drain"})
-            self.begin_drain(self._drain_s)
+            _log.info(words, self.drain_s, extra={"event": "drain"})
+            self.begin_drain(self.drain_s)
         elif self._num_signals == 2:
             self.begin_drain(0.0)
         else:
