@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 from collections import defaultdict
@@ -41,7 +42,12 @@ def telling_of_full_disks(*places: Path, kept: str = "") -> Iterator[None]:
     except Exception as error:
         causes = list(_causes(error))
         if any(_says_no_room(cause) for cause in causes):
-            raise full_disk(places, kept) from error
+            fullest_first = sorted(places, key=free_bytes)
+            rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
+            raise DiskFull(
+                f"the disk is full; {kept}the destination is unchanged. Free after the partial files were removed: "
+                f"{rooms}. Free some space there, or write elsewhere: --out, OUTRIDER_CACHE, for downloads HF_HOME"
+            ) from error
         refused = next((cause for cause in causes if isinstance(cause, OSError) and _is_refusal(cause, places)), None)
         if refused is not None:
             raise ExportError(
@@ -49,16 +55,6 @@ def telling_of_full_disks(*places: Path, kept: str = "") -> Iterator[None]:
                 "writable place with --out (for the cache: OUTRIDER_CACHE)"
             ) from error
         raise
-
-
-def full_disk(places: tuple[Path, ...], kept: str = "") -> DiskFull:
-    """The error to raise when one of `places` had no room left."""
-    fullest_first = sorted(places, key=free_bytes)
-    rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
-    return DiskFull(
-        f"the disk is full; {kept}the destination is unchanged. Free after the partial files were removed: {rooms}. "
-        "Free some space there, or write elsewhere: --out, OUTRIDER_CACHE, for downloads HF_HOME"
-    )
 
 
 def require_room(*needs: tuple[Path, float]) -> None:
@@ -75,6 +71,14 @@ def require_room(*needs: tuple[Path, float]) -> None:
                 f"the export needs about {needed[disk] / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
                 "free some space, or write elsewhere (--out, OUTRIDER_CACHE)"
             )
+
+
+def link_or_copy(path: str | Path, target: str | Path) -> None:
+    """Gives a file another name; copies it to another disk, or to one that has no links."""
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)
 
 
 def free_bytes(place: Path) -> int:

@@ -168,8 +168,9 @@ def _by_gap(ranks: Ranks) -> tuple[AtGap, ...]:
         inside = [token.rank for token in ranks.picked if bucket(token.gap(0)) == index]
         if inside:
             best, second = (round(inside.count(guess) / len(inside), 4) for guess in (0, 1))
-            share = round(len(inside) / len(ranks.picked), 4)
-            found.append(AtGap(from_gap=from_gap, share=share, rates=(best, second)))
+            found.append(
+                AtGap(from_gap=from_gap, share=round(len(inside) / len(ranks.picked), 4), rates=(best, second))
+            )
     return tuple(found)
 
 
@@ -189,8 +190,7 @@ def _continue_all(
     num_tokens: int,
 ) -> list[list[int]]:
     """The target's own continuation of each prompt, as many prompts at a time as its cache holds."""
-    longest = max(map(len, prompts)) + num_tokens
-    blocks_each = -(-longest // target.block_size)
+    blocks_each = -(-(max(map(len, prompts)) + num_tokens) // target.block_size)
     at_once = target.num_blocks // blocks_each
     if not at_once:
         raise ExportError(
@@ -201,8 +201,7 @@ def _continue_all(
         live = list(range(first, min(first + at_once, len(prompts))))
         blocks = {i: range((i - first) * blocks_each, (i - first + 1) * blocks_each) for i in live}
         while live:
-            batch = [_slice(prompts[i], texts[i], blocks[i]) for i in live]
-            rows = target.forward(batch)
+            rows = target.forward([_slice(prompts[i], texts[i], blocks[i]) for i in live])
             for row, i in zip(rows, tuple(live), strict=True):
                 texts[i].append(pick(row[:num_ids], params[i], len(prompts[i]) + len(texts[i])))
                 if len(texts[i]) == num_tokens or texts[i][-1] in stop_ids:

@@ -24,8 +24,6 @@ from filelock import FileLock, Timeout
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.model_source import SourceModel
 from outrider.export.source.weight_files import read_safetensors_header
-from outrider.models.bundle.build_site import BuildSite
-from outrider.models.bundle.bundle_writer import flush_tree
 from outrider.models.errors import ExportError
 from outrider.models.text.tokenizer import TOKENIZER_FILES
 
@@ -153,18 +151,3 @@ def stored_dtype(source: SourceModel) -> str:
         tensor["dtype"] for path in source.weight_files for tensor in read_safetensors_header(path).values()
     )
     return _TORCH_DTYPES.get(count.most_common(1)[0][0], "float32")
-
-
-def put_in_place(site: BuildSite, out: Path) -> None:
-    """Flushes the new directory to the disk and renames it; an old one is set aside first, and restored on failure."""
-    partial, aside = site.path("partial"), site.path("old")
-    flush_tree(partial)
-    if out.exists():
-        out.rename(aside)
-    try:
-        partial.rename(out)
-    except BaseException:
-        if aside.exists():
-            aside.rename(out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)

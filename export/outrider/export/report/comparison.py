@@ -30,16 +30,14 @@ class NotMade:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One draft of the comparison. tokens_per_s, speed_ups: predicted, at each of the chosen round trips."""
+    """One draft of the comparison. label: runtime and precision. tokens_per_s, speed_ups: predicted, at each of the
+    chosen round trips.
+    """
 
+    label: str
     manifest: Manifest
     tokens_per_s: tuple[float, ...]
     speed_ups: tuple[float, ...]
-
-    @property
-    def label(self) -> str:
-        """Runtime and precision."""
-        return label(self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ def _row(draft: Manifest, round_trips_ms: Sequence[float], draft_ms: float | Non
         ).speed_up
         for rtt_ms in round_trips_ms
     )
-    return Row(draft, tuple(1e3 / forecast.step_ms * speed_up for speed_up in speed_ups), speed_ups)
+    return Row(label(draft), draft, tuple(1e3 / forecast.step_ms * speed_up for speed_up in speed_ups), speed_ups)
 
 
 def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], *, are_times_real: bool) -> str:

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.export.check.acceptance import Rounds, play_rounds
-from outrider.export.distill.trainer.progress import Stop, never
 from outrider.export.distill.trainer.rollout import Decoder
+from outrider.export.progress import Stop, never
 from outrider.models.picks.sampling import SamplingParams, pick
 
 
@@ -100,7 +100,7 @@ def _continue(
     num_ids: int | None,
     stop: Stop,
 ) -> list[Passage] | None:
-    decoder = Decoder(target, prompts, num_ids or target.config.get_text_config().vocab_size)
+    decoder = Decoder(target, prompts, num_ids)
     parameters = [SamplingParams(temperature=temperature, seed=first_seed + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
     is_open = [True] * len(texts)
@@ -126,8 +126,7 @@ def _continue(
 @torch.inference_mode()
 def row_logits(model: PreTrainedModel, text: Sequence[int], start: int) -> Tensor:
     """Logits `[len(text) - start, vocabulary]` fp32 for the tokens of `text` from `start` on, start at least 1."""
-    ids = torch.tensor([list(text[:-1])], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    logits: Tensor = model(input_ids=torch.tensor([list(text[:-1])], device=model.device), use_cache=False).logits
     return logits[0, start - 1 :].float().cpu()
 
 
