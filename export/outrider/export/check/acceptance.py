@@ -210,6 +210,5 @@ def _continue_all(
 
 
 def _slice(prompt: Sequence[int], text: Sequence[int], blocks: range) -> SequenceSlice:
-    if not text:
-        return SequenceSlice(prompt, 0, blocks, 1)
-    return SequenceSlice(text[-1:], len(prompt) + len(text) - 1, blocks, 1)
+    new = text[-1:] or prompt
+    return SequenceSlice(new, len(prompt) + len(text) - len(new), blocks, 1)

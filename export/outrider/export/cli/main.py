@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 from click.core import ParameterSource
@@ -185,8 +185,14 @@ def pair(
         max_positions=max_positions,
     )
     options = PairOptions(draft_options, target_options)
-    texts = read_prompts(prompts) if prompts is not None else None
-    judging = Judging(texts, chat, step_ms, extra_ms, tuple(rtt_ms or (DEFAULT_RTT_MS,)), is_forced=force)
+    judging = Judging(
+        read_prompts(prompts) if prompts is not None else None,
+        chat,
+        step_ms,
+        extra_ms,
+        tuple(rtt_ms or (DEFAULT_RTT_MS,)),
+        is_forced=force,
+    )
     page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
     given = (draft_source, target_source, out)
     with show_progress(is_quiet=as_json) as progress:
@@ -235,9 +241,7 @@ def draft(
         npu_platform=npu_platform,
         max_positions=max_positions,
     )
-    with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(named_source(model, "draft"), out, options, progress)
-    report((bundle,), as_json=as_json)
+    _export(model, out, options, as_json=as_json)
 
 
 @app.command()
@@ -268,9 +272,7 @@ def target(
         device=device,
         max_positions=max_positions,
     )
-    with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(named_source(model, "target"), out, options, progress)
-    report((bundle,), as_json=as_json)
+    _export(model, out, options, as_json=as_json)
 
 
 app.command()(families)
@@ -295,6 +297,13 @@ app.command()(distill)
 
 
 app.command()(heads)
+
+
+def _export(model: str, out: Path, options: ExportOptions, *, as_json: bool) -> None:
+    """Exports one model and shows its report card."""
+    with show_progress(is_quiet=as_json) as progress:
+        bundle = export_model(named_source(model, options.role), out, options, progress)
+    report((bundle,), as_json=as_json)
 
 
 def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:
@@ -322,12 +331,9 @@ def _require_cacheable(ctx: typer.Context, draft: str, target: str | None) -> No
 
 def main() -> None:
     """The console script: a user's mistake ends in one red message and exit status 2, never in a traceback."""
-    signal.signal(signal.SIGTERM, _end)
+    # Raises, so that what was half built is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     run_app(app, what="exporting", extra="export")
-
-
-def _end(number: int, frame: Any) -> None:
-    sys.exit(128 + number)  # raises, so that what was half built is removed
 
 
 if __name__ == "__main__":

@@ -178,9 +178,8 @@ def _print(result: DistillResult, *, as_json: bool) -> None:
 def _card(record: dict[str, Any]) -> Table:
     """Acceptance and divergence before and after, on held-out prompts."""
     heldout = record["heldout"]
-    names = f"{record['draft']['name']} distilled on {record['target']['name']}"
-    title = escape(f"{names}, {heldout['prompts']} prompts held out")
-    table = figure_table(title, "before", "after", "change", first="")
+    title = f"{record['draft']['name']} distilled on {record['target']['name']}, {heldout['prompts']} prompts held out"
+    table = figure_table(escape(title), "before", "after", "change", first="")
     for before, after in zip(heldout["before"]["acceptance"], heldout["after"]["acceptance"], strict=True):
         temperature = f"{before['temperature']:g}"
         change = heldout["change"][temperature]

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
 from outrider.export.convert.onnx_attention import Recording, recording_attention
 from outrider.export.convert.onnx_graph import (
@@ -40,7 +41,10 @@ def export_with_dynamo(model: Any, destination: Path, name: str, precision: Lite
     torch's exporter fails.
     """
     with quiet_upstream(f"exporting {name} to ONNX"):
-        graph = _fuse(_export((model.half() if precision == "fp16" else model).eval()))
+        # Fuses RMS norms, residual additions and rotary embedding into one operator each, where recognised.
+        graph, _ = optimize_for_ort(_export((model.half() if precision == "fp16" else model).eval()))
+        _rotate_new_positions_only(graph)
+        _unify_norms(graph.graph)
         drop_unused(graph)
         _name_weights(graph.graph, model)
         strip_origins(graph, f"torch {importlib.metadata.version('torch')}")
@@ -146,16 +150,6 @@ def _name_weights(graph: Any, model: Any) -> None:
                 value.name = name
                 del lost[index]
                 break
-
-
-def _fuse(model: Any) -> Any:
-    """Fuses RMS norms, residual additions and rotary embedding into one operator each, where recognised."""
-    from onnxscript.rewriter.ort_fusions import optimize_for_ort
-
-    fused, _ = optimize_for_ort(model)
-    _rotate_new_positions_only(fused)
-    _unify_norms(fused.graph)
-    return fused
 
 
 def _unify_norms(graph: Any) -> None:

@@ -133,21 +133,15 @@ def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool
 
 
 def write_model(model: Any, source: SourceModel, directory: Path) -> None:
-    """Writes `model`, cast to the dtype of `source`'s weights, and the source's other files, to a new directory."""
+    """Writes `model`, in the dtype of most of `source`'s weights, and the source's other files, to a new directory."""
     import torch
 
+    headers = (read_safetensors_header(path) for path in source.weight_files)
+    most_common = Counter(tensor["dtype"] for header in headers for tensor in header.values()).most_common(1)[0][0]
     with quiet_upstream(f"writing {directory.name}"):
-        model.to(getattr(torch, stored_dtype(source))).save_pretrained(directory)
+        model.to(getattr(torch, _TORCH_DTYPES.get(most_common, "float32"))).save_pretrained(directory)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink(missing_ok=True)
     for name in _COPIED:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, directory / name)
-
-
-def stored_dtype(source: SourceModel) -> str:
-    """The dtype of most of the source's tensors, as torch names it."""
-    count = Counter(
-        tensor["dtype"] for path in source.weight_files for tensor in read_safetensors_header(path).values()
-    )
-    return _TORCH_DTYPES.get(count.most_common(1)[0][0], "float32")

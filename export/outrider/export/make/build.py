@@ -11,7 +11,7 @@ import gc
 import importlib.metadata
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -167,18 +167,28 @@ def build_twin(job: Job) -> Path | None:
     return twin
 
 
+def _converted(job: Job, stage: str, convert: Callable[[Path], None], *, loads: bool = True, **decisive: Any) -> Path:
+    """The directory that `convert` fills, now or in an earlier export. loads: whether it needs the source model."""
+
+    def build_it(directory: Path) -> None:
+        job.require_room(directory)
+        if loads:
+            job.model()
+        job.tell("convert")
+        convert(directory)
+
+    if not loads:
+        job.let_go()
+    directory = job.store.get(job.key(stage, **decisive), build_it)
+    job.let_go()
+    return directory
+
+
 def _ir(job: Job) -> Path:
     """The FP32 IR."""
-
-    def convert(directory: Path) -> None:
-        job.require_room(directory)
-        model = steady_rotations(job.model())
-        job.tell("convert")
-        convert_to_ir(model, directory, job.source.name)
-
-    ir = job.store.get(job.key("ir"), convert)
-    job.let_go()
-    return ir
+    return _converted(
+        job, "ir", lambda directory: convert_to_ir(steady_rotations(job.model()), directory, job.source.name)
+    )
 
 
 def _build_openvino(job: Job) -> Quantization | None:
@@ -246,24 +256,17 @@ def _onnx_graph(job: Job) -> Path:
     precision = _wide_precision(job)
 
     def build_it(directory: Path) -> None:
-        job.require_room(directory)
-        job.tell("convert")
         build_with_genai(job.source.path, directory, precision, job.scratch, job.source.name)
 
     def export_it(directory: Path) -> None:
-        from outrider.export.convert.onnx_dynamo import export_with_dynamo
+        with quiet_upstream(f"exporting {job.source.name} to ONNX"):
+            from outrider.export.convert.onnx_dynamo import export_with_dynamo
 
-        job.require_room(directory)
-        model = steady_rotations(job.model())
-        job.tell("convert")
-        export_with_dynamo(model, directory, job.source.name, precision)
+        export_with_dynamo(steady_rotations(job.model()), directory, job.source.name, precision)
 
     if "text_config" not in job.source.config and supports(job.source.shape.facts):
-        job.let_go()
-        return job.store.get(job.key("genai", precision=precision), build_it)
-    graph = job.store.get(job.key("onnx", precision=precision), export_it)
-    job.let_go()
-    return graph
+        return _converted(job, "genai", build_it, loads=False, precision=precision)
+    return _converted(job, "onnx", export_it, precision=precision)
 
 
 def place_files(source: Path, destination: Path) -> None:

@@ -117,12 +117,8 @@ class Pool:
 
 def _share(made: _Made, plan: PoolPlan) -> float:
     """The share of the budget that is used; it may exceed 1."""
-    if plan.tokens is not None:
-        return made.tokens / plan.tokens
-    if plan.batches is not None:
-        return made.parts / plan.batches
-    assert plan.minutes is not None
-    return made.used_s / (60.0 * plan.minutes)
+    budgets = ((made.tokens, plan.tokens), (made.parts, plan.batches), (made.used_s / 60.0, plan.minutes))
+    return next(used / budget for used, budget in budgets if budget is not None)
 
 
 def _sort_over(plan: PoolPlan) -> int:
