@@ -111,8 +111,9 @@ def _is_refusal(error: OSError, places: tuple[Path, ...]) -> bool:
     if error.errno not in _NOT_WRITABLE or error.filename is None:
         return False
     path = Path(error.filename).absolute()
-    for place in map(Path.absolute, places):
-        is_beside = path.parent == place.parent and path.name.startswith(f".{place.name}.")
-        if is_beside or path.is_relative_to(place) or place.is_relative_to(path):
-            return True
-    return False
+    return any(
+        path.is_relative_to(place)
+        or place.is_relative_to(path)
+        or (path.parent == place.parent and path.name.startswith(f".{place.name}."))
+        for place in map(Path.absolute, places)
+    )

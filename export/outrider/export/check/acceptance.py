@@ -138,24 +138,23 @@ def _summary(temperature: float, ranks: Ranks, target_name: str) -> Acceptance:
     rate = sum(int(found.sum()) for found in matches) / num_tested
     # Tokens of one text depend on each other; texts are independent.
     residuals = [float(found.sum()) - rate * len(found) for found in matches]
-    by_depth = []
-    for depth in DEPTHS:
-        counts = sum((play_rounds(found, depth) for found in matches), Rounds())
-        if counts.rounds:
-            by_depth.append(
-                AtDepth(
-                    depth=depth,
-                    rate=round(counts.accepted / counts.tested, 4),
-                    tokens_per_pass=round((counts.accepted + counts.rounds) / counts.rounds, 3),
-                )
-            )
+    played = {depth: sum((play_rounds(found, depth) for found in matches), Rounds()) for depth in DEPTHS}
+    by_depth = tuple(
+        AtDepth(
+            depth=depth,
+            rate=round(counts.accepted / counts.tested, 4),
+            tokens_per_pass=round((counts.accepted + counts.rounds) / counts.rounds, 3),
+        )
+        for depth, counts in played.items()
+        if counts.rounds
+    )
     return Acceptance(
         target=target_name,
         temperature=temperature,
         tested_tokens=num_tested,
         rate=round(rate, 4),
         error=round(math.sqrt(sum(residual**2 for residual in residuals)) / num_tested, 4),
-        by_depth=tuple(by_depth),
+        by_depth=by_depth,
         by_width=tuple(AtWidth(width=width, rate=round(ranks.hits(width), 4)) for width in WIDTHS),
         by_gap=_by_gap(ranks),
     )

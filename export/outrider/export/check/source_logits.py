@@ -102,9 +102,11 @@ def make_reference(
     # error in an earlier row is in the keys and values that later steps attend.
     starts = {f", beyond the window of {window}": window + _BEYOND for window in windows if window < longest}
     has_windows = bool(starts)
-    for original in originals:
-        if BEFORE < original <= min(LONGEST_CHECKED, longest - 1):
-            starts[f", across the original length of {original}"] = original - BEFORE
+    starts |= {
+        f", across the original length of {original}": original - BEFORE
+        for original in originals
+        if BEFORE < original <= min(LONGEST_CHECKED, longest - 1)
+    }
     beyond = {place: _sequence_pair(tokenizer, logits_of, start, 1, longest) for place, start in starts.items()}
     crossed = tuple(original for original in originals if original < longest)
     return ParityReference(near, beyond, has_windows, crossed)

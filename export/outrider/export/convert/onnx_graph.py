@@ -28,18 +28,11 @@ def strip_origins(model: Any, producer: str) -> None:
     """Removes traces of the machine that made the graph: stack traces, paths, the commit of a work tree."""
     graph = model.graph
     model.producer_name, _, model.producer_version = producer.partition(" ")
-    for part in (model, graph):
+    graph.name = "decoder"
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    for part in (model, graph, *graph, *values):
         part.doc_string = None
         part.metadata_props.clear()
-    values = [*graph.inputs, *graph.initializers.values()]
-    for node in graph:
-        node.doc_string = None
-        node.metadata_props.clear()
-        values += node.outputs
-    for value in values:
-        value.doc_string = None
-        value.metadata_props.clear()
-    graph.name = "decoder"
 
 
 def find_lm_head(graph: Any) -> Any:

@@ -297,10 +297,8 @@ def package_versions() -> dict[str, str]:
     """The versions of the packages that make a bundle; packages that are not installed are left out."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions | {"outrider": outrider_version()}
 
 

@@ -174,12 +174,9 @@ def compare(before: Sequence[Sequence[Score]], after: Sequence[Sequence[Score]])
 
     The error takes prompts as independent, and passages of one prompt at several settings as related.
     """
-    rises: list[float] = []
-    residuals: list[NDArray[np.float64]] = []
-    for was, is_now in zip(before, after, strict=True):
-        (old, old_residuals), (new, new_residuals) = _rate(was), _rate(is_now)
-        rises.append(new - old)
-        residuals.append(new_residuals - old_residuals)
+    rated = [(_rate(was), _rate(is_now)) for was, is_now in zip(before, after, strict=True)]
+    rises = [new - old for (old, _), (new, _) in rated]
+    residuals = [new - old for (_, old), (_, new) in rated]
     return Change(float(np.mean(rises)), float(np.sqrt((np.mean(residuals, axis=0) ** 2).sum())))
 
 
