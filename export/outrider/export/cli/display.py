@@ -236,7 +236,7 @@ def _curve(forecast: Forecast) -> Table:
 
 
 def figure_table(title: str, *columns: str, first: str | None = None, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """A table of figures, each column to the right; `first` is a column of names before them."""
+    """A table of figures, each column to the right. first: a column of names before them. rows: the first ones."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     if first is not None:
         table.add_column(first)

@@ -94,8 +94,7 @@ def _largest(weights: NDArray[np.floating[Any]], axis: int) -> NDArray[np.float6
     """max|w| of each channel, kept as an axis of one; NaN where a weight is."""
     parts = [np.abs(weights[rows]).max(axis=axis, keepdims=True) for rows in _row_blocks(weights)]
     joined = np.concatenate(parts) if axis == 1 else np.maximum.reduce(parts)
-    largest: NDArray[np.float64] = joined.astype(np.float64)
-    return largest
+    return np.asarray(joined, np.float64)
 
 
 def _row_blocks(weights: NDArray[np.floating[Any]]) -> Iterator[slice]:
@@ -187,8 +186,7 @@ def _head(model: Any) -> str:
     node = model.output("logits").get_node()
     while node.get_type_name() != "MatMul" and node.get_input_size():
         node = next(value for value in node.input_values() if not _is_constant(value)).get_node()
-    name: str = node.get_friendly_name()
-    return name
+    return str(node.get_friendly_name())
 
 
 def _lookups(model: Any) -> Iterator[str]:

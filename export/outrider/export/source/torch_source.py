@@ -92,5 +92,4 @@ def source_logits(model: Any, tokens: Sequence[int], num_rows: int = 0) -> NDArr
     chosen = {"logits_to_keep": num_rows} if can_choose else {}
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False, **chosen).logits[0]
-    rows: NDArray[np.float32] = logits[-num_rows:].float().numpy()
-    return rows
+    return np.asarray(logits[-num_rows:].float().numpy())

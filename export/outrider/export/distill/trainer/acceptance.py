@@ -7,7 +7,6 @@ could test, and the outcome of rounds of any depth is arithmetic on the vector o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -143,18 +142,16 @@ def score(
 
 def summarize(temperature: float, scores: Sequence[Score], depth: int = 4) -> Acceptance:
     """The rates over all passages."""
-    total = sum((one.counts for one in scores), Rounds())
+    rate, residuals = _rate(scores)
     positions = sum(one.positions for one in scores)
-    rate = total.accepted / total.tested
-    residuals = [one.counts.accepted - rate * one.counts.tested for one in scores]
     return Acceptance(
         temperature=temperature,
         depth=depth,
         positions=positions,
         per_position=sum(one.hits for one in scores) / positions,
         in_chain=rate,
-        error=math.sqrt(sum(residual**2 for residual in residuals)) / total.tested,
-        tokens_per_pass=positions / total.rounds,
+        error=float(np.sqrt((residuals**2).sum())),
+        tokens_per_pass=positions / sum(one.counts.rounds for one in scores),
     )
 
 
