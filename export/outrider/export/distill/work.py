@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.model_source import SourceModel
-from outrider.export.source.weight_files import read_safetensors_header
+from outrider.export.source.weight_files import DTYPES, read_safetensors_header
 from outrider.models.errors import ExportError
 from outrider.models.text.tokenizer import TOKENIZER_FILES
 
@@ -115,7 +115,6 @@ _COPIED: Final = (
     "tokenizer.model",
     "spiece.model",
 )
-_TORCH_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool) -> None:
@@ -139,7 +138,7 @@ def write_model(model: Any, source: SourceModel, directory: Path) -> None:
     headers = (read_safetensors_header(path) for path in source.weight_files)
     most_common = Counter(tensor["dtype"] for header in headers for tensor in header.values()).most_common(1)[0][0]
     with quiet_upstream(f"writing {directory.name}"):
-        model.to(getattr(torch, _TORCH_DTYPES.get(most_common, "float32"))).save_pretrained(directory)
+        model.to(getattr(torch, dict(DTYPES.values()).get(most_common, "float32"))).save_pretrained(directory)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink(missing_ok=True)
     for name in _COPIED:
