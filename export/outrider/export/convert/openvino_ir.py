@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
+from outrider.export.convert.symmetric import compress_int4_symmetric, compress_int8_symmetric
 from outrider.export.quiet import quiet_upstream
 from outrider.models.bundle.manifest import Device, Precision, Quantization
 
@@ -110,15 +111,8 @@ def _halve_matrices(model: Any) -> None:
 
 def _compress(model: Any, precision: Precision, device: Device) -> Quantization:
     """Quantizes the weights of `model` in place."""
-    if device == "npu" and precision == "int4":
-        from outrider.export.convert.symmetric import compress_int4_symmetric
-
-        return compress_int4_symmetric(model)
     if device == "npu":
-        from outrider.export.convert.symmetric import compress_int8_symmetric
-
-        compress_int8_symmetric(model)
-        return Quantization(tool="outrider", scheme="int8 symmetric, scale absmax / 127", granularity="row")
+        return compress_int4_symmetric(model) if precision == "int4" else compress_int8_symmetric(model)
     import nncf
 
     routers = nncf.IgnoredScope(patterns=[_ROUTERS], validate=False)

@@ -164,7 +164,7 @@ def warnings_of(manifest: Manifest) -> tuple[str, ...]:
     return tuple(said)
 
 
-def forecast_of(manifest: Manifest) -> Forecast | None:
+def prediction_of(manifest: Manifest) -> Forecast | None:
     """The predicted gain of a draft, if a target was at hand."""
     timing = manifest.report.timing
     return timing.forecast if timing is not None else None
@@ -172,7 +172,7 @@ def forecast_of(manifest: Manifest) -> Forecast | None:
 
 def verdict(manifest: Manifest) -> str:
     """The verdict, in one or two sentences."""
-    timing, forecast = manifest.report.timing, forecast_of(manifest)
+    timing, forecast = manifest.report.timing, prediction_of(manifest)
     if manifest.role == "target":
         return "A target alone: export it with a draft (outrider-export pair) to see what drafting gains."
     if timing is None or forecast is None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.export.report.card import JUDGED_AT, forecast_of, has_trees, judged
+from outrider.export.report.card import JUDGED_AT, has_trees, judged, prediction_of
 from outrider.models.bundle.manifest import Forecast, Manifest
 from outrider.models.bundle.speed_up import Setting, stop_and_wait, stream
 
@@ -50,14 +50,14 @@ _STYLE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A draft, or a target, under the name that the page calls it by. forecast: see `forecast_of`."""
+    """A draft, or a target, under the name that the page calls it by. forecast: see `prediction_of`."""
 
     label: str
     manifest: Manifest
 
     @property
     def forecast(self) -> Forecast | None:
-        return forecast_of(self.manifest)
+        return prediction_of(self.manifest)
 
 
 def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: str | None = None) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Final
 
-from outrider.export.report.card import REFUSED_UNDER, judged, label, require_acceptance
+from outrider.export.report.card import REFUSED_UNDER, judged, label, prediction_of, require_acceptance
 from outrider.models.bundle.manifest import Forecast, Manifest
 from outrider.models.bundle.speed_up import Setting, stream
 
@@ -119,9 +119,9 @@ def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], 
 
 def forecast_of(draft: Manifest) -> Forecast:
     """The predicted gain of a draft that was judged."""
-    timing = draft.report.timing
-    assert timing is not None and timing.forecast is not None, "a comparison is of drafts judged on a target"
-    return timing.forecast
+    forecast = prediction_of(draft)
+    assert forecast is not None, "a comparison is of drafts judged on a target"
+    return forecast
 
 
 def acceptance_of(draft: Manifest) -> float:
