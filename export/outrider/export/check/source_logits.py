@@ -191,7 +191,7 @@ def compute_truth(model: Any, source: SourceModel, longest: int) -> Truth:
     """
     logits_of = partial(source_logits, model)
     texts = tuple(text[:longest] for text in held_out_texts(source))
-    windows, originals = source.shape.checked_windows, source.shape.original_positions
+    windows, originals = source.shape.checked_windows, source.shape.crossed_originals
     reference = make_reference(source.tokenizer, logits_of, longest, windows, originals)
     _require_causal(source, reference.near, logits_of)
     return Truth(reference, texts, tuple(logits_of(text) for text in texts))

@@ -88,6 +88,11 @@ class ModelShape:
         return tuple(window for window in self.windows if window < self.max_positions and window <= LONGEST_CHECKED)
 
     @property
+    def crossed_originals(self) -> tuple[int, ...]:
+        """The original lengths that sequences cross."""
+        return tuple(original for original in self.original_positions if original < self.max_positions)
+
+    @property
     def max_positions(self) -> int:
         """The longest sequence of an export: it ends at the window in use if the check does not go beyond that."""
         ends = [self.positions, self.longest or self.positions]
