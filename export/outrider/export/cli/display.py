@@ -108,9 +108,10 @@ def print_report(console: Console, bundle: Bundle) -> None:
             console.print(f"  {line}", highlight=False)
 
 
-def print_warnings(console: Console, manifest: Manifest) -> None:
-    """The warnings of the report, if it has any."""
-    for warning in warnings_of(manifest):
+def _print_warnings(*bundles: Bundle) -> None:
+    """The warnings of the reports, if they have any."""
+    console = Console(stderr=True)
+    for warning in (warning for bundle in bundles for warning in warnings_of(bundle.manifest)):
         console.print(f"[bold yellow]warning:[/bold yellow] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
@@ -249,8 +250,7 @@ def figure_table(title: str, *columns: str, first: str | None = None, rows: Iter
 
 def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None) -> None:
     """Prints each report card; as JSON an object for one bundle, a list for several. page: the HTML's place, if any."""
-    for bundle in bundles:
-        print_warnings(Console(stderr=True), bundle.manifest)
+    _print_warnings(*bundles)
     if as_json:
         found = [_as_json(bundle) for bundle in bundles]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
@@ -264,8 +264,7 @@ def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None
 
 def report_sweep(swept: Swept, *, as_json: bool, page: Path) -> None:
     """Prints the comparison and the recommendation; as JSON with every manifest. page: where the HTML is."""
-    for bundle in (swept.draft, swept.target):
-        print_warnings(Console(stderr=True), bundle.manifest)
+    _print_warnings(swept.draft, swept.target)
     found = swept.comparison
     if as_json:
         paths = {label: bundle.path for label, bundle in swept.kept.items()} | {found.recommended: swept.draft.path}

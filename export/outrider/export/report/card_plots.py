@@ -87,10 +87,9 @@ def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: 
             label=name.replace("streamed", _WAITING),
         )
         for index, forecast in enumerate(others):
-            streamed = [stream(_setting(forecast, rtt_ms)).speed_up for rtt_ms in round_trips]
             axes.plot(
                 round_trips,
-                streamed,
+                [stream(_setting(forecast, rtt_ms)).speed_up for rtt_ms in round_trips],
                 color=GREY,
                 linewidth=1.1,
                 zorder=1,

@@ -108,8 +108,10 @@ def _row(draft: Manifest, round_trips_ms: Sequence[float], draft_ms: float | Non
 def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], *, are_times_real: bool) -> str:
     where = " and ".join(f"{rtt_ms:g}" for rtt_ms in round_trips_ms)
     average, trips = ("on average ", "round trips") if len(round_trips_ms) > 1 else ("", "a round trip")
-    words = f"{average}{mean(best.tokens_per_s):.1f} tokens/s predicted at {trips} of {where} ms, "
-    words += f"{mean(best.speed_ups):.2f}x of cloud-only streaming; "
+    words = (
+        f"{average}{mean(best.tokens_per_s):.1f} tokens/s predicted at {trips} of {where} ms, "
+        f"{mean(best.speed_ups):.2f}x of cloud-only streaming; "
+    )
     num_others = len(as_good) - 1
     words += f"the smallest of {len(as_good)} within {TIE:.0%}" if num_others else f"no other is within {TIE:.0%}"
     if not are_times_real:
