@@ -223,7 +223,7 @@ def _compile_ahead(job: Job) -> None:
 
 
 def _build_onnx(job: Job) -> Quantization | None:
-    with quiet_upstream(f"exporting {job.source.name} to ONNX"):
+    with quiet_upstream("exporting to ONNX"):
         from outrider.export.convert.onnx_builder import CONFIG_FILE
         from outrider.export.convert.onnx_quantize import quantize_weights
 
@@ -259,7 +259,7 @@ def _onnx_graph(job: Job) -> Path:
         build_with_genai(job.source.path, directory, precision, job.scratch, job.source.name)
 
     def export_it(directory: Path) -> None:
-        with quiet_upstream(f"exporting {job.source.name} to ONNX"):
+        with quiet_upstream("exporting to ONNX"):
             from outrider.export.convert.onnx_dynamo import export_with_dynamo
 
         export_with_dynamo(steady_rotations(job.model()), directory, job.source.name, precision)
