@@ -78,10 +78,9 @@ def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: 
         settings = [_setting(shown.forecast, rtt_ms) for rtt_ms in round_trips]
         name = f"{shown.label}, streamed" if others else "streamed"
         axes.plot(round_trips, [stream(one).speed_up for one in settings], color=COLOURS[0], linewidth=2.6, label=name)
-        waited = [stop_and_wait(one).speed_up for one in settings]
         axes.plot(
             round_trips,
-            waited,
+            [stop_and_wait(one).speed_up for one in settings],
             color=COLOURS[0],
             linestyle=(0, (4, 2)),
             label=name.replace("streamed", _WAITING),
