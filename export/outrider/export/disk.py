@@ -59,16 +59,14 @@ def telling_of_full_disks(*places: Path, kept: str = "") -> Iterator[None]:
 
 def require_room(*needs: tuple[Path, float]) -> None:
     """Raises DiskFull, before the work, if a disk has less free than `needs` (place, bytes) take on it together."""
-    needed: defaultdict[int, float] = defaultdict(float)
-    places: dict[int, Path] = {}
+    by_disk: defaultdict[int, list[tuple[Path, float]]] = defaultdict(list)
     for place, needed_bytes in needs:
-        disk = _nearest(place).stat().st_dev
-        needed[disk] += needed_bytes
-        places.setdefault(disk, place)
-    for disk, place in places.items():
-        if (free := free_bytes(place)) < needed[disk]:
+        by_disk[_nearest(place).stat().st_dev].append((place, needed_bytes))
+    for shares in by_disk.values():
+        place, needed = shares[0][0], sum(needed_bytes for _, needed_bytes in shares)
+        if (free := free_bytes(place)) < needed:
             raise DiskFull(
-                f"the export needs about {needed[disk] / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
+                f"the export needs about {needed / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
                 "free some space, or write elsewhere (--out, OUTRIDER_CACHE)"
             )
 

@@ -132,18 +132,16 @@ class ExportOptions:
             raise ConfigError(
                 f"{asked} was given; the model takes {max_positions:,} tokens, prompt and response together"
             )
-        if shapes.max_positions <= max_positions:
-            compiled_shapes(shapes)
-            return self
-        lengths = {
-            frozenset(): (2 * max_positions // 3, max_positions - 2 * max_positions // 3),
-            frozenset({"prompt_len"}): (shapes.prompt_len, max_positions - shapes.prompt_len),
-            frozenset({"response_len"}): (max_positions - shapes.response_len, shapes.response_len),
-        }
-        prompt_len, response_len = (max(1, length) for length in lengths[frozenset(chosen)])
-        fitted = StaticShapes(prompt_len=prompt_len, response_len=response_len, step_len=shapes.step_len)
-        compiled_shapes(fitted)
-        return replace(self, static_shapes=fitted)
+        if shapes.max_positions > max_positions:
+            lengths = {
+                frozenset(): (2 * max_positions // 3, max_positions - 2 * max_positions // 3),
+                frozenset({"prompt_len"}): (shapes.prompt_len, max_positions - shapes.prompt_len),
+                frozenset({"response_len"}): (max_positions - shapes.response_len, shapes.response_len),
+            }
+            prompt_len, response_len = (max(1, length) for length in lengths[frozenset(chosen)])
+            shapes = StaticShapes(prompt_len=prompt_len, response_len=response_len, step_len=shapes.step_len)
+        compiled_shapes(shapes)
+        return replace(self, static_shapes=shapes)
 
     @property
     def format(self) -> Format:
