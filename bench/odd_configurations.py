@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tools.tiny_sources import make_tiny_source
 
-from outrider.export.check.runner import BatchSteps, SequenceSteps
+from outrider.export.check.parity import BatchSteps, SequenceSteps
 from outrider.export.source.torch_source import load_source_model, source_logits
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError

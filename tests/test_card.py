@@ -23,7 +23,8 @@ from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 from outrider.export.check import timing
 from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_ranks, play_rounds, summarize
-from outrider.export.check.runner import SequenceSteps, measure_agreement, open_draft
+from outrider.export.check.parity import SequenceSteps
+from outrider.export.check.runner import measure_agreement, open_draft
 from outrider.export.cli.display import print_report
 from outrider.export.make.pair import Judging, PairOptions, PairPaths, encode_judging, export_pair
 from outrider.export.make.pipeline import export_model

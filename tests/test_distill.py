@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 from outrider.export.cli import main as cli
 from outrider.export.distill.distill import DistillResult, distill_draft
 from outrider.export.distill.options import DistillOptions
-from outrider.export.distill.trainer.progress import Event
 from outrider.export.distill.work import default_work, locked
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
+from outrider.export.progress import Event
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import hash_file

@@ -21,7 +21,7 @@ from tools import tiny_sources as tiny
 
 from outrider.export.check.acceptance import Rounds
 from outrider.export.distill.prompts import split_prompts
-from outrider.export.interruption import Interruption
+from outrider.export.progress import Interruption
 from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
@@ -35,12 +35,10 @@ from outrider.export.distill.target import load_for_torch  # noqa: E402
 from outrider.export.distill.trainer import (  # noqa: E402
     acceptance,
     losses,
-    memory,
-    order,
+    pool,
     rollout,
-    training,
 )
-from outrider.export.distill.trainer.distill import distill  # noqa: E402
+from outrider.export.distill.trainer.distill import Trainer, distill  # noqa: E402
 from outrider.export.distill.trainer.files import load_tensors, save_json, save_tensors  # noqa: E402
 from outrider.export.distill.trainer.optim import (  # noqa: E402
     DistillPlan,
@@ -49,7 +47,6 @@ from outrider.export.distill.trainer.optim import (  # noqa: E402
     moving_average,
 )
 from outrider.export.distill.trainer.pool import Pool  # noqa: E402
-from outrider.export.distill.trainer.training import Trainer  # noqa: E402
 
 
 def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:
@@ -139,8 +136,8 @@ def test_no_prompt_is_in_two_parts(
 @given(count=st.integers(1, 20), first=st.integers(0, 60), size=st.integers(0, 50), seed=st.integers(0, 9))
 def test_an_endless_shuffle_is_the_same_wherever_one_begins(count: int, first: int, size: int, seed: int) -> None:
     """Any piece equals that piece of the whole, and every round has everything once."""
-    whole = order.shuffled(count, seed, 0, first + size)
-    assert np.array_equal(order.shuffled(count, seed, first, size), whole[first:])
+    whole = pool.shuffled(count, seed, 0, first + size)
+    assert np.array_equal(pool.shuffled(count, seed, first, size), whole[first:])
     for start in range(0, len(whole) - count + 1, count):
         assert sorted(whole[start : start + count]) == list(range(count))
 
@@ -148,10 +145,10 @@ def test_an_endless_shuffle_is_the_same_wherever_one_begins(count: int, first: i
 def test_batches_hold_prompts_of_like_length_and_leave_none_out() -> None:
     """Over one block of batches every prompt comes equally often, and a batch spans few lengths."""
     lengths = [3 + (7 * index) % 64 for index in range(64)]
-    batches = [order.batch_by_length(lengths, 8, seed=1, number=number, sort_over=8) for number in range(8)]
+    batches = [pool.batch_by_length(lengths, 8, seed=1, number=number, sort_over=8) for number in range(8)]
     assert sorted(np.concatenate(batches)) == list(range(64))
     assert max(np.ptp(np.array(lengths)[batch]) for batch in batches) <= 8
-    assert np.array_equal(order.batch_by_length(lengths, 8, seed=1, number=5, sort_over=8), batches[5])
+    assert np.array_equal(pool.batch_by_length(lengths, 8, seed=1, number=5, sort_over=8), batches[5])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,9 +158,9 @@ def test_padding_changes_nothing_that_is_recorded(family: str, tmp_path: Path) -
     model = load_for_torch(source, "float32", "cpu")
     size = source.tokenizer.size
     prompts = [list(range(5, 5 + length)) for length in (3, 34, 17)]
-    writing = rollout.Writing(44, (0.5, 1.0), top_k=8, num_ids=size)
+    plan = rollout.PoolPlan(0, row_length=44, temperatures=(0.5, 1.0), top_k=8, num_ids=size)
     generator = torch.Generator().manual_seed(1)
-    rows = rollout.sample_rows(model, prompts, torch.tensor([0.5, 0.8, 1.0]), writing, generator)
+    rows = rollout.sample_rows(model, prompts, torch.tensor([0.5, 0.8, 1.0]), plan, generator)
     assert rows is not None
     assert rows.starts.tolist() == [3, 34, 17] and rows.ends.tolist() == [13, 44, 27]
     assert int(rows.top_ids.max()) < size <= 320
@@ -189,10 +186,12 @@ def sample(
     model: Any, stop_ids: Sequence[int] = (), top_k: int = 300, length: int = 24, seed: int = 3
 ) -> rollout.Rollout:
     """Two rows of 24 tokens after prompts of 4 and 9."""
-    writing = rollout.Writing(length, (0.5, 1.0), top_k, num_ids=300, stop_ids=tuple(stop_ids))
+    plan = rollout.PoolPlan(
+        0, row_length=length, temperatures=(0.5, 1.0), top_k=top_k, num_ids=300, stop_ids=tuple(stop_ids)
+    )
     prompts = [list(range(5, 9)), list(range(20, 29))]
     generator = torch.Generator().manual_seed(seed)
-    rows = rollout.sample_rows(model, prompts, torch.tensor([1.0, 1.0]), writing, generator)
+    rows = rollout.sample_rows(model, prompts, torch.tensor([1.0, 1.0]), plan, generator)
     assert rows is not None
     return rows
 
@@ -283,7 +282,7 @@ def test_pools_without_their_rows_are_refused(model: Any, tmp_path: Path) -> Non
     """Two pools need two numbers of rows per step."""
     pool = stored_pool(tmp_path, [sample(model, top_k=16)])
     with pytest.raises(ValueError, match="2 pools, and rows per step for 1"):
-        distill(model, [pool, pool], DistillPlan(seed=1, steps=1))
+        distill(model, [pool, pool], DistillPlan(seed=1, steps=1), tmp_path / "run.pt")
 
 
 def small_pass(model: Any, rows: Any) -> tuple[Any, Any]:
@@ -295,7 +294,7 @@ def small_pass(model: Any, rows: Any) -> tuple[Any, Any]:
 def backward(model: Any, rows: Any, *, is_compiled: bool) -> tuple[Any, Any, list[str]]:
     """Gradients after two passes, what was reported of the second, and what was said."""
     said: list[str] = []
-    run = training.BackwardPass(small_pass, is_compiled=is_compiled, tell=said.append)
+    run = losses.BackwardPass(small_pass, is_compiled=is_compiled, tell=said.append)
     run(model, rows)
     facts = run(model, rows)
     assert run.is_compiled == (is_compiled and not said)
@@ -336,7 +335,7 @@ def test_an_error_of_our_own_is_not_taken_for_a_failed_compilation(model: Any) -
         raise ValueError("ours")
 
     with pytest.raises(ValueError, match="ours"):
-        training.BackwardPass(broken, is_compiled=True, tell=lambda text: None)(model, None)
+        losses.BackwardPass(broken, is_compiled=True, tell=lambda text: None)(model, None)
 
 
 def test_every_family_has_its_tables_trained_by_adamw(tmp_path: Path) -> None:
@@ -372,14 +371,14 @@ def test_the_average_follows_the_weights_over_a_growing_horizon() -> None:
 
 def test_memory_bounds_set_the_rows(model: Any) -> None:
     """Small models get the most rows; a large vocabulary, or a deep cache, fewer; a step is cut into equal passes."""
-    assert memory.rollout_rows(model.config, 256, 2) == 256
+    assert rollout.rollout_rows(model.config, 256, 2) == 256
     large = type(model.config)(
         vocab_size=151_936, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4
     )
-    assert memory.rollout_rows(large, 256, 2) == (1 << 30) // (2 * 28 * 4 * 128 * 2 * 256)
-    assert memory.training_rows(256, 4096, 16) == 16
-    assert memory.training_rows(256, 151_936, 16) == 2
-    assert memory.training_rows(100_000, 151_936, 16) == 1
+    assert rollout.rollout_rows(large, 256, 2) == (1 << 30) // (2 * 28 * 4 * 128 * 2 * 256)
+    assert losses.training_rows(256, 4096, 16) == 16
+    assert losses.training_rows(256, 151_936, 16) == 2
+    assert losses.training_rows(100_000, 151_936, 16) == 1
 
 
 def test_a_change_is_judged_prompt_by_prompt() -> None:

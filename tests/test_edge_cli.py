@@ -38,7 +38,6 @@ from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
 from outrider.export.cli import main as export_cli
-from outrider.export.quiet import missing_extra as missing_export_extra
 from outrider.export.quiet import quiet_upstream
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.messages import ByteCounts
@@ -128,7 +127,7 @@ def test_exporting_without_its_packages_is_answered_with_the_command_that_instal
     assert "error: loading draft needs the package 'torch'" in shown.err
     assert 'run: pip install "outrider[export]"\n' in shown.err and "Traceback" not in shown.err
     own = ModuleNotFoundError("no such", name="outrider.export.nowhere")
-    assert missing_export_extra(own, "exporting") is own
+    assert missing_extra(own, "exporting", "export") is own
     assert missing_extra(own, "serving", "cloud") is own
     ours = missing_extra(ModuleNotFoundError("no such", name="outrider.reference"), "the demo", "all")
     assert isinstance(ours, RuntimeUnavailable) and 'pip install "outrider[all]"' in str(ours)

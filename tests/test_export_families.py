@@ -11,7 +11,7 @@ import pytest
 from tests.tiny_models import make_unknown
 from tools.tiny_sources import make_tiny_source
 
-from outrider.export.convert import openvino_ir, upstream_repairs
+from outrider.export.convert import openvino_ir
 from outrider.export.make.pipeline import export_model, stage_export
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
@@ -128,7 +128,7 @@ def test_gpt_neo_as_upstream_converts_it_is_refused_by_the_check(
     def unrepaired(model: Any) -> Iterator[None]:
         yield
 
-    monkeypatch.setattr(upstream_repairs, "sliding_gpt_neo", unrepaired)
+    monkeypatch.setattr(openvino_ir, "sliding_gpt_neo", unrepaired)
     source = make_tiny_source("gpt_neo", tmp_path / "gpt_neo", window_size=80)
     with pytest.raises(ParityFailure, match=r"already before .*failed, prefill, beyond the window of 80:") as failure:
         stage(source, tmp_path / "out", tmp_path / "store", "draft", precision)
@@ -159,10 +159,10 @@ def test_a_window_that_is_too_long_to_check_ends_the_sequence(tmp_path: Path) ->
     """The bundle promises no more, its runtime gives no more, and a note tells the user."""
     path = make_tiny_source("mistral", tmp_path / "mistral", sliding_window=2000, max_position_embeddings=4096)
     source = read_source(path)
-    assert source.architecture.max_positions == 2000 and not source.windows
-    assert "sequences end at 2,000 tokens of the model's 4,096" in source.notes[0]
+    assert source.architecture.max_positions == 2000 and not source.shape.checked_windows
+    assert "sequences end at 2,000 tokens of the model's 4,096" in source.shape.notes[0]
     bundle = export_model(path, tmp_path / "out", ExportOptions("target", "fp32", num_threads=1))
-    assert bundle.manifest.report.notes == source.notes == warnings_of(bundle.manifest)[:1]
+    assert bundle.manifest.report.notes == source.shape.notes == warnings_of(bundle.manifest)[:1]
     opened = open_batch_runtime("openvino", bundle.model_file, RuntimeOptions(kv_cache_bytes=1 << 20))
     assert opened.limits.max_positions == bundle.manifest.architecture.max_positions == 2000
     opened.close()

@@ -60,8 +60,8 @@ def test_longrope_is_refused_however_it_is_spelled(kind: str, scaled: Callable[.
     with pytest.raises(ExportError, match=r"--max-positions is 513; give at most 512"):
         read_source(path, max_positions=513)
     source = read_source(path, max_positions=128)
-    assert source.architecture.max_positions == 128 and not source.original_positions
-    assert source.notes == ("sequences end at 128 tokens of the model's 512: as asked for",)
+    assert source.architecture.max_positions == 128 and not source.shape.crossed_originals
+    assert source.shape.notes == ("sequences end at 128 tokens of the model's 512: as asked for",)
 
 
 def parity_of(source: SourceModel, tmp_path: Path, *ways: ExportOptions) -> list[float]:
@@ -132,7 +132,7 @@ def test_scaling_that_is_the_same_for_every_length_is_exported_and_crossed(tmp_p
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
     path = make_tiny_source("llama", tmp_path / "llama", rope_parameters=rope)
     source = read_source(path)
-    assert source.original_positions == (128,)
+    assert source.shape.crossed_originals == (128,)
     with stage_export(source, tmp_path / "out", TORCH, silent, StageStore(tmp_path / "store")) as staged:
         stages = staged.manifest.report.parity.stages
     assert [stage.rows for stage in stages] == [48, 8, 8, 6, 1, 8, 8, 6, 64]

@@ -120,7 +120,7 @@ def test_int8_passes_whichever_experts_its_tokens_choose(family: str, seed: int,
     """Exact without quantization; in INT8 agreement and KL decide, not the largest difference."""
     path = make_unknown(tmp_path / family, family, seed=seed, **COMMON, **FAMILIES[family])
     model = read_source(path)
-    assert is_mixture(model.facts)
+    assert is_mixture(model.shape.facts)
     options = ExportOptions("target", "int8", num_threads=1)
     with stage_export(model, tmp_path / "out", options, silent, StageStore(tmp_path / "store")) as staged:
         parity = staged.manifest.report.parity

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -13,9 +14,9 @@ from numpy.typing import NDArray
 from tests.tiny_models import make_tiny_tokenizer
 
 from outrider.export.check.advice import load_measured
-from outrider.export.check.parity import THRESHOLDS, check_parity
+from outrider.export.check.parity import THRESHOLDS, BatchSteps, SequenceSteps, check_parity
 from outrider.export.check.runner import usual_delta
-from outrider.export.check.source_logits import LEAST_POSITIONS, ParityReference, make_reference
+from outrider.export.check.source_logits import LEAST_POSITIONS, ParityReference, Truth, make_reference
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import SourceModel
 from outrider.models.errors import ExportError, ParityFailure
@@ -52,7 +53,12 @@ def far_reference(tokenizer: Tokenizer) -> ParityReference:
     return make_reference(tokenizer, source, 512, [WINDOW])
 
 
-class Exact:
+def kept_in_a_file(reference: ParityReference, place: Path) -> ParityReference:
+    Truth(reference, (), ()).save(place)
+    return Truth.load(place).reference
+
+
+class Exact(SequenceSteps):
     """An export that is the source."""
 
     def __init__(self, max_positions: int = 512) -> None:
@@ -119,9 +125,9 @@ def test_the_source_itself_passes_and_is_reported(reference: ParityReference) ->
     assert all(stage.max_delta == 0 and stage.argmax_agreement == 1 for stage in parity.stages)
 
 
-def test_beyond_a_window_all_is_run_again(far_reference: ParityReference) -> None:
+def test_beyond_a_window_all_is_run_again(far_reference: ParityReference, tmp_path: Path) -> None:
     """Every compared row attends less than all; a reference survives being kept in a file."""
-    kept = ParityReference.from_arrays(far_reference.to_arrays())
+    kept = kept_in_a_file(far_reference, tmp_path)
     parity = check_parity(Exact(), kept, "fp32", "Exact")
     assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
     assert parity.stages[-1].name == f"step after rollback, beyond the window of {WINDOW}"
@@ -223,14 +229,12 @@ def test_the_usual_error_is_the_median_of_the_measured_table_and_grows_with_the_
     assert usual_delta(large, options, "fp32") == 4 * usual
 
 
-class Batched(Exact):
+class Batched(Exact, BatchSteps):
     """A target: a neighbour beside the sequence; `blur` moves rows of either, knowing both positions' ends."""
 
-    num_positions = 512
-    max_neighbour = 448
-
     def __init__(self, blur: Callable[[int, int, bool], float] = lambda own, other, is_neighbour: 0.0) -> None:
-        super().__init__()
+        Exact.__init__(self)
+        self.num_positions, self.max_neighbour = 512, 448
         self.blur = blur
         self.neighbour: list[int] = []
         self.first_position = 0
@@ -284,10 +288,10 @@ def test_a_sequence_that_changes_with_its_neighbour_fails(
         check_parity(Batched(blur), reference, "fp32", "Batched")
 
 
-def test_an_original_length_is_crossed_by_single_steps(tokenizer: Tokenizer) -> None:
+def test_an_original_length_is_crossed_by_single_steps(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A reference survives being kept in a file; one that is too long for real sequences is left to batches."""
     made = make_reference(tokenizer, source, 512, (), [90])
-    kept = ParityReference.from_arrays(made.to_arrays())
+    kept = kept_in_a_file(made, tmp_path)
     assert kept.originals == (90,) and not kept.has_windows and list(kept.beyond) == list(made.beyond)
     assert kept.beyond[", across the original length of 90"].prefill == 86
     parity = check_parity(Exact(), kept, "fp32", "Exact")

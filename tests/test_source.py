@@ -68,7 +68,7 @@ def test_every_familys_shape_is_read_from_its_own_names(family: str, tiny_source
     assert shape.intermediate_size == (256 if family == "bloom" else 128)
     assert shape.max_positions == (2048 if family == "bloom" else 512)
     slides = family in ("gemma2", "gemma3_text", "gpt_neo", "mistral", "phi3")
-    assert source.windows == ((WINDOW,) if slides else ()) and not source.notes
+    assert source.shape.checked_windows == ((WINDOW,) if slides else ()) and not source.shape.notes
     assert shape.parameters == sum(parameter.numel() for parameter in load_source_model(source.path).parameters())
 
 

@@ -86,7 +86,7 @@ def pretrain(
         optimizer.step(rate_scale(progress, plan.rates.warmup))
         if length not in seen:
             seen.add(length)
-            budget.exclude(time.monotonic() - began)
+            budget.used_s -= time.monotonic() - began
         step, tokens = step + 1, tokens + batch[:, 1:].numel() * parallel.size()
         average = loss.item() if math.isnan(average) else 0.95 * average + 0.05 * loss.item()
         now = time.monotonic()

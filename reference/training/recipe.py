@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from outrider.export.distill.trainer.optim import DistillPlan, Rates
-from outrider.export.distill.trainer.pool import PoolPlan
+from outrider.export.distill.trainer.rollout import PoolPlan
 from training.pretrain import Plan
 from training.vocabulary import VOCABULARY_SIZE
 

@@ -11,6 +11,7 @@ training.train`.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,8 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from outrider.export.distill.trainer import parallel
 from outrider.export.distill.trainer.distill import distill
 from outrider.export.distill.trainer.files import save_json, save_tensors
-from outrider.export.distill.trainer.pool import Pool, PoolPlan, is_complete, sample_pool
-from outrider.export.distill.trainer.progress import Event
+from outrider.export.distill.trainer.pool import Pool, is_complete, sample_pool
+from outrider.export.distill.trainer.rollout import PoolPlan
+from outrider.export.progress import Event
 from outrider.reference import pair_dir
 from training import recipe, training_record
 from training.corpus import Corpus, load_corpus
@@ -196,7 +198,8 @@ def main() -> None:
     )
     parser.add_argument("--note", action="append", default=[], help="a remark on the run, kept in the model card")
     arguments = parser.parse_args()
-    parallel.start()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # `torchrun` started this process among several
+        torch.distributed.init_process_group("gloo")
     arguments.work.mkdir(parents=True, exist_ok=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     workshop = Workshop(

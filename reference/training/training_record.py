@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from outrider.export.check.timing import processor
 from outrider.export.distill.trainer.optim import Rates
-from outrider.export.distill.trainer.pool import Pool, PoolPlan
+from outrider.export.distill.trainer.pool import Pool
+from outrider.export.distill.trainer.rollout import PoolPlan
 from training import recipe
 from training.corpus import Corpus, SourceFile
 from training.pretrain import Plan

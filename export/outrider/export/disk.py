@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 from collections import defaultdict
@@ -41,7 +42,12 @@ def telling_of_full_disks(*places: Path, kept: str = "") -> Iterator[None]:
     except Exception as error:
         causes = list(_causes(error))
         if any(_says_no_room(cause) for cause in causes):
-            raise full_disk(places, kept) from error
+            fullest_first = sorted(places, key=free_bytes)
+            rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
+            raise DiskFull(
+                f"the disk is full; {kept}the destination is unchanged. Free after the partial files were removed: "
+                f"{rooms}. Free some space there, or write elsewhere: --out, OUTRIDER_CACHE, for downloads HF_HOME"
+            ) from error
         refused = next((cause for cause in causes if isinstance(cause, OSError) and _is_refusal(cause, places)), None)
         if refused is not None:
             raise ExportError(
@@ -51,30 +57,26 @@ def telling_of_full_disks(*places: Path, kept: str = "") -> Iterator[None]:
         raise
 
 
-def full_disk(places: tuple[Path, ...], kept: str = "") -> DiskFull:
-    """The error to raise when one of `places` had no room left."""
-    fullest_first = sorted(places, key=free_bytes)
-    rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
-    return DiskFull(
-        f"the disk is full; {kept}the destination is unchanged. Free after the partial files were removed: {rooms}. "
-        "Free some space there, or write elsewhere: --out, OUTRIDER_CACHE, for downloads HF_HOME"
-    )
-
-
 def require_room(*needs: tuple[Path, float]) -> None:
     """Raises DiskFull, before the work, if a disk has less free than `needs` (place, bytes) take on it together."""
-    needed: defaultdict[int, float] = defaultdict(float)
-    places: dict[int, Path] = {}
+    by_disk: defaultdict[int, list[tuple[Path, float]]] = defaultdict(list)
     for place, needed_bytes in needs:
-        disk = _nearest(place).stat().st_dev
-        needed[disk] += needed_bytes
-        places.setdefault(disk, place)
-    for disk, place in places.items():
-        if (free := free_bytes(place)) < needed[disk]:
+        by_disk[_nearest(place).stat().st_dev].append((place, needed_bytes))
+    for shares in by_disk.values():
+        place, needed = shares[0][0], sum(needed_bytes for _, needed_bytes in shares)
+        if (free := free_bytes(place)) < needed:
             raise DiskFull(
-                f"the export needs about {needed[disk] / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
+                f"the export needs about {needed / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
                 "free some space, or write elsewhere (--out, OUTRIDER_CACHE)"
             )
+
+
+def link_or_copy(path: str | Path, target: str | Path) -> None:
+    """Gives a file another name; copies it to another disk, or to one that has no links."""
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)
 
 
 def free_bytes(place: Path) -> int:
@@ -107,8 +109,9 @@ def _is_refusal(error: OSError, places: tuple[Path, ...]) -> bool:
     if error.errno not in _NOT_WRITABLE or error.filename is None:
         return False
     path = Path(error.filename).absolute()
-    for place in map(Path.absolute, places):
-        is_beside = path.parent == place.parent and path.name.startswith(f".{place.name}.")
-        if is_beside or path.is_relative_to(place) or place.is_relative_to(path):
-            return True
-    return False
+    return any(
+        path.is_relative_to(place)
+        or place.is_relative_to(path)
+        or (path.parent == place.parent and path.name.startswith(f".{place.name}."))
+        for place in map(Path.absolute, places)
+    )

@@ -14,12 +14,16 @@ import re
 import warnings
 from collections.abc import Iterator
 from typing import Final
+from unittest.mock import patch
 
 from outrider.models.errors import ExportError, OutriderError
-from outrider.models.process import extras
+from outrider.models.process.extras import missing_extra
 from outrider.models.process.telemetry import disable_openvino_telemetry
 
-_LOGGERS: Final = ("transformers", "optimum", "nncf", "huggingface_hub", "openvino", "torch.onnx")
+_LEVELS: Final = {
+    **dict.fromkeys(("transformers", "optimum", "nncf", "huggingface_hub", "openvino"), logging.ERROR),
+    **dict.fromkeys(("onnxruntime", "onnxscript", "onnx_ir", "torch.onnx"), logging.CRITICAL),
+}
 _KEPT_LINES: Final = 12
 _KEPT_CHARACTERS: Final = 1500
 _ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
@@ -38,7 +42,8 @@ def quiet_upstream(what: str) -> Iterator[None]:
     """
     disable_openvino_telemetry()
     heard = io.StringIO()
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    levels = {name: logging.getLogger(name).level for name in _LEVELS}
+    stand_in = logging.NullHandler()
     try:
         with (
             warnings.catch_warnings(action="ignore"),
@@ -46,19 +51,21 @@ def quiet_upstream(what: str) -> Iterator[None]:
             contextlib.redirect_stderr(heard),
             _no_network(),
         ):
-            for name in _LOGGERS:
-                logging.getLogger(name).setLevel(logging.ERROR)
+            for name, level in _LEVELS.items():
+                logging.getLogger(name).setLevel(level)
+            logging.getLogger().addHandler(stand_in)  # the ONNX packages' `basicConfig` does nothing if there is one
             yield
     except OutriderError:
         raise
     except ModuleNotFoundError as error:
-        raise missing_extra(error, what) from None
+        raise missing_extra(error, what, "export") from None
     except Exception as error:
         said = "\n".join(_plain(heard.getvalue()).replace("\r", "\n").splitlines()[-_KEPT_LINES:])
         raise ExportError(
             f"{what} failed: {_cause(error)}" + (f"\nits last output:\n{said}" if said else "")
         ) from error
     finally:
+        logging.getLogger().removeHandler(stand_in)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
 
@@ -88,27 +95,14 @@ def _no_network() -> Iterator[None]:
     import huggingface_hub.constants as hub
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    before, was_offline = os.environ.get("HF_HUB_OFFLINE"), hub.HF_HUB_OFFLINE
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that upstream starts
-    hub.HF_HUB_OFFLINE = True
-    had_bars = not are_progress_bars_disabled()
-    if had_bars:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if had_bars:
-            enable_progress_bars()
-        hub.HF_HUB_OFFLINE = was_offline
+    before = os.environ.get("HF_HUB_OFFLINE")
+    with contextlib.ExitStack() as undo, patch.object(hub, "HF_HUB_OFFLINE", True):
+        if not are_progress_bars_disabled():
+            disable_progress_bars()
+            undo.callback(enable_progress_bars)
         if before is None:
-            del os.environ["HF_HUB_OFFLINE"]
+            undo.callback(os.environ.pop, "HF_HUB_OFFLINE")
         else:
-            os.environ["HF_HUB_OFFLINE"] = before
-
-
-def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
-    """The error for an import that failed while doing `what`, with the command that installs the package.
-
-    A missing module of our own is a bug: its error is returned unchanged.
-    """
-    return extras.missing_extra(error, what, "export")
+            undo.callback(os.environ.__setitem__, "HF_HUB_OFFLINE", before)
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that upstream starts
+        yield

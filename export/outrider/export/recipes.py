@@ -73,18 +73,27 @@ class ExportOptions:
                 f"precision {self.precision} is not supported for a {self.role} on {self.device} with "
                 f"{self.resolved_runtime}; expected {' or '.join(possible)}"
             )
-        if self.widen_mb is not None and not (self.role == "target" and self.widen_mb > 0):
-            raise ConfigError("only targets can be widened, to a positive number of megabytes")
-        if self.static_shapes is not None and self.device != "npu":
-            raise ConfigError(f"lengths are fixed at export for an NPU only; leave them out for {self.device}")
-        if self.compiles_ahead and self.device != "npu":
-            raise ConfigError(
-                f"only a model for an NPU is compiled ahead of time; leave --ahead-of-time out for {self.device}"
-            )
-        if self.max_positions is not None and self.max_positions < 1:
-            raise ConfigError(f"--max-positions is {self.max_positions}; expected a positive number of tokens")
-        if self.npu_platform is not None and not self.compiles_ahead:
-            raise ConfigError("--npu-platform is for compiling ahead of time; add --ahead-of-time")
+        is_npu = self.device == "npu"
+        mistakes = {
+            "only targets can be widened, to a positive number of megabytes": (
+                self.widen_mb is not None and not (self.role == "target" and self.widen_mb > 0)
+            ),
+            f"lengths are fixed at export for an NPU only; leave them out for {self.device}": (
+                self.static_shapes is not None and not is_npu
+            ),
+            f"only a model for an NPU is compiled ahead of time; leave --ahead-of-time out for {self.device}": (
+                self.compiles_ahead and not is_npu
+            ),
+            f"--max-positions is {self.max_positions}; expected a positive number of tokens": (
+                self.max_positions is not None and self.max_positions < 1
+            ),
+            "--npu-platform is for compiling ahead of time; add --ahead-of-time": (
+                self.npu_platform is not None and not self.compiles_ahead
+            ),
+        }
+        for message, is_made in mistakes.items():
+            if is_made:
+                raise ConfigError(message)
 
     @property
     def resolved_runtime(self) -> RuntimeName:
@@ -99,7 +108,7 @@ class ExportOptions:
     @property
     def label(self) -> str:
         """Short label of this export, such as "onnxruntime int4"."""
-        return label(self.resolved_runtime, self.resolved_precision)
+        return f"{self.resolved_runtime} {self.resolved_precision}"
 
     @property
     def resolved_shapes(self) -> StaticShapes | None:
@@ -123,18 +132,16 @@ class ExportOptions:
             raise ConfigError(
                 f"{asked} was given; the model takes {max_positions:,} tokens, prompt and response together"
             )
-        if shapes.max_positions <= max_positions:
-            compiled_shapes(shapes)
-            return self
-        lengths = {
-            frozenset(): (2 * max_positions // 3, max_positions - 2 * max_positions // 3),
-            frozenset({"prompt_len"}): (shapes.prompt_len, max_positions - shapes.prompt_len),
-            frozenset({"response_len"}): (max_positions - shapes.response_len, shapes.response_len),
-        }
-        prompt_len, response_len = (max(1, length) for length in lengths[frozenset(chosen)])
-        fitted = StaticShapes(prompt_len=prompt_len, response_len=response_len, step_len=shapes.step_len)
-        compiled_shapes(fitted)
-        return replace(self, static_shapes=fitted)
+        if shapes.max_positions > max_positions:
+            lengths = {
+                frozenset(): (2 * max_positions // 3, max_positions - 2 * max_positions // 3),
+                frozenset({"prompt_len"}): (shapes.prompt_len, max_positions - shapes.prompt_len),
+                frozenset({"response_len"}): (max_positions - shapes.response_len, shapes.response_len),
+            }
+            prompt_len, response_len = (max(1, length) for length in lengths[frozenset(chosen)])
+            shapes = StaticShapes(prompt_len=prompt_len, response_len=response_len, step_len=shapes.step_len)
+        compiled_shapes(shapes)
+        return replace(self, static_shapes=shapes)
 
     @property
     def format(self) -> Format:
@@ -151,11 +158,6 @@ class ExportOptions:
             emulate_npu=emulate_npu,
             properties=dtype,
         )
-
-
-def label(runtime: str, precision: str) -> str:
-    """Short label of an export, such as "onnxruntime int4"."""
-    return f"{runtime} {precision}"
 
 
 def runtimes_for(role: Role, device: Device) -> tuple[RuntimeName, ...]:

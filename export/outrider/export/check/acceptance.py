@@ -138,24 +138,23 @@ def _summary(temperature: float, ranks: Ranks, target_name: str) -> Acceptance:
     rate = sum(int(found.sum()) for found in matches) / num_tested
     # Tokens of one text depend on each other; texts are independent.
     residuals = [float(found.sum()) - rate * len(found) for found in matches]
-    by_depth = []
-    for depth in DEPTHS:
-        counts = sum((play_rounds(found, depth) for found in matches), Rounds())
-        if counts.rounds:
-            by_depth.append(
-                AtDepth(
-                    depth=depth,
-                    rate=round(counts.accepted / counts.tested, 4),
-                    tokens_per_pass=round((counts.accepted + counts.rounds) / counts.rounds, 3),
-                )
-            )
+    played = {depth: sum((play_rounds(found, depth) for found in matches), Rounds()) for depth in DEPTHS}
+    by_depth = tuple(
+        AtDepth(
+            depth=depth,
+            rate=round(counts.accepted / counts.tested, 4),
+            tokens_per_pass=round((counts.accepted + counts.rounds) / counts.rounds, 3),
+        )
+        for depth, counts in played.items()
+        if counts.rounds
+    )
     return Acceptance(
         target=target_name,
         temperature=temperature,
         tested_tokens=num_tested,
         rate=round(rate, 4),
         error=round(math.sqrt(sum(residual**2 for residual in residuals)) / num_tested, 4),
-        by_depth=tuple(by_depth),
+        by_depth=by_depth,
         by_width=tuple(AtWidth(width=width, rate=round(ranks.hits(width), 4)) for width in WIDTHS),
         by_gap=_by_gap(ranks),
     )
@@ -168,8 +167,9 @@ def _by_gap(ranks: Ranks) -> tuple[AtGap, ...]:
         inside = [token.rank for token in ranks.picked if bucket(token.gap(0)) == index]
         if inside:
             best, second = (round(inside.count(guess) / len(inside), 4) for guess in (0, 1))
-            share = round(len(inside) / len(ranks.picked), 4)
-            found.append(AtGap(from_gap=from_gap, share=share, rates=(best, second)))
+            found.append(
+                AtGap(from_gap=from_gap, share=round(len(inside) / len(ranks.picked), 4), rates=(best, second))
+            )
     return tuple(found)
 
 
@@ -189,8 +189,7 @@ def _continue_all(
     num_tokens: int,
 ) -> list[list[int]]:
     """The target's own continuation of each prompt, as many prompts at a time as its cache holds."""
-    longest = max(map(len, prompts)) + num_tokens
-    blocks_each = -(-longest // target.block_size)
+    blocks_each = -(-(max(map(len, prompts)) + num_tokens) // target.block_size)
     at_once = target.num_blocks // blocks_each
     if not at_once:
         raise ExportError(
@@ -201,8 +200,7 @@ def _continue_all(
         live = list(range(first, min(first + at_once, len(prompts))))
         blocks = {i: range((i - first) * blocks_each, (i - first + 1) * blocks_each) for i in live}
         while live:
-            batch = [_slice(prompts[i], texts[i], blocks[i]) for i in live]
-            rows = target.forward(batch)
+            rows = target.forward([_slice(prompts[i], texts[i], blocks[i]) for i in live])
             for row, i in zip(rows, tuple(live), strict=True):
                 texts[i].append(pick(row[:num_ids], params[i], len(prompts[i]) + len(texts[i])))
                 if len(texts[i]) == num_tokens or texts[i][-1] in stop_ids:
@@ -211,6 +209,5 @@ def _continue_all(
 
 
 def _slice(prompt: Sequence[int], text: Sequence[int], blocks: range) -> SequenceSlice:
-    if not text:
-        return SequenceSlice(prompt, 0, blocks, 1)
-    return SequenceSlice(text[-1:], len(prompt) + len(text) - 1, blocks, 1)
+    new = text[-1:] or prompt
+    return SequenceSlice(new, len(prompt) + len(text) - len(new), blocks, 1)

@@ -168,20 +168,18 @@ def advise(options: ExportOptions, facts: Mapping[str, Any]) -> Advice:
 def _elsewhere(options: ExportOptions, facts: Mapping[str, Any]) -> str:
     """A way that was measured to work for this family, where any was measured."""
     family, table = str(facts.get("model_type")), load_measured()
-
-    def runtimes_on(device: Device) -> list[str]:
-        return [
-            runtime
-            for runtime in runtimes_for(options.role, device)
-            if (device, runtime) != (options.device, options.resolved_runtime)
-            and runtime_obstacle(facts, runtime, device) is None
-            and table.works(family, options.role, device, runtime)
-        ]
-
-    for device in (options.device, *_OTHER_DEVICES):
-        for runtime in runtimes_on(device):
-            if device == options.device:
-                return f"try --runtime {runtime}"
-            is_default = runtime == runtimes_for(options.role, device)[0]
-            return f"try --device {device}" + ("" if is_default else f" --runtime {runtime}")
-    return f"no runtime that was measured runs a {options.role} of the family {family}: choose another model"
+    ways = [
+        (device, runtime)
+        for device in (options.device, *_OTHER_DEVICES)
+        for runtime in runtimes_for(options.role, device)
+        if (device, runtime) != (options.device, options.resolved_runtime)
+        and runtime_obstacle(facts, runtime, device) is None
+        and table.works(family, options.role, device, runtime)
+    ]
+    if not ways:
+        return f"no runtime that was measured runs a {options.role} of the family {family}: choose another model"
+    device, runtime = ways[0]
+    if device == options.device:
+        return f"try --runtime {runtime}"
+    is_default = runtime == runtimes_for(options.role, device)[0]
+    return f"try --device {device}" + ("" if is_default else f" --runtime {runtime}")

@@ -5,7 +5,8 @@ on the cache, several tokens on the cache, and tokens over rejected ones. A conv
 them; with a sliding window it can be wrong only beyond the window, so all four run once more beyond every window that
 the configuration names, and across every original length of a scaled rotary embedding. A target also runs all of them
 in batches, with a longer sequence at the last positions: what depends on the longest position of a batch shows in the
-shorter one. Knows neither torch nor OpenVINO: the source's logits come in as arrays, the export as `Steps`.
+shorter one. Knows neither torch nor OpenVINO: the source's logits come in as arrays, the export behind
+`SequenceSteps` or `BatchSteps`: one sequence that grows and is cut back.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from outrider.export.check.advice import GENERAL, Advice
 from outrider.export.check.source_logits import BEFORE, KEPT, MULTI, ROLLED, SINGLE, ParityReference, SequencePair
 from outrider.models.bundle.manifest import Parity, ParityStage
 from outrider.models.errors import ExportError, ParityFailure
+from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
 _NEIGHBOUR: Final = 160
 """Tokens of the longer sequence in a batch, beside 64."""
@@ -29,49 +31,87 @@ _FRESH_NEIGHBOUR: Final = 80
 """The same where it is run from its beginning in every step."""
 
 
-class Steps(Protocol):
-    """A running export: one sequence that grows and is cut back."""
+class RowsRuntime(SequenceRuntime, Protocol):
+    """A `SequenceRuntime` that can give the logits after every new token, as a check needs them."""
 
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence."""
+    def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """As `extend`: [len(tokens), vocab_size] float32."""
         ...
+
+
+class SequenceSteps:
+    """Steps on a `SequenceRuntime` that gives every row. max_positions: the longest sequence."""
+
+    def __init__(self, draft: RowsRuntime) -> None:
+        self._draft = draft
+        self.max_positions = draft.limits.max_positions
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size].
 
         num_rows: all of them, or 1.
         """
-        ...
+        if num_rows == 1:
+            return self._draft.extend(tokens)[None]
+        assert num_rows == len(tokens)
+        return self._draft.extend_rows(tokens)
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on."""
-        ...
+        self._draft.truncate(length)
 
 
-@runtime_checkable
-class BatchedSteps(Steps, Protocol):
-    """A running export that can step a second sequence, a neighbour, in the same batch."""
+class BatchSteps:
+    """Steps on a `BatchRuntime`, which can step a second sequence, a neighbour, in the same batch.
 
-    @property
-    def num_positions(self) -> int:
-        """Positions of the model, whatever the cache holds."""
-        ...
+    The first sequence's blocks are used from the last to the first, as their order must not matter; a neighbour has the
+    blocks from the first on. num_positions: of the model, whatever the cache holds. max_positions: the longest
+    sequence, of the model or as the cache holds. max_neighbour: tokens that the cache can hold of a neighbour beside 64
+    of the first sequence.
+    """
 
-    @property
-    def max_neighbour(self) -> int:
-        """Tokens that the cache can hold of a neighbour beside 64 of the first sequence."""
-        ...
+    def __init__(self, target: BatchRuntime) -> None:
+        size = target.block_size
+        self._target = target
+        self.num_positions = target.limits.max_positions
+        self.max_positions = min(self.num_positions, target.num_blocks * size)
+        self.max_neighbour = (target.num_blocks + -64 // size) * size
+        self._length = 0
+        self.begin_neighbour(0)
+
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
+        return self._target.forward([self._append(tokens, num_rows)])
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on."""
+        self._length = length
 
     def begin_neighbour(self, first_position: int) -> None:
         """Empties the neighbour; its first token will have this position."""
-        ...
+        self._neighbour_length, self._neighbour_position = 0, first_position
 
     def run_both(
         self, tokens: Sequence[int], neighbour: Sequence[int], num_rows: int, num_neighbour_rows: int
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Appends tokens to both in one step; the logits after the last rows of each. `tokens` may be empty."""
-        ...
+        batch = [self._append(tokens, num_rows)] if tokens else []
+        past, self._neighbour_length = self._neighbour_length, self._neighbour_length + len(neighbour)
+        blocks = range(-(-self._neighbour_length // self._target.block_size))
+        first = self._neighbour_position + past
+        positions = range(first, first + len(neighbour))
+        batch.append(SequenceSlice(neighbour, past, blocks, num_neighbour_rows, positions))
+        logits = self._target.forward(batch)
+        return logits[:num_rows], logits[num_rows:]
+
+    def _append(self, tokens: Sequence[int], num_rows: int) -> SequenceSlice:
+        past, self._length = self._length, self._length + len(tokens)
+        num_blocks = -(-self._length // self._target.block_size)
+        last = self._target.num_blocks - 1
+        return SequenceSlice(tokens, past, range(last, last - num_blocks, -1), num_rows)
+
+
+Steps = SequenceSteps | BatchSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +186,7 @@ def check_parity(
         steps.truncate(0)
         more, own_far = _run(steps, pair, where)
         stages, own_delta = stages + more, max(own_delta, own_far)
-    if isinstance(steps, BatchedSteps):
+    if isinstance(steps, BatchSteps):
         for original in reference.originals or (0,):
             stage, own_batched = _run_batched(steps, reference, original)
             stages, own_delta = [*stages, stage], max(own_delta, own_batched)
@@ -194,7 +234,7 @@ def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage
     return stages, own / max(stage.scale for stage in stages)
 
 
-def _run_batched(steps: BatchedSteps, reference: ParityReference, original: int) -> tuple[ParityStage, float]:
+def _run_batched(steps: BatchSteps, reference: ParityReference, original: int) -> tuple[ParityStage, float]:
     """Prefill, cached and multi-token steps of the near sequence, each in one step with a longer neighbour's.
 
     Compares the near sequence with the source, and both with their own prefill: the neighbour is at positions where

@@ -12,13 +12,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.check.advice import TINY_HIDDEN, TINY_LAYERS, Advice, advise, load_measured
-from outrider.export.check.parity import Steps, check_parity, log_softmax, rounded
+from outrider.export.check.parity import (
+    BatchSteps,
+    RowsRuntime,
+    SequenceSteps,
+    Steps,
+    check_parity,
+    log_softmax,
+    rounded,
+)
 from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
@@ -36,7 +44,7 @@ from outrider.models.errors import (
 from outrider.models.process.extras import missing_extra
 from outrider.models.process.machine_load import MachineLoad
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
-from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime
 
 
 def measure_agreement(
@@ -64,14 +72,6 @@ def measure_agreement(
 
 
 _CHECK_CACHE_BYTES: Final = 1 << 30
-
-
-class RowsRuntime(SequenceRuntime, Protocol):
-    """A `SequenceRuntime` that can give the logits after every new token, as a check needs them."""
-
-    def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """As `extend`: [len(tokens), vocab_size] float32."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ def check_export(
             truth.reference,
             precision,
             type(runtime).__name__,
-            advise(options, source.facts),
-            is_mixture=is_mixture(source.facts),
+            advise(options, source.shape.facts),
+            is_mixture=is_mixture(source.shape.facts),
             usual_delta=usual_delta(source, options, precision),
         )
         agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=source.tokenizer.size)
@@ -201,7 +201,7 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, source: So
     # An NPU computes in FP16 and a GPU may; the NPU's path has its cache in FP16 where it is emulated too, and ONNX
     # Runtime's graph for CUDA is in FP16 wherever it runs.
     computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
-    elsewhere = advise(options, source.facts).elsewhere
+    elsewhere = advise(options, source.shape.facts).elsewhere
     advice = Advice(elsewhere, elsewhere)  # the graph is wrong in any precision
     with _opened(directory, options, source) as (steps, runtime):
         try:
@@ -212,7 +212,7 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, source: So
                 precision,
                 type(runtime).__name__,
                 advice,
-                is_mixture=is_mixture(source.facts),
+                is_mixture=is_mixture(source.shape.facts),
                 usual_delta=usual_delta(source, options, precision),
             )
         except ParityFailure as error:
@@ -222,7 +222,7 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, source: So
 @contextmanager
 def _opened(
     directory: Path, options: ExportOptions, source: SourceModel
-) -> Iterator[tuple[SequenceSteps | BatchSteps, RowsRuntime | BatchRuntime]]:
+) -> Iterator[tuple[Steps, RowsRuntime | BatchRuntime]]:
     path = model_file(directory, options)
     try:
         if options.role == "draft":
@@ -250,88 +250,5 @@ def _opened(
 def _cannot_run(options: ExportOptions, source: SourceModel, why: str) -> ExportError:
     return ExportError(
         f"{options.resolved_runtime} cannot run the exported model: {why}; nothing was written: "
-        f"{advise(options, source.facts).elsewhere}"
+        f"{advise(options, source.shape.facts).elsewhere}"
     )
-
-
-class SequenceSteps:
-    """Steps on a `SequenceRuntime` that gives every row."""
-
-    def __init__(self, runtime: RowsRuntime) -> None:
-        self._runtime = runtime
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence."""
-        return self._runtime.limits.max_positions
-
-    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
-        if num_rows == 1:
-            return self._runtime.extend(tokens)[None]
-        assert num_rows == len(tokens)
-        return self._runtime.extend_rows(tokens)
-
-    def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on."""
-        self._runtime.truncate(length)
-
-
-class BatchSteps:
-    """Steps on a `BatchRuntime`. Its blocks are used from the last to the first, as their order must not matter.
-
-    A neighbour has the blocks from the first on.
-    """
-
-    def __init__(self, runtime: BatchRuntime) -> None:
-        self._runtime = runtime
-        self._length = 0
-        self._neighbour_length = 0
-        self._neighbour_position = 0
-
-    @property
-    def max_positions(self) -> int:
-        """Longest sequence: the model's, or what the cache holds."""
-        return min(self._runtime.limits.max_positions, self._runtime.num_blocks * self._runtime.block_size)
-
-    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
-        return self._runtime.forward([self._append(tokens, num_rows)])
-
-    @property
-    def num_positions(self) -> int:
-        """Positions of the model, whatever the cache holds."""
-        return self._runtime.limits.max_positions
-
-    @property
-    def max_neighbour(self) -> int:
-        """Tokens that the cache can hold of a neighbour beside 64 of the first sequence."""
-        size = self._runtime.block_size
-        return (self._runtime.num_blocks + -64 // size) * size
-
-    def begin_neighbour(self, first_position: int) -> None:
-        """Empties the neighbour; its first token will have this position."""
-        self._neighbour_length, self._neighbour_position = 0, first_position
-
-    def run_both(
-        self, tokens: Sequence[int], neighbour: Sequence[int], num_rows: int, num_neighbour_rows: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Appends tokens to both in one step; the logits after the last rows of each. `tokens` may be empty."""
-        batch = [self._append(tokens, num_rows)] if tokens else []
-        past, self._neighbour_length = self._neighbour_length, self._neighbour_length + len(neighbour)
-        blocks = range(-(-self._neighbour_length // self._runtime.block_size))
-        first = self._neighbour_position + past
-        positions = range(first, first + len(neighbour))
-        batch.append(SequenceSlice(neighbour, past, blocks, num_neighbour_rows, positions))
-        logits = self._runtime.forward(batch)
-        return logits[:num_rows], logits[num_rows:]
-
-    def _append(self, tokens: Sequence[int], num_rows: int) -> SequenceSlice:
-        past, self._length = self._length, self._length + len(tokens)
-        num_blocks = -(-self._length // self._runtime.block_size)
-        last = self._runtime.num_blocks - 1
-        return SequenceSlice(tokens, past, range(last, last - num_blocks, -1), num_rows)
-
-    def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on."""
-        self._length = length

@@ -6,12 +6,12 @@ load the source again.
 
 from __future__ import annotations
 
-import gc
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from outrider.export.source.config_reader import LONGEST_CHECKED
 from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS, read_prompts
-from outrider.export.source.torch_source import load_source_model, source_logits
+from outrider.export.source.torch_source import source_logits
 from outrider.models.errors import ExportError
 from outrider.models.text.tokenizer import Tokenizer
 
@@ -41,6 +41,7 @@ _BEYOND: Final = 16
 BEFORE: Final = 4
 """Tokens by which the first step across an original length stays before it, so that single steps cross it."""
 
+_FILE: Final = "truth.npz"
 # 144 rows of 152,000 columns are 88 MB.
 _MAX_TEXTS: Final = 6
 _MAX_TOKENS: Final = 24
@@ -48,12 +49,10 @@ _SAME: Final = 1e-3
 """Of the largest logit: rounding is far below it, a token that sees those after it far above."""
 
 
-class Logits(Protocol):
-    """The source."""
-
-    def __call__(self, tokens: Sequence[int], num_rows: int = 0) -> NDArray[np.float32]:
-        """Logits after the last `num_rows` of a whole sequence (0: after all), [rows, vocab_size]."""
-        ...
+Logits = Callable[..., NDArray[np.float32]]
+"""The source: takes the tokens of a whole sequence and a number of rows; gives the logits after the last so many tokens
+(after all without a number), [rows, vocab_size].
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +84,6 @@ class ParityReference:
     has_windows: bool = False
     originals: tuple[int, ...] = ()
 
-    def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Its content, for a file of arrays."""
-        pairs = [self.near, *self.beyond.values()]
-        arrays = {
-            f"{name}_{index}": np.array(v) for index, pair in enumerate(pairs) for name, v in asdict(pair).items()
-        }
-        flags = {"has_windows": np.array(self.has_windows), "originals": np.array(self.originals, np.int64)}
-        return arrays | flags | {"places": np.array(list(self.beyond), np.str_)}
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> ParityReference:
-        """Reads what `to_arrays` gave."""
-        places = arrays["places"].tolist()
-        pairs = [
-            SequencePair(
-                int(arrays[f"prefill_{index}"]),
-                tuple(arrays[f"main_{index}"].tolist()),
-                tuple(arrays[f"other_{index}"].tolist()),
-                arrays[f"main_logits_{index}"],
-                arrays[f"other_logits_{index}"],
-            )
-            for index in range(1 + len(places))
-        ]
-        beyond = dict(zip(places, pairs[1:], strict=True))
-        return cls(pairs[0], beyond, bool(arrays["has_windows"]), tuple(arrays["originals"].tolist()))
-
 
 def make_reference(
     tokenizer: Tokenizer,
@@ -129,9 +102,11 @@ def make_reference(
     # error in an earlier row is in the keys and values that later steps attend.
     starts = {f", beyond the window of {window}": window + _BEYOND for window in windows if window < longest}
     has_windows = bool(starts)
-    for original in originals:
-        if BEFORE < original <= min(LONGEST_CHECKED, longest - 1):
-            starts[f", across the original length of {original}"] = original - BEFORE
+    starts |= {
+        f", across the original length of {original}": original - BEFORE
+        for original in originals
+        if BEFORE < original <= min(LONGEST_CHECKED, longest - 1)
+    }
     beyond = {place: _sequence_pair(tokenizer, logits_of, start, 1, longest) for place, start in starts.items()}
     crossed = tuple(original for original in originals if original < longest)
     return ParityReference(near, beyond, has_windows, crossed)
@@ -169,75 +144,57 @@ class Truth:
 
     def save(self, directory: Path) -> None:
         """Writes it to `directory`."""
-        arrays = self.reference.to_arrays()
-        for index, (text, logits) in enumerate(zip(self.texts, self.logits, strict=True)):
-            arrays |= {f"text_{index}": np.array(text), f"logits_{index}": logits}
-        np.savez(directory / "truth.npz", allow_pickle=False, **arrays)
+        reference = self.reference
+        pairs = {"": reference.near, **reference.beyond}
+        numbers = {
+            "pairs": {place: (pair.prefill, pair.main, pair.other) for place, pair in pairs.items()},
+            "has_windows": reference.has_windows,
+            "originals": reference.originals,
+            "texts": self.texts,
+        }
+        logits = [rows for pair in pairs.values() for rows in (pair.main_logits, pair.other_logits)]
+        np.savez(directory / _FILE, *logits, *self.logits, numbers=np.array(json.dumps(numbers)), allow_pickle=False)
 
     @classmethod
     def load(cls, directory: Path) -> Truth:
         """Reads what `save` wrote."""
-        with np.load(directory / "truth.npz", allow_pickle=False) as arrays:
-            count = sum(name.startswith("text_") for name in arrays.files)
-            return cls(
-                ParityReference.from_arrays(arrays),
-                tuple(tuple(arrays[f"text_{index}"].tolist()) for index in range(count)),
-                tuple(arrays[f"logits_{index}"] for index in range(count)),
-            )
+        with np.load(directory / _FILE, allow_pickle=False) as arrays:
+            numbers = json.loads(str(arrays["numbers"]))
+            logits = iter([arrays[name] for name in arrays.files if name != "numbers"])
+        pairs = {
+            place: SequencePair(prefill, tuple(main), tuple(other), next(logits), next(logits))
+            for place, (prefill, main, other) in numbers["pairs"].items()
+        }
+        reference = ParityReference(pairs.pop(""), pairs, numbers["has_windows"], tuple(numbers["originals"]))
+        return cls(reference, tuple(map(tuple, numbers["texts"])), tuple(logits))
 
 
-class LoadedSource:
-    """The source model, loaded on first use and freed by `let_go`: no stage holds it beside its own result.
+def steady_rotations(model: Any) -> Any:
+    """The model with its rotary frequencies as they are within the export's positions: nothing changes them there.
 
-    longest: the export's longest sequence.
+    Converters cannot express frequencies that depend on a step's longest position. The source's logits are computed
+    before, so that the check compares with the model as it was.
     """
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind is not None:
+            module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
+            for name, values in list(module.named_buffers(recurse=False)):
+                module.register_buffer(name, values.clone(), persistent=False)  # a tracer takes none twice
+    return model
 
-    def __init__(self, source: SourceModel, longest: int, on_load: Callable[[], None]) -> None:
-        self._source = source
-        self._longest = longest
-        self._on_load = on_load
-        self._model: Any = None
 
-    def model(self) -> Any:
-        """The transformers model in FP32."""
-        if self._model is None:
-            self._on_load()
-            self._model = load_source_model(self._source.path)
-        return self._model
+def compute_truth(model: Any, source: SourceModel, longest: int) -> Truth:
+    """Runs the source, loaded in FP32, over the texts of the check and over held-out ones.
 
-    def to_convert(self) -> Any:
-        """The model with its rotary frequencies as they are within the export's positions: nothing changes them there.
-
-        Converters cannot express frequencies that depend on a step's longest position. The source's logits are
-        computed before, so that the check compares with the model as it was.
-        """
-        model = self.model()
-        for module in model.modules():
-            kind = getattr(module, "rope_type", None)
-            if kind is not None:
-                module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
-                for name, values in list(module.named_buffers(recurse=False)):
-                    module.register_buffer(name, values.clone(), persistent=False)  # a tracer takes none twice
-        return model
-
-    def let_go(self) -> None:
-        """Frees it."""
-        self._model = None
-        gc.collect()
-
-    def tell_truth(self) -> Truth:
-        """Runs the source over the texts of the check and over held-out ones.
-
-        Raises ExportError for a model that attends both ways.
-        """
-        logits_of = partial(source_logits, self.model())
-        source = self._source
-        texts = tuple(text[: self._longest] for text in held_out_texts(source))
-        reference = make_reference(
-            source.tokenizer, logits_of, self._longest, source.windows, source.original_positions
-        )
-        _require_causal(source, reference.near, logits_of)
-        return Truth(reference, texts, tuple(logits_of(text) for text in texts))
+    longest: the export's longest sequence. Raises ExportError for a model that attends both ways.
+    """
+    logits_of = partial(source_logits, model)
+    texts = tuple(text[:longest] for text in held_out_texts(source))
+    windows, originals = source.shape.checked_windows, source.shape.crossed_originals
+    reference = make_reference(source.tokenizer, logits_of, longest, windows, originals)
+    _require_causal(source, reference.near, logits_of)
+    return Truth(reference, texts, tuple(logits_of(text) for text in texts))
 
 
 def _require_causal(source: SourceModel, pair: SequencePair, logits_of: Logits) -> None:
@@ -246,7 +203,9 @@ def _require_causal(source: SourceModel, pair: SequencePair, logits_of: Logits) 
     expected = pair.main_logits[:num_rows]
     if np.abs(logits_of(pair.main[:num_rows]) - expected).max() <= _SAME * np.abs(expected).max():
         return
-    kind = "is an encoder (is_decoder is false)" if source.facts.get("is_decoder") is False else "attends both ways"
+    kind = (
+        "is an encoder (is_decoder is false)" if source.shape.facts.get("is_decoder") is False else "attends both ways"
+    )
     raise ExportError(
         f"{source.name} {kind}: its logits for a token change with the tokens after it, so it cannot write a text "
         "token by token; expected a decoder"

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,10 @@ def print_report(console: Console, bundle: Bundle) -> None:
             console.print(f"  {line}", highlight=False)
 
 
-def print_warnings(console: Console, manifest: Manifest) -> None:
-    """The warnings of the report, if it has any."""
-    for warning in warnings_of(manifest):
+def _print_warnings(*bundles: Bundle) -> None:
+    """The warnings of the reports, if they have any."""
+    console = Console(stderr=True)
+    for warning in (warning for bundle in bundles for warning in warnings_of(bundle.manifest)):
         console.print(f"[bold yellow]warning:[/bold yellow] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
@@ -204,59 +205,52 @@ def _acceptance(found: tuple[Acceptance, ...]) -> Table:
     table = figure_table(title, "T", "acceptance", *(f"depth {depth}" for depth in depths))
     for measured in found:
         at = {row.depth: f"{row.tokens_per_pass:.2f}" for row in measured.by_depth}
-        table.add_row(
-            f"{measured.temperature:g}",
-            f"{measured.rate:.3f} ± {measured.error:.3f}",
-            *(at.get(depth, "-") for depth in depths),
-        )
+        rate = f"{measured.rate:.3f} ± {measured.error:.3f}"
+        table.add_row(f"{measured.temperature:g}", rate, *(at.get(depth, "-") for depth in depths))
     table.caption = "T: temperature; depth: tokens per target pass at that depth of drafting"
     table.caption_justify = "left"
     return table
 
 
 def _by_rank(found: tuple[Acceptance, ...]) -> Table:
+    rows = [(f"{measured.temperature:g}", *(f"{row.rate:.3f}" for row in measured.by_width)) for measured in found]
     widths = (f"{row.width}" for row in found[0].by_width)
-    table = figure_table("the target's pick is among the draft's best", "T", *widths)
-    for measured in found:
-        table.add_row(f"{measured.temperature:g}", *(f"{row.rate:.3f}" for row in measured.by_width))
-    return table
+    return figure_table("the target's pick is among the draft's best", "T", *widths, rows=rows)
 
 
 def _by_gap(found: Acceptance) -> Table:
     title = f"acceptance by lead of the draft's pick (temperature {found.temperature:g})"
-    table = figure_table(title, "lead", "tokens", "first", "second")
-    for name, row in zip(leads(found), found.by_gap, strict=True):
-        best, second = row.rates
-        table.add_row(name, f"{row.share:.0%}", f"{best:.2f}", f"{second:.2f}")
-    return table
+    rows = [
+        (name, f"{row.share:.0%}", *(f"{rate:.2f}" for rate in row.rates))
+        for name, row in zip(leads(found), found.by_gap, strict=True)
+    ]
+    return figure_table(title, "lead", "tokens", "first", "second", rows=rows)
 
 
 def _curve(forecast: Forecast) -> Table:
     title = f"predicted speed-up over cloud-only streaming, times (temperature {forecast.temperature:g})"
-    trees = has_trees(forecast)
-    names = ("path", "alternatives", "tree") if trees else ("streamed",)
-    table = figure_table(title, "round trip, ms", *names, "stop-and-wait")
-    for point in forecast.curve:
-        branched = (point.line, point.tree) if trees else ()
-        speeds = (point.stream, *branched, point.stop_and_wait)
-        table.add_row(f"{point.rtt_ms:g}", *(f"{speed:.2f}" for speed in speeds))
-    return table
+    ways = {"streamed": "stream", "stop-and-wait": "stop_and_wait"}
+    if has_trees(forecast):
+        ways = {"path": "stream", "alternatives": "line", "tree": "tree", "stop-and-wait": "stop_and_wait"}
+    rows = [(f"{point.rtt_ms:g}", *(f"{getattr(point, way):.2f}" for way in ways.values())) for point in forecast.curve]
+    return figure_table(title, "round trip, ms", *ways, rows=rows)
 
 
-def figure_table(title: str, *columns: str, first: str | None = None) -> Table:
-    """A table of figures, each column to the right; `first` is a column of names before them."""
+def figure_table(title: str, *columns: str, first: str | None = None, rows: Iterable[Sequence[str]] = ()) -> Table:
+    """A table of figures, each column to the right. first: a column of names before them. rows: the first ones."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     if first is not None:
         table.add_column(first)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
 def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None) -> None:
     """Prints each report card; as JSON an object for one bundle, a list for several. page: the HTML's place, if any."""
-    for bundle in bundles:
-        print_warnings(Console(stderr=True), bundle.manifest)
+    _print_warnings(*bundles)
     if as_json:
         found = [_as_json(bundle) for bundle in bundles]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
@@ -270,8 +264,7 @@ def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None
 
 def report_sweep(swept: Swept, *, as_json: bool, page: Path) -> None:
     """Prints the comparison and the recommendation; as JSON with every manifest. page: where the HTML is."""
-    for bundle in (swept.draft, swept.target):
-        print_warnings(Console(stderr=True), bundle.manifest)
+    _print_warnings(swept.draft, swept.target)
     found = swept.comparison
     if as_json:
         paths = {label: bundle.path for label, bundle in swept.kept.items()} | {found.recommended: swept.draft.path}

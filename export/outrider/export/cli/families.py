@@ -52,8 +52,7 @@ def _show_all(console: Console, table: SupportTable) -> None:
         )
     for family, row in rows.items():
         if works_somewhere(row):
-            cells = (row.get(column) for column in columns)
-            grid.add_row(family, *(_marked(cell) for cell in cells))
+            grid.add_row(family, *(_marked(row.get(column)) for column in columns))
     console.print(grid)
     refused = [family for family, row in rows.items() if not works_somewhere(row)]
     for title, names in (("No path takes", refused), ("Not measured:", table.left_out)):

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 from click.core import ParameterSource
@@ -30,14 +30,15 @@ from outrider.models.process.command_line import make_app, run_app
 
 app = make_app("Turn models into checked bundles: a draft for the device, a target for the cloud.")
 
-DraftRuntime = Literal["openvino", "onnxruntime"]
 TargetRuntime = Literal["openvino", "torch"]
 TargetDevice = Literal["cpu", "gpu"]
 Chosen = Annotated[
     Precision | None, typer.Option(help="Precision of the weights; default: that of device and runtime.")
 ]
 DraftOn = Annotated[Device, typer.Option(help="Device that runs the draft.")]
-DraftWith = Annotated[DraftRuntime | None, typer.Option(help="Runtime of the draft; default: the device's.")]
+DraftWith = Annotated[
+    Literal["openvino", "onnxruntime"] | None, typer.Option(help="Runtime of the draft; default: the device's.")
+]
 PromptLen = Annotated[int | None, typer.Option(min=1, help="NPU only: longest prompt of one pass, fixed at export.")]
 ResponseLen = Annotated[int | None, typer.Option(min=1, help="NPU only: positions for what follows the prompt.")]
 StepLen = Annotated[int | None, typer.Option(min=1, help="NPU only: most tokens of one cached step.")]
@@ -60,15 +61,6 @@ Name = Annotated[str | None, typer.Option(help="Name of the bundle; default: the
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, without progress.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads for the checks; 0 leaves it to the runtime.")]
-RttMs = Annotated[
-    list[float] | None,
-    typer.Option(min=0.0, help="With --sweep: round trip in ms at which drafts are compared; repeatable."),
-]
-StepMs = Annotated[
-    float | None,
-    typer.Option(help="Target's time per token in ms where it will run; default: measured here."),
-]
-ExtraMs = Annotated[float | None, typer.Option(help="Time that a drafted token adds to it, in ms.")]
 Widen = Annotated[
     float | None,
     typer.Option(
@@ -114,12 +106,17 @@ def pair(
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are user messages: apply the target's chat template.")
     ] = False,
-    step_ms: StepMs = None,
-    extra_ms: ExtraMs = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="Target's time per token in ms where it will run; default: measured here.")
+    ] = None,
+    extra_ms: Annotated[float | None, typer.Option(help="Time that a drafted token adds to it, in ms.")] = None,
     sweep: Annotated[
         bool, typer.Option("--sweep", help="Export the draft in every way that fits its device; keep the best.")
     ] = False,
-    rtt_ms: RttMs = None,
+    rtt_ms: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, help="With --sweep: round trip in ms at which drafts are compared; repeatable."),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="With --sweep: keep the other drafts, in OUT/sweep.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write the pair even if its draft is accepted too rarely.")
@@ -188,8 +185,14 @@ def pair(
         max_positions=max_positions,
     )
     options = PairOptions(draft_options, target_options)
-    texts = read_prompts(prompts) if prompts is not None else None
-    judging = Judging(texts, chat, step_ms, extra_ms, tuple(rtt_ms or (DEFAULT_RTT_MS,)), is_forced=force)
+    judging = Judging(
+        read_prompts(prompts) if prompts is not None else None,
+        chat,
+        step_ms,
+        extra_ms,
+        tuple(rtt_ms or (DEFAULT_RTT_MS,)),
+        is_forced=force,
+    )
     page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
     given = (draft_source, target_source, out)
     with show_progress(is_quiet=as_json) as progress:
@@ -238,9 +241,7 @@ def draft(
         npu_platform=npu_platform,
         max_positions=max_positions,
     )
-    with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(named_source(model, "draft"), out, options, progress)
-    report((bundle,), as_json=as_json)
+    _export(model, out, options, as_json=as_json)
 
 
 @app.command()
@@ -271,9 +272,7 @@ def target(
         device=device,
         max_positions=max_positions,
     )
-    with show_progress(is_quiet=as_json) as progress:
-        bundle = export_model(named_source(model, "target"), out, options, progress)
-    report((bundle,), as_json=as_json)
+    _export(model, out, options, as_json=as_json)
 
 
 app.command()(families)
@@ -298,6 +297,13 @@ app.command()(distill)
 
 
 app.command()(heads)
+
+
+def _export(model: str, out: Path, options: ExportOptions, *, as_json: bool) -> None:
+    """Exports one model and shows its report card."""
+    with show_progress(is_quiet=as_json) as progress:
+        bundle = export_model(named_source(model, options.role), out, options, progress)
+    report((bundle,), as_json=as_json)
 
 
 def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:
@@ -325,12 +331,9 @@ def _require_cacheable(ctx: typer.Context, draft: str, target: str | None) -> No
 
 def main() -> None:
     """The console script: a user's mistake ends in one red message and exit status 2, never in a traceback."""
-    signal.signal(signal.SIGTERM, _end)
+    # Raises, so that what was half built is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     run_app(app, what="exporting", extra="export")
-
-
-def _end(number: int, frame: Any) -> None:
-    sys.exit(128 + number)  # raises, so that what was half built is removed
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from rich.table import Table
 from outrider.export.cli.display import figure_table, say_stopped
 from outrider.export.distill.options import DistillOptions, TargetDtype, TrainingDevice
 from outrider.export.make.pair import named_source
+from outrider.export.progress import Event, Interruption, Report
 from outrider.export.source.prompts import read_prompts
 from outrider.models.bundle.manifest import Heads
 from outrider.models.bundle.reference_export import REFERENCE
@@ -25,7 +26,6 @@ from outrider.models.errors import ConfigError
 
 if TYPE_CHECKING:
     from outrider.export.distill.distill import DistillResult
-    from outrider.export.distill.trainer.progress import Event, Report
 
 
 def distill(
@@ -169,9 +169,8 @@ def _print(result: DistillResult, *, as_json: bool) -> None:
         return
     if result.record is not None:
         Console().print(_card(result.record))
-    color = {"written": "green", "not written": "yellow", "stopped": "yellow"}[result.status]
-    if result.record is not None and result.record["verdict"] != "better":
-        color = "yellow"
+    is_good = result.status == "written" and result.record is not None and result.record["verdict"] == "better"
+    color = "green" if is_good else "yellow"
     console = Console(stderr=result.status == "stopped")
     console.print(f"[{color}]{escape(result.message)}[/{color}]", highlight=False, soft_wrap=True)
 
@@ -179,9 +178,8 @@ def _print(result: DistillResult, *, as_json: bool) -> None:
 def _card(record: dict[str, Any]) -> Table:
     """Acceptance and divergence before and after, on held-out prompts."""
     heldout = record["heldout"]
-    names = f"{record['draft']['name']} distilled on {record['target']['name']}"
-    title = escape(f"{names}, {heldout['prompts']} prompts held out")
-    table = figure_table(title, "before", "after", "change", first="")
+    title = f"{record['draft']['name']} distilled on {record['target']['name']}, {heldout['prompts']} prompts held out"
+    table = figure_table(escape(title), "before", "after", "change", first="")
     for before, after in zip(heldout["before"]["acceptance"], heldout["after"]["acceptance"], strict=True):
         temperature = f"{before['temperature']:g}"
         change = heldout["change"][temperature]
@@ -224,8 +222,6 @@ def heads(
     with shown(is_quiet=as_json, keeps_stages=False) as report:
         # Here, because this loads torch: seconds, in which Ctrl-C may come.
         from outrider.export.distill.heads import HeadOptions, add_heads
-        from outrider.export.distill.trainer.progress import Event
-        from outrider.export.interruption import Interruption
 
         options = HeadOptions(
             count=count,
@@ -260,7 +256,8 @@ def heads(
 def _table(found: Heads) -> Table:
     """Acceptance by head, on held-out text of the target."""
     title = f"{len(found.acceptance)} heads, {found.tested_tokens} tokens held out"
-    table = figure_table(title, "token", "likeliest accepted", "in chain", "among five")
-    for index, head in enumerate(found.acceptance):
-        table.add_row(f"+{index + 2}", f"{head.rate:.3f}", f"{head.in_chain:.3f}", f"{head.top5:.3f}")
-    return table
+    rows = [
+        (f"+{index}", f"{head.rate:.3f}", f"{head.in_chain:.3f}", f"{head.top5:.3f}")
+        for index, head in enumerate(found.acceptance, start=2)
+    ]
+    return figure_table(title, "token", "likeliest accepted", "in chain", "among five", rows=rows)

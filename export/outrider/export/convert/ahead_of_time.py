@@ -39,8 +39,7 @@ def compile_ahead(
     properties = {} if platform is None else {"NPU_PLATFORM": platform}
     options = RuntimeOptions(device="NPU", static_shapes=shapes, emulate_npu=emulate_npu, properties=properties)
     try:
-        compiled = compile_ir(npu_core(options, needs_device=False), xml, lengths, options)
-        blob = compiled.export_model()
+        blob = compile_ir(npu_core(options, needs_device=False), xml, lengths, options).export_model()
     except RuntimeError as error:
         raise _unavailable(xml, platform, str(error), failure_reason(error)) from error
     path = destination / blob_path(xml, lengths, emulated=emulate_npu).name

@@ -46,8 +46,7 @@ def quantize_fully(stateful_ir_dir: Path, destination: Path, feeds: Sequence[Seq
 
         core = openvino.Core()
         model = core.read_model(stateful_ir_dir / f"{IR_NAME}.xml")
-        texts = complete_texts(core, model, feeds)
-        items = [item for text in texts for item in _items(model, text)]
+        items = [item for text in complete_texts(core, model, feeds) for item in _items(model, text)]
         quantized = nncf.quantize(
             model,
             nncf.Dataset(items),

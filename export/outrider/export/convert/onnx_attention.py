@@ -14,6 +14,11 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+import transformers
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from outrider.models.errors import ExportError
 
@@ -46,19 +51,14 @@ _recording: Recording | None = None
 def recording_attention(model: Any, recording: Recording) -> Iterator[Recording]:
     """While it is open, a pass through the transformers model writes its attention into `recording`."""
     global _recording
-    import transformers
-
     transformers.AttentionInterface.register(_NAME, _attend)
-    before = model.config._attn_implementation
+    replace = _REPLACED.get(model.config.model_type)
     with contextlib.ExitStack() as undo:
-        undo.callback(setattr, model.config, "_attn_implementation", before)
+        undo.callback(setattr, model.config, "_attn_implementation", model.config._attn_implementation)
         # An implementation without a mask function of its own is given no masks.
-        model.config._attn_implementation = "eager" if model.config.model_type in _REPLACED else _NAME
-        if replace := _REPLACED.get(model.config.model_type):
-            for module, name, function in replace(model):
-                had = name in vars(module)
-                undo.callback(*((setattr, module, name, getattr(module, name)) if had else (delattr, module, name)))
-                setattr(module, name, types.MethodType(function, module))
+        model.config._attn_implementation = "eager" if replace else _NAME
+        for module, name, function in replace(model) if replace else ():
+            undo.enter_context(patch.object(module, name, types.MethodType(function, module)))
         _recording = recording
         try:
             yield recording
@@ -96,8 +96,6 @@ def _group_query_attention(
     softcap: float | None = None,
     bias: Any = None,
 ) -> Any:
-    import torch
-
     assert _recording is not None
     _, heads, num_new, head_size = query.shape
     kv_heads = key.shape[1]
@@ -151,8 +149,6 @@ def _replace_gpt_neo(model: Any) -> list[Replacement]:
 
 def _replace_bloom(model: Any) -> list[Replacement]:
     """Bloom: a bias that grows with the key's position, with one slope per head (ALiBi, arXiv 2108.12409)."""
-    import torch
-    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     def biases(self: Any, attention_mask: Any, num_heads: int, dtype: Any) -> Any:
         slopes = build_alibi_tensor(torch.ones(1, 2), num_heads, dtype)[:, 0, 1]

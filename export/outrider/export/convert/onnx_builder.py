@@ -8,28 +8,30 @@ directory runs: the builder sees a copy with configuration, safetensors and toke
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
+from unittest.mock import patch
+
+import numpy as np
+import onnx_ir as ir
 
 from outrider.export.convert.onnx_graph import (
     MODEL_FILE,
     add_initializer,
-    quiet_onnx,
     save_model,
     select_rows,
     strip_origins,
 )
+from outrider.export.disk import link_or_copy
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.config_reader import read_shape
 from outrider.export.source.model_source import read_config
@@ -81,7 +83,7 @@ def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrec
         config = read_config(source_dir)
         _view(source_dir, config, view)
         facts = read_shape(source_dir, config).facts
-        with quiet_upstream(f"building {name} with onnxruntime-genai"), quiet_onnx():
+        with quiet_upstream(f"building {name} with onnxruntime-genai"):
             _run_builder(view, built, precision)
             _finish(built, destination, facts)
         shutil.copyfile(built / CONFIG_FILE, destination / CONFIG_FILE)
@@ -102,10 +104,7 @@ def _view(source_dir: Path, config: Mapping[str, Any], view: Path) -> None:
     others = [*TOKENIZER_FILES, "model.safetensors.index.json"]
     for path in [*source_dir.glob("*.safetensors"), *(source_dir / name for name in others)]:
         if path.is_file() and path.name != "config.json":
-            try:
-                os.link(path.resolve(), view / path.name)
-            except OSError:  # another disk, or a file system without links
-                shutil.copyfile(path, view / path.name)
+            link_or_copy(path.resolve(), view / path.name)
 
 
 def _run_builder(view: Path, built: Path, precision: BuilderPrecision) -> None:
@@ -116,28 +115,17 @@ def _run_builder(view: Path, built: Path, precision: BuilderPrecision) -> None:
         "fuse_qk_norm_gqa": "false",  # only CUDA's kernel has it, and then nothing else could check the graph
     }
     provider = "cpu" if precision == "fp32" else "cuda"
-    with _importable_builder() as builder:
-        arguments = (None, str(view), str(built), precision, provider, str(built / "cache"))
+    arguments = (None, str(view), str(built), precision, provider, str(built / "cache"))
+    spec = importlib.util.find_spec("onnxruntime_genai")
+    folders = [] if spec is None or spec.origin is None else [str(Path(spec.origin).parent / "models")]
+    # The builder's modules find each other on sys.path, before the user's modules of the same names.
+    with patch.object(sys, "path", [*folders, *sys.path]):
+        builder: Any = importlib.import_module("onnxruntime_genai.models.builder")
         prepared = builder.parse_extra_options(*arguments, [f"{key}={value}" for key, value in options.items()])
         builder.create_model(*arguments, **prepared)
 
 
-@contextlib.contextmanager
-def _importable_builder() -> Iterator[Any]:
-    """Imports the builder. Its modules find each other on sys.path, so they are on it while this is open."""
-    before = list(sys.path)
-    spec = importlib.util.find_spec("onnxruntime_genai")
-    if spec is not None and spec.origin is not None:
-        sys.path.insert(0, str(Path(spec.origin).parent / "models"))  # before the user's modules of the same names
-    try:
-        yield importlib.import_module("onnxruntime_genai.models.builder")
-    finally:
-        sys.path[:] = before
-
-
 def _finish(built: Path, destination: Path, facts: Mapping[str, Any]) -> None:
-    import onnx_ir as ir
-
     model: Any = ir.load(built / MODEL_FILE)
     graph = model.graph
     strip_origins(model, f"onnxruntime-genai {importlib.metadata.version('onnxruntime-genai')}")
@@ -153,11 +141,8 @@ def _finish(built: Path, destination: Path, facts: Mapping[str, Any]) -> None:
 
 def _set_windows(graph: Any, facts: Mapping[str, Any]) -> None:
     """Sets each layer's window: the builder omits it in families that do not list their layers."""
-    import onnx_ir as ir
-
     window, kinds = facts.get("sliding_window"), facts.get("layer_types")
-    layers = [node for node in graph if node.op_type == "GroupQueryAttention"]
-    for index, node in enumerate(layers):
+    for index, node in enumerate(node for node in graph if node.op_type == "GroupQueryAttention"):
         slides = kinds is None or kinds[index] == "sliding_attention"
         size = int(window) if window is not None and slides else -1
         node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", size)
@@ -165,11 +150,8 @@ def _set_windows(graph: Any, facts: Mapping[str, Any]) -> None:
 
 def _set_embedding_scale(graph: Any, facts: Mapping[str, Any]) -> None:
     """Sets the scale of Gemma's embedding, the root of its width; the builder rounds it to two decimals."""
-    import numpy as np
-
     if facts["model_type"] not in _GEMMAS:
         return
     scaling = next(node for node in graph if node.name == "/model/embed_tokens/Mul")
-    dtype = scaling.inputs[0].dtype.numpy()
-    exact = np.array(math.sqrt(facts["hidden_size"]), dtype)
+    exact = np.array(math.sqrt(facts["hidden_size"]), scaling.inputs[0].dtype.numpy())
     scaling.replace_input_with(1, add_initializer(graph, "embedding_scale", exact))

@@ -13,11 +13,15 @@ import inspect
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
+import onnx_ir as ir
+import torch
+from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
 from outrider.export.convert.onnx_attention import Recording, recording_attention
 from outrider.export.convert.onnx_graph import (
     add_initializer,
     drop_unused,
-    quiet_onnx,
     save_model,
     select_rows,
     strip_origins,
@@ -36,8 +40,11 @@ def export_with_dynamo(model: Any, destination: Path, name: str, precision: Lite
     model is converted to it in place. Raises ExportError for attention that the operator cannot express, or where
     torch's exporter fails.
     """
-    with quiet_upstream(f"exporting {name} to ONNX"), quiet_onnx():
-        graph = _fuse(_export((model.half() if precision == "fp16" else model).eval()))
+    with quiet_upstream(f"exporting {name} to ONNX"):
+        # Fuses RMS norms, residual additions and rotary embedding into one operator each, where recognised.
+        graph, _ = optimize_for_ort(_export((model.half() if precision == "fp16" else model).eval()))
+        _rotate_new_positions_only(graph)
+        _unify_norms(graph.graph)
         drop_unused(graph)
         _name_weights(graph.graph, model)
         strip_origins(graph, f"torch {importlib.metadata.version('torch')}")
@@ -48,8 +55,6 @@ def export_with_dynamo(model: Any, destination: Path, name: str, precision: Lite
 
 def _export(model: Any) -> Any:
     """The onnx_ir model as torch writes it."""
-    import torch
-
     shapes = _find_shapes(model)
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -96,8 +101,6 @@ def _export(model: Any) -> Any:
 
 def _find_shapes(model: Any) -> list[tuple[int, int]]:
     """(kv_heads, head_size) of each layer, from one pass in torch."""
-    import torch
-
     recording, failure = Recording(), None
     try:
         with torch.no_grad(), recording_attention(model, recording):
@@ -121,8 +124,6 @@ def _find_shapes(model: Any) -> list[tuple[int, int]]:
 
 def _name_dimensions(graph: Any) -> None:
     """Gives dimensions telling names in place of the exporter's s70 and s62; removes unused inputs."""
-    import onnx_ir as ir
-
     for value in (*graph.inputs, *graph.outputs):
         if value.name.startswith(("past_key_values.", "present.")):
             value.shape = ir.Shape([1, value.shape[1], "positions", value.shape[3]])
@@ -134,8 +135,6 @@ def _name_dimensions(graph: Any) -> None:
 
 def _name_weights(graph: Any, model: Any) -> None:
     """Gives matrices that the exporter transposed the names of the model's parameters again."""
-    import numpy as np
-
     for value in list(graph.initializers.values()):
         value.name = value.name.removeprefix("model.")
     taken = {value.name for value in graph.initializers.values()}
@@ -153,16 +152,6 @@ def _name_weights(graph: Any, model: Any) -> None:
                 break
 
 
-def _fuse(model: Any) -> Any:
-    """Fuses RMS norms, residual additions and rotary embedding into one operator each, where recognised."""
-    from onnxscript.rewriter.ort_fusions import optimize_for_ort
-
-    fused, _ = optimize_for_ort(model)
-    _rotate_new_positions_only(fused)
-    _unify_norms(fused.graph)
-    return fused
-
-
 def _unify_norms(graph: Any) -> None:
     """Casts the scales of Gemma's norms, always FP32, to the model's type: the fused operator has one type for all."""
     for node in graph:
@@ -171,16 +160,12 @@ def _unify_norms(graph: Any) -> None:
         gamma, dtype = node.inputs[2], node.inputs[0].dtype
         if dtype is not None and gamma.dtype not in (None, dtype) and gamma.const_value is not None:
             values = gamma.const_value.numpy().astype(dtype.numpy())
-            name = f"{node.name}_gamma"
-            node.replace_input_with(2, add_initializer(graph, name, values))
+            node.replace_input_with(2, add_initializer(graph, f"{node.name}_gamma", values))
             node.outputs[0].dtype = dtype  # the cast after it becomes a no-op
 
 
 def _rotate_new_positions_only(model: Any) -> None:
     """Computes cosines for the new tokens only; the fusion computes them for every position in every step."""
-    import numpy as np
-    import onnx_ir as ir
-
     graph = model.graph
     positions = next((value for value in graph.inputs if value.name == "position_ids"), None)
     ranges = [node for node in graph if node.op_type == "Range" and _ends_after(node, positions)]

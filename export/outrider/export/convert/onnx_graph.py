@@ -6,11 +6,13 @@ a graph was made.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.convenience import replace_nodes_and_values
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from outrider.models.errors import ExportError
 
@@ -19,42 +21,18 @@ FIRST_ROW: Final = "first_row"
 # Only these may stand between the LM head and the logits: each works row by row, so it commutes with choosing rows.
 _ROW_WISE: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub", "Tanh"})
 _PRODUCTS: Final = frozenset({"MatMul", "MatMulNBits", "FusedMatMul", "Gemm"})
-_LOGGERS: Final = ("onnxruntime", "onnxscript", "onnx_ir", "torch.onnx")
 _TO_THE_END: Final = 2**63 - 1
-
-
-@contextlib.contextmanager
-def quiet_onnx() -> Iterator[None]:
-    """Keeps the ONNX packages from logging, and from configuring the process's logging at import."""
-    root, stand_in = logging.getLogger(), logging.NullHandler()
-    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
-    root.addHandler(stand_in)  # logging.basicConfig does nothing if the root has a handler
-    try:
-        for name in _LOGGERS:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        yield
-    finally:
-        root.removeHandler(stand_in)
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def strip_origins(model: Any, producer: str) -> None:
     """Removes traces of the machine that made the graph: stack traces, paths, the commit of a work tree."""
     graph = model.graph
     model.producer_name, _, model.producer_version = producer.partition(" ")
-    for part in (model, graph):
+    graph.name = "decoder"
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    for part in (model, graph, *graph, *values):
         part.doc_string = None
         part.metadata_props.clear()
-    values = [*graph.inputs, *graph.initializers.values()]
-    for node in graph:
-        node.doc_string = None
-        node.metadata_props.clear()
-        values += node.outputs
-    for value in values:
-        value.doc_string = None
-        value.metadata_props.clear()
-    graph.name = "decoder"
 
 
 def find_lm_head(graph: Any) -> Any:
@@ -84,9 +62,6 @@ def select_rows(model: Any) -> None:
 
     Its default, 0, gives every row, so programs that do not know the input are unaffected.
     """
-    import numpy as np
-    import onnx_ir as ir
-
     graph = model.graph
     head = find_lm_head(graph)
     first = add_initializer(graph, FIRST_ROW, np.zeros(1, np.int64))
@@ -104,8 +79,6 @@ def select_rows(model: Any) -> None:
 
 def _forget_rows(value: Any) -> None:
     """Removes dimension names that say that there are as many logits as tokens."""
-    import onnx_ir as ir
-
     if value.is_graph_output():
         value.shape = ir.Shape([value.shape[0], "num_rows", value.shape[-1]])
     else:
@@ -116,8 +89,6 @@ def _forget_rows(value: Any) -> None:
 
 def add_initializer(graph: Any, name: str, array: Any) -> Any:
     """A new constant of the graph, a numpy array."""
-    import onnx_ir as ir
-
     tensor = ir.Tensor(array, name=name)
     value = ir.val(name, tensor.dtype, tensor.shape, const_value=tensor)
     graph.register_initializer(value)
@@ -126,8 +97,6 @@ def add_initializer(graph: Any, name: str, array: Any) -> Any:
 
 def swap_node(graph: Any, node: Any, replacements: list[Any]) -> None:
     """Puts nodes in the place of one; the last one's output takes the name and the readers of the old output."""
-    from onnx_ir.convenience import replace_nodes_and_values
-
     old, new = node.outputs[0], replacements[-1].outputs[0]
     new.name, new.dtype, new.shape = old.name, old.dtype, old.shape
     replace_nodes_and_values(graph, node, [node], replacements, [old], [new])
@@ -135,14 +104,10 @@ def swap_node(graph: Any, node: Any, replacements: list[Any]) -> None:
 
 def drop_unused(model: Any) -> None:
     """Removes nodes and constants that nothing reads."""
-    from onnx_ir.passes.common import RemoveUnusedNodesPass
-
     RemoveUnusedNodesPass()(model)
 
 
 def save_model(model: Any, destination: Path) -> None:
     """Writes model.onnx and model.onnx.data to the directory. The same model gives the same bytes."""
-    import onnx_ir as ir
-
     model.graph.sort()
     ir.save(model, destination / MODEL_FILE, external_data=f"{MODEL_FILE}.data")

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 from outrider.export.convert.onnx_graph import (
     add_initializer,
     drop_unused,
     find_lm_head,
-    quiet_onnx,
     save_model,
     swap_node,
 )
@@ -31,13 +31,13 @@ BLOCK_SIZE: Final = 32
 
 def quantize_blocks(weights: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Quantizes [K, N] float32 symmetrically: packed [N, B, 32 * bits / 8] uint8 and scales [N, B] float32."""
-    with quiet_onnx():
-        from onnxruntime.quantization import matmul_nbits_quantizer as quantizer
+    # Imported where upstream is quiet: it configures the process's logging.
+    from onnxruntime.quantization import matmul_nbits_quantizer as quantizer
 
-        config = quantizer.DefaultWeightOnlyQuantConfig(block_size=BLOCK_SIZE, is_symmetric=True, bits=bits)
-        packed, scales, _ = quantizer.DefaultWeightOnlyQuantizer(config).qbits_block_quant(
-            np.ascontiguousarray(weights, dtype=np.float32)
-        )
+    config = quantizer.DefaultWeightOnlyQuantConfig(block_size=BLOCK_SIZE, is_symmetric=True, bits=bits)
+    packed, scales, _ = quantizer.DefaultWeightOnlyQuantizer(config).qbits_block_quant(
+        np.ascontiguousarray(weights, dtype=np.float32)
+    )
     return packed, scales
 
 
@@ -51,9 +51,7 @@ def quantize_weights(src_onnx: Path, destination: Path, bits: Literal[8, 4]) -> 
     Every product with a constant matrix is quantized, the LM head to 8 bits in any case, and so is the embedding.
     Raises ExportError if there is nothing to quantize.
     """
-    with quiet_upstream(f"quantizing {src_onnx.name}"), quiet_onnx():
-        import onnx_ir as ir
-
+    with quiet_upstream(f"quantizing {src_onnx.name}"):
         model: Any = ir.load(src_onnx)
         graph = model.graph
         head = find_lm_head(graph)
@@ -65,7 +63,7 @@ def quantize_weights(src_onnx: Path, destination: Path, bits: Literal[8, 4]) -> 
         matrices: dict[tuple[str, int], tuple[Any, Any]] = {}
         for node in products:
             _quantize_product(graph, node, 8 if node is head else bits, matrices)
-        quantize_embedding(model)
+        _quantize_embedding(graph)
         graph.opset_imports.setdefault(_CONTRIB, 1)
         drop_unused(model)
         save_model(model, destination)
@@ -106,8 +104,6 @@ def _through_transpose(value: Any) -> tuple[Any, bool]:
 
 
 def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str, int], tuple[Any, Any]]) -> None:
-    import onnx_ir as ir
-
     found = _matrix(node)
     assert found is not None
     value = found.value
@@ -136,14 +132,11 @@ def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str
     swap_node(graph, node, nodes)
 
 
-def quantize_embedding(model: Any) -> None:
+def _quantize_embedding(graph: Any) -> None:
     """Gives the token embedding 8 bits; the LM head's own integers where the two are one matrix.
 
     Does nothing where the graph does not simply gather rows of a constant by `input_ids`.
     """
-    import onnx_ir as ir
-
-    graph = model.graph
     ids = next(value for value in graph.inputs if value.name == "input_ids")
     gather = next((node for node in ids.consumers() if node.op_type == "Gather"), None)
     if gather is None:
@@ -180,7 +173,6 @@ def quantize_embedding(model: Any) -> None:
         ]
         nodes.append(ir.node("Slice", [lookup.outputs[0], *cut], name=f"{gather.name}_cut"))
     swap_node(graph, gather, nodes)
-    drop_unused(model)
 
 
 def _is_same(head: Any, packed: Any, scales: Any) -> bool:

@@ -1,18 +1,28 @@
-"""Converts a torch model to OpenVINO IR of any precision; the same input gives the same bytes."""
+"""Converts a torch model to OpenVINO IR of any precision; the same input gives the same bytes.
+
+transformers and optimum-intel are repaired meanwhile. Each repair says what is wrong without it. None is trusted: the
+numerical check decides about the result.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
-from outrider.export.convert.upstream_repairs import choose_attention, repaired_upstream
+from outrider.export.convert.symmetric import compress_int4_symmetric, compress_int8_symmetric
 from outrider.export.quiet import quiet_upstream
 from outrider.models.bundle.manifest import Device, Precision, Quantization
 
 IR_NAME: Final = "openvino_model"
+_SAME: Final = 1e-4
+"""A larger difference would fail the check at FP32 by attention alone."""
+_PROBE_TOKENS: Final = 24
 # Names that OpenVINO generates with a counter of the process; names of modules stay.
 _MADE_UP: Final = re.compile(r"[A-Za-z]+_\d+")
 _INT4_GROUP: Final = 64
@@ -101,15 +111,8 @@ def _halve_matrices(model: Any) -> None:
 
 def _compress(model: Any, precision: Precision, device: Device) -> Quantization:
     """Quantizes the weights of `model` in place."""
-    if device == "npu" and precision == "int4":
-        from outrider.export.convert.symmetric import compress_int4_symmetric
-
-        return compress_int4_symmetric(model)
     if device == "npu":
-        from outrider.export.convert.symmetric import compress_int8_symmetric
-
-        compress_int8_symmetric(model)
-        return Quantization(tool="outrider", scheme="int8 symmetric, scale absmax / 127", granularity="row")
+        return compress_int4_symmetric(model) if precision == "int4" else compress_int8_symmetric(model)
     import nncf
 
     routers = nncf.IgnoredScope(patterns=[_ROUTERS], validate=False)
@@ -130,3 +133,73 @@ def _compress(model: Any, precision: Precision, device: Device) -> Quantization:
     return Quantization(
         tool=tool, scheme="int4 asymmetric, embeddings and head int8", granularity=f"group of {_INT4_GROUP}"
     )
+
+
+@contextlib.contextmanager
+def repaired_upstream(model: Any) -> Iterator[None]:
+    """Applies all repairs that converting `model`, a transformers model, to OpenVINO needs."""
+    is_gpt_neo = model.config.model_type == "gpt_neo"
+    with _any_version(), sliding_gpt_neo(model) if is_gpt_neo else contextlib.nullcontext():
+        yield
+
+
+def choose_attention(model: Any) -> None:
+    """Switches `model` from plain to fused attention where the two compute the same.
+
+    OpenVINO recognises fused attention only, and turns it into paged attention. But "sdpa" silently leaves out what it
+    cannot do (Gemma 2's soft-capping); such a model keeps plain attention: correct, but it cannot be paged.
+    """
+    import torch
+
+    tokens = torch.arange(_PROBE_TOKENS)[None] % model.get_input_embeddings().weight.shape[0]
+    with torch.inference_mode():
+        expected = model(input_ids=tokens, use_cache=False).logits
+        try:
+            model.set_attn_implementation("sdpa")
+        except ValueError:
+            return  # the family has its own attention, which the converter knows
+        delta = (model(input_ids=tokens, use_cache=False).logits - expected).abs().max()
+        if delta > _SAME * expected.abs().max():
+            model.set_attn_implementation("eager")
+
+
+def _any_version() -> contextlib.AbstractContextManager[Any]:
+    """optimum-intel 2.1.0 refuses Gemma 2 and 3 with transformers > 5.0, but converts them correctly with 5.5."""
+    from optimum.exporters.openvino import convert
+
+    real = convert.is_transformers_version
+
+    def is_version(operation: str, version: str) -> bool:
+        return bool(operation != ">" and real(operation, version))
+
+    return patch.object(convert, "is_transformers_version", is_version)
+
+
+@contextlib.contextmanager
+def sliding_gpt_neo(model: Any) -> Iterator[None]:
+    """GPT-Neo's local layers with the sliding-window mask that other families have.
+
+    Its own mask is a buffer of the module, cut to size. OpenVINO does not recognise it when it turns attention into
+    paged attention: local layers then silently attend everything beyond the window.
+    """
+    import torch
+    from optimum.exporters.openvino import model_patcher
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+    from transformers.models.gpt_neo import modeling_gpt_neo
+
+    def create_masks(**arguments: Any) -> tuple[Any, Any]:
+        return create_causal_mask(**arguments), create_sliding_window_causal_mask(**arguments)
+
+    def attend(
+        self: Any, query: Any, key: Any, value: Any, attention_mask: tuple[Any, Any], head_mask: None = None
+    ) -> tuple[Any, None]:
+        mask = attention_mask[1] if self.attention_type == "local" else attention_mask[0]
+        # Not scaled by the root of the head size: the weights were trained without.
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=1.0), None
+
+    with (
+        patch.object(modeling_gpt_neo, "create_causal_mask", create_masks),
+        patch.object(model_patcher, "_gpt_neo_attn_sdpa", attend),
+        patch.object(model.config, "sliding_window", model.config.window_size, create=True),
+    ):
+        yield

@@ -6,13 +6,9 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from outrider.export.quiet import quiet_upstream
-from outrider.export.source.weight_files import read_safetensors_header
-
-_DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-_TORCH_NAMES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+from outrider.export.source.weight_files import DTYPES, read_safetensors_header
 
 
 def cast_weights(weight_files: Sequence[Path], destination: Path, precision: str) -> None:
@@ -20,15 +16,16 @@ def cast_weights(weight_files: Sequence[Path], destination: Path, precision: str
 
     Holds one shard in memory; a file that has this precision is copied.
     """
+    dtype, torch_name = DTYPES[precision]
     weight_map: dict[str, str] = {}
     num_bytes = 0
     for path in weight_files:
         header = read_safetensors_header(path)
         target = destination / path.name
-        if {tensor["dtype"] for tensor in header.values()} == {_DTYPES[precision]}:
+        if {tensor["dtype"] for tensor in header.values()} == {dtype}:
             shutil.copyfile(path, target)
         else:
-            _cast_file(path, target, _TORCH_NAMES[precision])
+            _cast_file(path, target, torch_name)
         weight_map |= dict.fromkeys(header, path.name)
         num_bytes += target.stat().st_size
     if len(weight_files) > 1:
@@ -52,4 +49,4 @@ def _cast_file(path: Path, target: Path, torch_name: str) -> None:
 def config_for(config: dict[str, object], precision: str) -> dict[str, object]:
     """config.json with the precision of the cast weights."""
     kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-    return kept | {"dtype": _TORCH_NAMES[precision]}
+    return kept | {"dtype": DTYPES[precision][1]}

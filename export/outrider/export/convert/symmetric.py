@@ -57,8 +57,8 @@ def quantize_symmetric(weights: NDArray[np.floating[Any]], axis: int) -> Symmetr
     return SymmetricWeights(integers, scale)
 
 
-def compress_int8_symmetric(model: Any) -> None:
-    """Replaces, in an `openvino.Model` and in place, the weights of every MatMul and embedding by INT8 ones.
+def compress_int8_symmetric(model: Any) -> Quantization:
+    """Replaces, in an `openvino.Model` and in place, the weights of every MatMul and embedding by INT8; returns how.
 
     What is replaced: matrices (rank 2, floating) that a MatMul takes on its right or a Gather looks rows up in; a
     matrix that serves both, a tied embedding, is stored once. As the plugins know it: Constant i8 -> Convert ->
@@ -88,14 +88,14 @@ def compress_int8_symmetric(model: Any) -> None:
     # The NPU plugin asks nncf's mark, not the graph, whether scales are per channel.
     model.set_rt_info("-1", ["nncf", "weight_compression", "group_size"])
     model.set_rt_info("int8_sym", ["nncf", "weight_compression", "mode"])
+    return Quantization(tool="outrider", scheme="int8 symmetric, scale absmax / 127", granularity="row")
 
 
 def _largest(weights: NDArray[np.floating[Any]], axis: int) -> NDArray[np.float64]:
     """max|w| of each channel, kept as an axis of one; NaN where a weight is."""
     parts = [np.abs(weights[rows]).max(axis=axis, keepdims=True) for rows in _row_blocks(weights)]
     joined = np.concatenate(parts) if axis == 1 else np.maximum.reduce(parts)
-    largest: NDArray[np.float64] = joined.astype(np.float64)
-    return largest
+    return np.asarray(joined, np.float64)
 
 
 def _row_blocks(weights: NDArray[np.floating[Any]]) -> Iterator[slice]:
@@ -187,8 +187,7 @@ def _head(model: Any) -> str:
     node = model.output("logits").get_node()
     while node.get_type_name() != "MatMul" and node.get_input_size():
         node = next(value for value in node.input_values() if not _is_constant(value)).get_node()
-    name: str = node.get_friendly_name()
-    return name
+    return str(node.get_friendly_name())
 
 
 def _lookups(model: Any) -> Iterator[str]:

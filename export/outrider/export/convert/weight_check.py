@@ -88,8 +88,7 @@ def _operand(node: Any) -> NDArray[np.float32]:
     source = node.input_value(1).get_node()
     while source.get_type_name() == "Convert":
         source = source.input_value(0).get_node()
-    operand: NDArray[np.float32] = source.get_data(dtype=np.float32)
-    return operand
+    return np.asarray(source.get_data(dtype=np.float32))
 
 
 def _reader(node: Any) -> Any:

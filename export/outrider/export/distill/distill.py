@@ -17,16 +17,15 @@ from typing import Any, Literal
 import torch
 
 from outrider.export.disk import free_bytes, telling_of_full_disks
-from outrider.export.distill.measure import HeldoutChange, make_record, measure_heldout
+from outrider.export.distill.measure import make_record, measure_heldout
 from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.prompts import Split, split_prompts
 from outrider.export.distill.target import TargetText, load_for_torch, write_target_text
 from outrider.export.distill.trainer.distill import TrainingResult, distill
 from outrider.export.distill.trainer.files import save_json
-from outrider.export.distill.trainer.memory import training_rows
+from outrider.export.distill.trainer.losses import training_rows
 from outrider.export.distill.trainer.optim import DistillPlan, Rates, Weights
-from outrider.export.distill.trainer.pool import PoolPlan
-from outrider.export.distill.trainer.progress import Event, Report, Stop, silent
+from outrider.export.distill.trainer.rollout import PoolPlan
 from outrider.export.distill.work import (
     RECORD_NAME,
     StateFolder,
@@ -34,13 +33,13 @@ from outrider.export.distill.work import (
     default_work,
     folder_bytes,
     locked,
-    put_in_place,
     write_model,
 )
-from outrider.export.interruption import Interruption
+from outrider.export.progress import Event, Interruption, Report, Stop, silent
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
 from outrider.models.bundle.build_site import BuildSite
+from outrider.models.bundle.bundle_writer import flush_tree
 from outrider.models.errors import ConfigError, DiskFull, RuntimeUnavailable
 from outrider.models.text.tokenizer import require_same_tokenizer
 
@@ -70,7 +69,7 @@ def distill_draft(
     target: str | Path,
     prompts: Path,
     out: Path,
-    options: DistillOptions | None = None,
+    options: DistillOptions,
     report: Report = silent,
 ) -> DistillResult:
     """Distils `draft` on `target` and writes the result to `out`, unless held-out acceptance fell.
@@ -80,13 +79,17 @@ def distill_draft(
     ConfigError for rows longer than a model's positions, RuntimeUnavailable if the chosen device is missing, ModelFault
     if logits are not finite. Then `out` is unchanged.
     """
-    options = options or DistillOptions()
     out = out.absolute()
     draft_source, target_source = read_source(draft), read_source(target)
     sources = (draft_source, target_source)
     require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     check_output(out, sources, overwrite=options.overwrite)
-    _check_rows(options, sources)
+    for source in sources:
+        if options.row_length > source.architecture.max_positions:
+            raise ConfigError(
+                f"rows of {options.row_length} tokens do not fit the {source.architecture.max_positions} positions of "
+                f"{source.name}; choose a smaller --row-length"
+            )
     split = _split(prompts, target_source, options)
     device = _device(options)
     work = (options.work or default_work(out)).absolute()
@@ -153,8 +156,7 @@ class _Job:
             return self._stopped(stop, "while the target was writing")
         self._news("measure", "measuring the draft as it is")
         student = load_for_torch(self.draft, "float32", self.device)
-        num_ids = self.target.tokenizer.size
-        measured = (text, self.options.temperatures, num_ids, self.options.row_length)
+        measured = (text, self.options.temperatures, self.target.tokenizer.size, self.options.row_length)
         before = measure_heldout(student, *measured)
         outcome = self._train(student, text, training_folder / "run.pt", stop)
         if not outcome.is_complete:
@@ -173,7 +175,7 @@ class _Job:
                 "tokenizer_fingerprint": self.draft.tokenizer.fingerprint,
             }
             record = make_record(models, self.split, self.options, self.device, text, outcome, (before, after), partial)
-            return self._conclude(partial, record, HeldoutChange.of(before, after))
+            return self._conclude(partial, record)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -202,24 +204,25 @@ class _Job:
             stop=stop,
         )
 
-    def _conclude(self, partial: Path, record: dict[str, Any], change: HeldoutChange) -> DistillResult:
+    def _conclude(self, partial: Path, record: dict[str, Any]) -> DistillResult:
         """Renames the draft into place, or says why not."""
-        if change.verdict == "worse" and not self.options.force:
+        if record["verdict"] == "worse" and not self.options.force:
             message = (
-                f"{change.sentence()}. Nothing was written to {self.out}. Try a lower --rate, more --tokens or "
+                f"{record['summary']}. Nothing was written to {self.out}. Try a lower --rate, more --tokens or "
                 f"more prompts (--force writes it as it is, from the state in {self.work})"
             )
             return DistillResult("not written", message, record=record)
         save_json(record, partial / RECORD_NAME)
         check_output(self.out, (self.draft, self.target), overwrite=self.options.overwrite)
-        put_in_place(self.site, self.out)
+        flush_tree(partial)
+        self.site.swap()
         self.training_state.remove()
         kept = ""
         if self.options.work is None:
             self.text_state.remove()
         else:
             kept = f". The target's text stays in {self.work} for further runs"
-        return DistillResult("written", f"{change.sentence()}. Written to {self.out}{kept}", self.out, record)
+        return DistillResult("written", f"{record['summary']}. Written to {self.out}{kept}", self.out, record)
 
     def _describe_states(self) -> None:
         """Reports which states are continued, which begin again and why, and which are kept."""
@@ -248,8 +251,11 @@ class _Job:
             )
 
     def _stopped(self, stop: Interruption, where: str) -> DistillResult:
-        message = f"stopped {where}; the same command continues from there (state in {self.work})"
-        return DistillResult("stopped", message, signal=stop.signal)
+        return DistillResult(
+            "stopped",
+            f"stopped {where}; the same command continues from there (state in {self.work})",
+            signal=stop.signal,
+        )
 
     def _news(self, stage: str, text: str) -> None:
         self.report(Event(stage, 0.0, text, is_news=True))
@@ -263,15 +269,6 @@ def _split(prompts: Path, target: SourceModel, options: DistillOptions) -> Split
     return split_prompts(encoded(prompts), heldout, seed=options.seed, max_tokens=options.row_length // 2)
 
 
-def _check_rows(options: DistillOptions, sources: tuple[SourceModel, ...]) -> None:
-    for source in sources:
-        if options.row_length > source.architecture.max_positions:
-            raise ConfigError(
-                f"rows of {options.row_length} tokens do not fit the {source.architecture.max_positions} positions of "
-                f"{source.name}; choose a smaller --row-length"
-            )
-
-
 def _device(options: DistillOptions) -> str:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RuntimeUnavailable("this machine has no CUDA device that its torch can use; use --device cpu")
@@ -281,8 +278,7 @@ def _device(options: DistillOptions) -> str:
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if count:
-        torch.set_num_threads(count)
+    torch.set_num_threads(count or before)
     try:
         yield
     finally:

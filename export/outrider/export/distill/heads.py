@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -17,15 +17,14 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.export.disk import telling_of_full_disks
-from outrider.export.distill.options import TargetDtype, require_training
+from outrider.export.distill.options import TrainingOptions
 from outrider.export.distill.prompts import Split, split_prompts
-from outrider.export.distill.target import DTYPES, load_for_torch
+from outrider.export.distill.target import load_target, sample_pools
 from outrider.export.distill.trainer.heads import Heads as TrainedHeads
 from outrider.export.distill.trainer.heads import HiddenStates, measure_heads, train_heads
-from outrider.export.distill.trainer.memory import rollout_rows
 from outrider.export.distill.trainer.optim import Budget
-from outrider.export.distill.trainer.pool import Pool, PoolPlan, sample_pool
-from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
+from outrider.export.distill.trainer.pool import Pool
+from outrider.export.progress import Report, Stop, never, silent
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.prompts import encode_prompts
 from outrider.models.bundle.bundle import Bundle
@@ -38,33 +37,25 @@ from outrider.models.text.tokenizer import require_same_tokenizer
 MAX_HEADS: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
-class HeadOptions:
-    """count: of heads. minutes, steps: of training, one of the two. tokens: of the target's text to train on.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions(TrainingOptions):
+    """How heads are trained. count: of heads. heldout: share of the prompts. device: as torch names it.
 
-    row_length: tokens per row, prompt included. rate: peak learning rate of AdamW. heldout: share of the prompts.
     Raises ConfigError for invalid values, RuntimeUnavailable for a device that torch does not have.
     """
 
     count: int = 3
-    minutes: float | None = None
-    steps: int | None = None
     tokens: int = 200_000
-    row_length: int = 256
     rate: float = 1e-3
-    seed: int = 0
     heldout: float = 0.1
-    is_chat: bool = False
-    target_dtype: TargetDtype = "bf16"
     device: str = "cpu"
-    num_threads: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= MAX_HEADS:
             raise ConfigError(f"{self.count} heads were asked for; expected 1 to {MAX_HEADS}")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigError("the training has no budget, or two; give --minutes or --steps")
-        require_training(self)
+        TrainingOptions.__post_init__(self)
         if self.row_length < 2 * self.count + 8:
             raise ConfigError(f"rows have {self.row_length} tokens; expected at least {2 * self.count + 8}")
         try:
@@ -153,25 +144,10 @@ def _train(
     source: SourceModel, split: Split, options: HeadOptions, work: Path, report: Report, stop: Stop
 ) -> tuple[TrainedHeads, Heads] | None:
     """The trained heads and their entry in the manifest; None if it was stopped."""
-    report(Event("target", 0.0, f"loading {source.name} in {options.target_dtype}", is_news=True))
-    dtype, size = DTYPES[options.target_dtype]
-    target = load_for_torch(source, dtype, options.device)
-    rows = rollout_rows(target.config, options.row_length, size)
-    rows = max(1, min(rows, 2 * options.tokens // options.row_length))
-    common: dict[str, Any] = {
-        "row_length": options.row_length,
-        "top_k": 1,
-        "temperatures": (1.0,),
-        "num_ids": source.tokenizer.size,
-        "stop_ids": source.tokenizer.eos_token_ids,
-    }
-    plans = {
-        "pool": (split.train, PoolPlan(options.seed, tokens=options.tokens, rows=rows, **common)),
-        "test": (split.test, PoolPlan(options.seed + 2, batches=1, rows=min(rows, len(split.test)), **common)),
-    }
-    for name, (texts, plan) in plans.items():
-        if not sample_pool(target, texts, plan, work / name, report, stop, stage=name):
-            return None
+    target, kind = load_target(source, options, options.device, report, is_news=True)
+    kind = replace(kind, top_k=1, temperatures=(1.0,))
+    if not sample_pools(target, {"pool": split.train, "test": split.test}, kind, options.tokens, work, report, stop):
+        return None
     states = HiddenStates(target, source.tokenizer.size)
     heads = states.make_heads(options.count)
     budget = Budget(options.minutes, options.steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import transformers
@@ -19,12 +19,9 @@ from outrider.export.distill.prompts import Split
 from outrider.export.distill.target import MEASURED_AT, TargetText, new_tokens
 from outrider.export.distill.trainer.acceptance import Acceptance, Change, Score, compare, score, summarize
 from outrider.export.distill.trainer.distill import TrainingResult
-from outrider.export.distill.trainer.losses import Agreement, measure_agreement
-from outrider.export.distill.trainer.memory import training_rows
+from outrider.export.distill.trainer.losses import Agreement, measure_agreement, training_rows
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.version import outrider_version
-
-Verdict = Literal["better", "no clear difference", "worse"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +54,18 @@ def measure_heldout(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HeldoutChange:
-    """Two drafts on the same text: the change of acceptance at each temperature, and the mean over all."""
+_SENTENCES: Final = {
+    "better": "held-out acceptance rose",
+    "no clear difference": "held-out acceptance did not rise by more than chance explains",
+    "worse": "held-out acceptance FELL",
+}
 
-    changes: tuple[Change, ...]
-    mean: Change
 
-    @classmethod
-    def of(cls, before: Heldout, after: Heldout) -> HeldoutChange:
-        """`before` and `after` were measured with the same text."""
-        each = [compare([was], [is_now]) for was, is_now in zip(before.scores, after.scores, strict=True)]
-        return cls(tuple(each), compare(before.scores, after.scores))
-
-    @property
-    def verdict(self) -> Verdict:
-        """Better beyond two standard errors; worse if the mean fell at all."""
-        if self.mean.rise < 0.0:
-            return "worse"
-        return "better" if self.mean.rise > 2.0 * self.mean.error else "no clear difference"
-
-    def sentence(self) -> str:
-        """The verdict as a sentence."""
-        number = f"{self.mean.rise:+.3f} ± {self.mean.error:.3f} on average over temperatures"
-        return {
-            "better": f"held-out acceptance rose: {number}",
-            "no clear difference": f"held-out acceptance did not rise by more than chance explains: {number}",
-            "worse": f"held-out acceptance FELL: {number}",
-        }[self.verdict]
+def _verdict(mean: Change) -> str:
+    """Better beyond two standard errors; worse if the mean fell at all."""
+    if mean.rise < 0.0:
+        return "worse"
+    return "better" if mean.rise > 2.0 * mean.error else "no clear difference"
 
 
 SCHEMA: Final = 1
@@ -102,12 +83,15 @@ def make_record(
 ) -> dict[str, Any]:
     """The record as plain values.
 
-    models: entries that describe draft and target. heldout: before and after. weights: the directory of the new ones.
+    models: entries that describe draft and target. heldout: before and after, of the same text. weights: the directory
+    of the new ones.
     """
     before, after = heldout
-    overall = HeldoutChange.of(before, after)
+    mean = compare(before.scores, after.scores)
+    verdict = _verdict(mean)
     changes = {
-        f"{temperature:g}": asdict(change) for temperature, change in zip(MEASURED_AT, overall.changes, strict=True)
+        f"{temperature:g}": asdict(compare([was], [is_now]))
+        for temperature, was, is_now in zip(MEASURED_AT, before.scores, after.scores, strict=True)
     }
     return {
         "schema": SCHEMA,
@@ -140,10 +124,10 @@ def make_record(
             "new_tokens": new_tokens(options),
             "before": before.describe(),
             "after": after.describe(),
-            "change": changes | {"mean": asdict(overall.mean)},
+            "change": changes | {"mean": asdict(mean)},
         },
-        "verdict": overall.verdict,
-        "summary": overall.sentence(),
+        "verdict": verdict,
+        "summary": f"{_SENTENCES[verdict]}: {mean.rise:+.3f} ± {mean.error:.3f} on average over temperatures",
         "weights": {path.name: hash_file(path) for path in sorted(weights.glob("*.safetensors"))},
         "versions": {
             "outrider": outrider_version(),

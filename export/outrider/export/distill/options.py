@@ -1,4 +1,4 @@
-"""Holds the user's options of a distillation, checked before any work. Loads no model library."""
+"""Holds the user's options of a training, of a draft or of heads, checked before any work. Loads no model library."""
 
 from __future__ import annotations
 
@@ -15,31 +15,13 @@ DEFAULT_MINUTES: Final = 30.0
 _NOT_OF_THE_RESULT: Final = ("overwrite", "force", "resume", "work", "num_threads", "is_compiled", "device", "heldout")
 
 
-def require_training(options: Any) -> None:
-    """Checks what every training has: a budget, tokens, rate, seed, row_length, heldout. Raises ConfigError."""
-    for name in ("minutes", "steps", "tokens", "rate"):
-        value = getattr(options, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ConfigError(f"{name} is {value}; expected a number above 0")
-    if not 0 <= options.seed < 2**32:
-        raise ConfigError(f"the seed is {options.seed}; expected a number from 0 to {2**32 - 1}")
-    if options.row_length < 16:
-        raise ConfigError(f"the row length is {options.row_length}; expected at least 16 tokens")
-    if isinstance(options.heldout, float) and not 0.0 < options.heldout <= 0.5:
-        raise ConfigError(f"the share held out is {options.heldout:g}; expected up to 0.5, or a file")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """What every training has. heldout: the share of the prompts that is held out, or a file of such prompts.
 
-
-@dataclass(frozen=True, slots=True)
-class DistillOptions:
-    """heldout: the share of the prompts that is held out, or a file of such prompts.
-
-    minutes, steps: of training, one of the two; without both, half an hour. tokens: of the target's text to train on.
-    row_length: tokens per row, prompt included; prompts take at most half of it. rate: peak learning rate, in AdamW's
-    terms. temperatures: at which the draft is trained; text is sampled between the lowest and the highest. kl, match,
-    cross_entropy: weights of the parts of the loss (match 0: divergence throughout). is_chat: each prompt is a user
-    message and gets the target's chat template. work: directory of the state, instead of beside the output; the pool
-    stays there afterwards. resume: continue a state of the same inputs. force: write a draft whose acceptance fell.
-    Raises ConfigError for invalid values.
+    minutes, steps: of training, one of the two. tokens: of the target's text to train on. row_length: tokens per row,
+    prompt included; prompts take at most half of it. rate: peak learning rate, in AdamW's terms. is_chat: each prompt
+    is a user message and gets the target's chat template. Raises ConfigError for invalid values.
     """
 
     heldout: float | Path = 0.1
@@ -49,14 +31,38 @@ class DistillOptions:
     row_length: int = 256
     rate: float = 3e-4
     seed: int = 0
+    is_chat: bool = False
+    target_dtype: TargetDtype = "bf16"
+    device: str = "auto"
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("minutes", "steps", "tokens", "rate"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value}; expected a number above 0")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"the seed is {self.seed}; expected a number from 0 to {2**32 - 1}")
+        if self.row_length < 16:
+            raise ConfigError(f"the row length is {self.row_length}; expected at least 16 tokens")
+        if isinstance(self.heldout, float) and not 0.0 < self.heldout <= 0.5:
+            raise ConfigError(f"the share held out is {self.heldout:g}; expected up to 0.5, or a file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillOptions(TrainingOptions):
+    """How a draft is distilled; without minutes and steps it is trained for half an hour.
+
+    temperatures: at which the draft is trained; text is sampled between the lowest and the highest. kl, match,
+    cross_entropy: weights of the parts of the loss (match 0: divergence throughout). device: a `TrainingDevice`. work:
+    directory of the state, instead of beside the output; the pool stays there afterwards. resume: continue a state of
+    the same inputs. force: write a draft whose acceptance fell. Raises ConfigError for invalid values.
+    """
+
     temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
     kl: float = 1.0
     match: float = 2.0
     cross_entropy: float = 0.1
-    is_chat: bool = False
-    target_dtype: TargetDtype = "bf16"
-    device: TrainingDevice = "auto"
-    num_threads: int = 0
     is_compiled: bool = True
     resume: bool = True
     work: Path | None = None
@@ -66,7 +72,7 @@ class DistillOptions:
     def __post_init__(self) -> None:
         if self.minutes is not None and self.steps is not None:
             raise ConfigError(f"both {self.minutes:g} minutes and {self.steps} steps were given; expected one of them")
-        require_training(self)
+        TrainingOptions.__post_init__(self)
         if not self.temperatures or not all(0.05 <= t <= 5.0 for t in self.temperatures):
             raise ConfigError(
                 f"the temperatures are {self.temperatures}; expected numbers between 0.05 and 5 (greedy text is always "

@@ -38,8 +38,7 @@ class Split:
     @property
     def fingerprint(self) -> str:
         """A hash of all three parts."""
-        parts = [self.train, self.validation, self.test]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.train, self.validation, self.test]).encode()).hexdigest()
 
 
 def split_prompts(prompts: Sequence[Ids], heldout: float | Sequence[Ids], *, seed: int, max_tokens: int) -> Split:

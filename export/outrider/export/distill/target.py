@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import gc
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from transformers import PreTrainedModel
 
-from outrider.export.distill.options import DistillOptions
+from outrider.export.distill.options import DistillOptions, TrainingOptions
 from outrider.export.distill.prompts import Split
 from outrider.export.distill.trainer.acceptance import Passage, continue_prompts
 from outrider.export.distill.trainer.files import save_json
-from outrider.export.distill.trainer.memory import rollout_rows
-from outrider.export.distill.trainer.pool import Pool, PoolPlan, is_complete, sample_pool
-from outrider.export.distill.trainer.progress import Event, Report, Stop
+from outrider.export.distill.trainer.pool import Pool, is_complete, sample_pool
+from outrider.export.distill.trainer.rollout import PoolPlan, rollout_rows
+from outrider.export.progress import Event, Report, Stop
 from outrider.export.source.model_source import SourceModel
+from outrider.export.source.prompts import Ids
 from outrider.export.source.torch_source import load_source_model
 
 MEASURED_AT: Final = (0.0, 0.5, 0.8)
 MAX_MEASURED_TOKENS: Final = 64
-DTYPES: Final = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}
+_DTYPES: Final = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}
 PLAIN_FAMILIES: Final = ("llama", "qwen2", "qwen3")
 """Families whose attention is scaled dot products and nothing more: torch's fused kernel computes it exactly."""
+_SEEDS: Final = {"validation": 1, "test": 2}
 _TEXTS: Final = "texts.json"
 
 
@@ -57,6 +60,22 @@ def load_for_torch(source: SourceModel, dtype: str, device: str) -> PreTrainedMo
     return model.to(device)
 
 
+def load_target(
+    source: SourceModel, options: TrainingOptions, device: str, report: Report, *, is_news: bool = False
+) -> tuple[PreTrainedModel, PoolPlan]:
+    """The model that writes, in the chosen precision, and how: as many rows at once as fit, of no number yet."""
+    report(Event("target", 0.0, f"loading {source.name} in {options.target_dtype}", is_news))
+    dtype, size = _DTYPES[options.target_dtype]
+    target = load_for_torch(source, dtype, device)
+    return target, PoolPlan(
+        options.seed,
+        row_length=options.row_length,
+        rows=rollout_rows(target.config, options.row_length, size),
+        num_ids=source.tokenizer.size,
+        stop_ids=source.tokenizer.eos_token_ids,
+    )
+
+
 def write_target_text(
     source: SourceModel,
     split: Split,
@@ -70,12 +89,12 @@ def write_target_text(
     places = {name: folder / name for name in ("pool", "validation", "test")}
     passages = _read_texts(folder)
     if len(passages) < len(MEASURED_AT) or not all(is_complete(place) for place in places.values()):
-        dtype, size = DTYPES[options.target_dtype]
-        report(Event("target", 0.0, f"loading {source.name} in {options.target_dtype}"))
-        target = load_for_torch(source, dtype, device)
-        rows = rollout_rows(target.config, options.row_length, size)
-        is_done = _sample_all(target, source, split, options, rows, places, report, stop) and _write_texts(
-            target, source, split, options, rows, folder, report, stop
+        target, kind = load_target(source, options, device, report)
+        between = (min(options.temperatures), max(options.temperatures))
+        kind = replace(kind, sample_between=between, temperatures=options.temperatures)
+        parts = {"pool": split.train, "validation": split.validation, "test": split.test}
+        is_done = sample_pools(target, parts, kind, options.tokens, folder, report, stop) and _write_texts(
+            target, split, options, kind, folder, report, stop
         )
         del target
         gc.collect()
@@ -86,47 +105,34 @@ def write_target_text(
     return TargetText(**pools, passages=tuple(passages[f"{temperature:g}"] for temperature in MEASURED_AT))
 
 
-def _sample_all(
+def sample_pools(
     target: PreTrainedModel,
-    source: SourceModel,
-    split: Split,
-    options: DistillOptions,
-    rows: int,
-    places: dict[str, Path],
+    parts: Mapping[str, tuple[Ids, ...]],
+    kind: PoolPlan,
+    tokens: int,
+    folder: Path,
     report: Report,
     stop: Stop,
 ) -> bool:
-    """Samples the three pools. Validation and test use each prompt once, or as many as fit one batch."""
-    common: dict[str, Any] = {
-        "row_length": options.row_length,
-        "sample_between": (min(options.temperatures), max(options.temperatures)),
-        "temperatures": options.temperatures,
-        "num_ids": source.tokenizer.size,
-        "stop_ids": source.tokenizer.eos_token_ids,
-    }
+    """Samples the part "pool" until the target has written `tokens`; of any other each prompt once, or as many as fit
+    one batch. Returns False if it was stopped.
+    """
     # At least half of a row is the target's: no more rows at once than the chosen tokens need.
-    at_once = max(1, min(rows, 2 * options.tokens // options.row_length))
-    plans = {
-        "pool": (split.train, PoolPlan(options.seed, tokens=options.tokens, rows=at_once, **common)),
-        "validation": (split.validation, _one_batch(split.validation, options.seed + 1, rows, common)),
-        "test": (split.test, _one_batch(split.test, options.seed + 2, rows, common)),
-    }
-    return all(
-        sample_pool(target, prompts, plan, places[name], report, stop, stage=name)
-        for name, (prompts, plan) in plans.items()
-    )
-
-
-def _one_batch(prompts: tuple[tuple[int, ...], ...], seed: int, rows: int, common: dict[str, Any]) -> PoolPlan:
-    return PoolPlan(seed, batches=1, rows=min(rows, len(prompts)), **common)
+    at_once = max(1, min(kind.rows, 2 * tokens // kind.row_length))
+    for name, prompts in parts.items():
+        plan = replace(kind, tokens=tokens, rows=at_once)
+        if name in _SEEDS:
+            plan = replace(kind, seed=kind.seed + _SEEDS[name], batches=1, rows=min(kind.rows, len(prompts)))
+        if not sample_pool(target, prompts, plan, folder / name, report, stop, stage=name):
+            return False
+    return True
 
 
 def _write_texts(
     target: PreTrainedModel,
-    source: SourceModel,
     split: Split,
     options: DistillOptions,
-    rows: int,
+    kind: PoolPlan,
     folder: Path,
     report: Report,
     stop: Stop,
@@ -141,9 +147,9 @@ def _write_texts(
             split.test,
             temperature,
             new_tokens(options),
-            stop_ids=source.tokenizer.eos_token_ids,
-            num_ids=source.tokenizer.size,
-            rows=rows,
+            stop_ids=kind.stop_ids,
+            num_ids=kind.num_ids,
+            rows=kind.rows,
             stop=stop,
         )
         if passages is None:

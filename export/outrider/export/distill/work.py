@@ -23,9 +23,7 @@ from filelock import FileLock, Timeout
 
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source.model_source import SourceModel
-from outrider.export.source.weight_files import read_safetensors_header
-from outrider.models.bundle.build_site import BuildSite
-from outrider.models.bundle.bundle_writer import flush_tree
+from outrider.export.source.weight_files import DTYPES, read_safetensors_header
 from outrider.models.errors import ExportError
 from outrider.models.text.tokenizer import TOKENIZER_FILES
 
@@ -117,7 +115,6 @@ _COPIED: Final = (
     "tokenizer.model",
     "spiece.model",
 )
-_TORCH_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool) -> None:
@@ -135,36 +132,15 @@ def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool
 
 
 def write_model(model: Any, source: SourceModel, directory: Path) -> None:
-    """Writes `model`, cast to the dtype of `source`'s weights, and the source's other files, to a new directory."""
+    """Writes `model`, in the dtype of most of `source`'s weights, and the source's other files, to a new directory."""
     import torch
 
+    headers = (read_safetensors_header(path) for path in source.weight_files)
+    most_common = Counter(tensor["dtype"] for header in headers for tensor in header.values()).most_common(1)[0][0]
     with quiet_upstream(f"writing {directory.name}"):
-        model.to(getattr(torch, stored_dtype(source))).save_pretrained(directory)
+        model.to(getattr(torch, dict(DTYPES.values()).get(most_common, "float32"))).save_pretrained(directory)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink(missing_ok=True)
     for name in _COPIED:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, directory / name)
-
-
-def stored_dtype(source: SourceModel) -> str:
-    """The dtype of most of the source's tensors, as torch names it."""
-    count = Counter(
-        tensor["dtype"] for path in source.weight_files for tensor in read_safetensors_header(path).values()
-    )
-    return _TORCH_DTYPES.get(count.most_common(1)[0][0], "float32")
-
-
-def put_in_place(site: BuildSite, out: Path) -> None:
-    """Flushes the new directory to the disk and renames it; an old one is set aside first, and restored on failure."""
-    partial, aside = site.path("partial"), site.path("old")
-    flush_tree(partial)
-    if out.exists():
-        out.rename(aside)
-    try:
-        partial.rename(out)
-    except BaseException:
-        if aside.exists():
-            aside.rename(out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)

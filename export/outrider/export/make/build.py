@@ -7,28 +7,36 @@ result is quantized.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.metadata
-import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from outrider.export.check.advice import ADVICE, advise
 from outrider.export.check.parity import QUANTIZED
-from outrider.export.check.source_logits import PARITY_TEXT, LoadedSource, Truth, held_out_texts
+from outrider.export.check.source_logits import (
+    PARITY_TEXT,
+    Truth,
+    compute_truth,
+    held_out_texts,
+    steady_rotations,
+)
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.convert.weight_check import require_close_weights
-from outrider.export.disk import require_room
+from outrider.export.disk import link_or_copy, require_room
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent
+from outrider.export.quiet import quiet_upstream
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.config_reader import LONGEST_CHECKED
 from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import SourceModel
+from outrider.export.source.torch_source import load_source_model
 from outrider.models.bundle.manifest import Precision, Quantization, Source
 from outrider.models.errors import ExportError
 from outrider.models.version import outrider_version
@@ -51,7 +59,10 @@ PACKAGES: Final = (
 
 @dataclass(slots=True)
 class Job:
-    """One model to build. origin: identifies its weights. directory: of its files. scratch: for temporary files."""
+    """One model to build. origin: identifies its weights. directory: of its files. scratch: for temporary files.
+
+    The source model is loaded on first use and freed by `let_go`: no stage holds it beside its own result.
+    """
 
     source: SourceModel
     origin: Source
@@ -60,11 +71,19 @@ class Job:
     options: ExportOptions
     store: StageStore
     progress: Progress
-    loaded: LoadedSource = field(init=False)
+    _model: Any = None
 
-    def __post_init__(self) -> None:
-        longest = longest_sequence(self.source, self.options)
-        self.loaded = LoadedSource(self.source, longest, lambda: self.tell("load"))
+    def model(self) -> Any:
+        """The transformers model in FP32."""
+        if self._model is None:
+            self.tell("load")
+            self._model = load_source_model(self.source.path)
+        return self._model
+
+    def let_go(self) -> None:
+        """Frees the model."""
+        self._model = None
+        gc.collect()
 
     def tell(self, stage: str) -> None:
         """Says that a stage begins."""
@@ -103,7 +122,7 @@ def _advising(job: Job) -> Iterator[None]:
     except ExportError as error:
         if type(error) is not ExportError:
             raise  # a full disk, say: another way would fail as well
-        raise ExportError(f"{error}\n{ADVICE}: {advise(job.options, job.source.facts).elsewhere}") from error
+        raise ExportError(f"{error}\n{ADVICE}: {advise(job.options, job.source.shape.facts).elsewhere}") from error
 
 
 def build(job: Job) -> tuple[Truth, Quantization | None]:
@@ -111,13 +130,13 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
 
     def tell_truth(directory: Path) -> None:
         # Also for what follows, so that it does not fail after minutes of loading.
-        job.require_room(directory, truth_bytes(job.source))
-        job.loaded.tell_truth().save(directory)
+        job.require_room(directory, 4.0 * _TRUTH_ROWS * job.source.architecture.vocab_size)
+        compute_truth(job.model(), job.source, longest_sequence(job.source, job.options)).save(directory)
 
     texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]
     # Sequences of the check are not longer than the longest window that it goes beyond, and some tokens.
     longest = min(longest_sequence(job.source, job.options), 2 * LONGEST_CHECKED)
-    place = job.store.get(job.key("truth", layout=2, texts=texts, longest=longest), tell_truth)
+    place = job.store.get(job.key("truth", layout=3, texts=texts, longest=longest), tell_truth)
     match job.options.resolved_runtime:
         case "openvino":
             with _advising(job):
@@ -127,7 +146,7 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
             with _advising(job):
                 quantization = _build_onnx(job)
         case "torch":
-            job.loaded.let_go()
+            job.let_go()
             job.tell("convert")
             cast_weights(job.source.weight_files, job.directory, job.options.resolved_precision)
             quantization = None
@@ -148,18 +167,28 @@ def build_twin(job: Job) -> Path | None:
     return twin
 
 
+def _converted(job: Job, stage: str, convert: Callable[[Path], None], *, loads: bool = True, **decisive: Any) -> Path:
+    """The directory that `convert` fills, now or in an earlier export. loads: whether it needs the source model."""
+
+    def build_it(directory: Path) -> None:
+        job.require_room(directory)
+        if loads:
+            job.model()
+        job.tell("convert")
+        convert(directory)
+
+    if not loads:
+        job.let_go()
+    directory = job.store.get(job.key(stage, **decisive), build_it)
+    job.let_go()
+    return directory
+
+
 def _ir(job: Job) -> Path:
     """The FP32 IR."""
-
-    def convert(directory: Path) -> None:
-        job.require_room(directory)
-        model = job.loaded.to_convert()
-        job.tell("convert")
-        convert_to_ir(model, directory, job.source.name)
-
-    ir = job.store.get(job.key("ir"), convert)
-    job.loaded.let_go()
-    return ir
+    return _converted(
+        job, "ir", lambda directory: convert_to_ir(steady_rotations(job.model()), directory, job.source.name)
+    )
 
 
 def _build_openvino(job: Job) -> Quantization | None:
@@ -176,7 +205,7 @@ def _build_openvino(job: Job) -> Quantization | None:
     if options.resolved_precision not in ("fp32", "fp16"):
         job.tell("quantize")
     quantization = finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
-    if quantization is not None and is_mixture(job.source.facts):
+    if quantization is not None and is_mixture(job.source.shape.facts):
         xml = f"{IR_NAME}.xml"
         require_close_weights(ir / xml, job.directory / xml, options.resolved_precision)
     return quantization
@@ -194,13 +223,14 @@ def _compile_ahead(job: Job) -> None:
 
 
 def _build_onnx(job: Job) -> Quantization | None:
+    with quiet_upstream("exporting to ONNX"):
+        from outrider.export.convert.onnx_builder import CONFIG_FILE
+        from outrider.export.convert.onnx_quantize import quantize_weights
+
     precision, graph = job.options.resolved_precision, _onnx_graph(job)
     if precision == _wide_precision(job):
         place_files(graph, job.directory)
         return None
-    from outrider.export.convert.onnx_builder import CONFIG_FILE
-    from outrider.export.convert.onnx_quantize import quantize_weights
-
     assert precision in ("int8", "int4")
     job.tell("quantize")
     separate_files(graph)
@@ -226,36 +256,22 @@ def _onnx_graph(job: Job) -> Path:
     precision = _wide_precision(job)
 
     def build_it(directory: Path) -> None:
-        job.require_room(directory)
-        job.tell("convert")
         build_with_genai(job.source.path, directory, precision, job.scratch, job.source.name)
 
     def export_it(directory: Path) -> None:
-        from outrider.export.convert.onnx_dynamo import export_with_dynamo
+        with quiet_upstream("exporting to ONNX"):
+            from outrider.export.convert.onnx_dynamo import export_with_dynamo
 
-        job.require_room(directory)
-        model = job.loaded.to_convert()
-        job.tell("convert")
-        export_with_dynamo(model, directory, job.source.name, precision)
+        export_with_dynamo(steady_rotations(job.model()), directory, job.source.name, precision)
 
-    if "text_config" not in job.source.config and supports(job.source.facts):
-        job.loaded.let_go()
-        return job.store.get(job.key("genai", precision=precision), build_it)
-    graph = job.store.get(job.key("onnx", precision=precision), export_it)
-    job.loaded.let_go()
-    return graph
+    if "text_config" not in job.source.config and supports(job.source.shape.facts):
+        return _converted(job, "genai", build_it, loads=False, precision=precision)
+    return _converted(job, "onnx", export_it, precision=precision)
 
 
 def place_files(source: Path, destination: Path) -> None:
     """Links the files of one directory into another, or copies them where the disk has no links."""
-    shutil.copytree(source, destination, copy_function=_link, dirs_exist_ok=True)
-
-
-def _link(path: str, target: str) -> None:
-    try:
-        os.link(path, target)
-    except OSError:  # another disk, or one that has no links
-        shutil.copyfile(path, target)
+    shutil.copytree(source, destination, copy_function=link_or_copy, dirs_exist_ok=True)
 
 
 def separate_files(directory: Path) -> None:
@@ -281,10 +297,8 @@ def package_versions() -> dict[str, str]:
     """The versions of the packages that make a bundle; packages that are not installed are left out."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions | {"outrider": outrider_version()}
 
 
@@ -310,11 +324,6 @@ def widened_bytes(options: ExportOptions) -> float:
     """Bytes that widening adds: a temporary copy in FP32, and the bundle's growth."""
     copies = 1.0 + _BYTES_PER_WEIGHT[options.resolved_precision] / _BYTES_PER_WEIGHT["fp32"]
     return 1e6 * options.widen_mb * copies if options.widen_mb is not None else 0.0
-
-
-def truth_bytes(source: SourceModel) -> float:
-    """Bytes of the source's logits in the stage store."""
-    return 4.0 * _TRUTH_ROWS * source.architecture.vocab_size
 
 
 def converted_bytes(source: SourceModel, options: ExportOptions) -> float:

@@ -14,12 +14,12 @@ from outrider.export.check.source_logits import prompts_for
 from outrider.export.make.pipeline import StagedExport, require_ready, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.report.card import TargetTimes, require_acceptance
+from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for, require_acceptance
 from outrider.export.report.card_html import PageWriter
 from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel, read_source
 from outrider.export.source.prompts import Ids, encode_prompts
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.manifest import Role
+from outrider.models.bundle.manifest import Manifest, Role
 from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.bundle.speed_up import Setting
 from outrider.models.errors import ConfigError, ExportError
@@ -79,6 +79,10 @@ class Judging:
         for rtt_ms in self.round_trips_ms:
             Setting(0.0, 0.0, 1.0 if self.step_ms is None else self.step_ms, self.extra_ms or 0.0, rtt_ms)
 
+    def times_of(self, target: Manifest) -> TargetTimes:
+        """The times of a step of this target."""
+        return TargetTimes.resolve(target.report.timing, self.step_ms, self.extra_ms)
+
 
 DEFAULT_OPTIONS: Final = PairOptions(ExportOptions("draft"), ExportOptions("target"))
 DEFAULT_JUDGING: Final = Judging()
@@ -117,12 +121,11 @@ def export_pair(
         page or nullcontext(),
     ):
         progress(StageEvent("pair", "measure"))
-        texts = write_texts(staged_target.directory, options.target, target_source, ids)
-        times = TargetTimes.resolve(staged_target.manifest.report.timing, judging.step_ms, judging.extra_ms)
-        judge(staged_draft, texts, times, target_source, is_forced=judging.is_forced)
+        texts = write_texts(staged_target.writer.directory, options.target, target_source, ids)
+        judge(staged_draft, texts, judging.times_of(staged_target.manifest), target_source, is_forced=judging.is_forced)
         progress(StageEvent("pair", "write"))
-        staged_target.seal()  # both before either is renamed: a full disk replaces neither
-        staged_draft.seal()
+        staged_target.writer.seal(staged_target.manifest)  # both before either is renamed: a full disk replaces neither
+        staged_draft.writer.seal(staged_draft.manifest)
         if page is not None:
             page.write([staged_draft.manifest], staged_target.manifest)
         target_bundle = staged_target.commit()
@@ -152,8 +155,7 @@ def export_draft_for(
     with stage_export(draft_model, destination, options.draft, progress, store) as staged:
         progress(StageEvent("pair", "measure"))
         texts = write_texts(target.path, options.target, target_model, ids)
-        times = TargetTimes.resolve(target.manifest.report.timing, None, None)
-        judge(staged, texts, times, target_model, is_forced=False)
+        judge(staged, texts, DEFAULT_JUDGING.times_of(target.manifest), target_model, is_forced=False)
         progress(StageEvent("draft", "write"))
         bundle = staged.commit()
     store.release()
@@ -222,13 +224,19 @@ def judge(
     *,
     is_forced: bool,
 ) -> None:
-    """Measures the draft on `texts` and adds the result to its report.
+    """Measures the draft on `texts` and adds the result to its report, with the predicted speed-up with this target.
 
     Raises ExportError if it is accepted too rarely and this is not forced.
     """
-    with closing(open_draft(draft.model_file, draft.options)) as runtime:
+    with closing(open_draft(model_file(draft.writer.directory, draft.options), draft.options)) as runtime:
         ranks = measure_ranks(runtime, texts, num_ids=target.tokenizer.size)
     measured = summarize(ranks, target.name)
     if not is_forced:
         require_acceptance(measured, draft.manifest.name)
-    draft.add_acceptance(measured, times, ranks)
+    report = draft.manifest.report
+    timing = report.timing
+    if timing is not None:
+        forecast = forecast_for(measured, timing.token_ms, times, ranks.get(JUDGED_AT))
+        timing = timing.model_copy(update={"forecast": forecast})
+    report = report.model_copy(update={"acceptance": measured, "timing": timing})
+    draft.manifest = draft.manifest.model_copy(update={"report": report})

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from outrider.export.check.advice import require_runtime
-from outrider.export.check.runner import check_export, check_twin, model_file, where_to_check
+from outrider.export.check.runner import check_export, check_twin, where_to_check
 from outrider.export.check.source_logits import LEAST_POSITIONS
 from outrider.export.convert.safetensors_cast import config_for
 from outrider.export.disk import require_room, telling_of_full_disks
@@ -31,14 +31,12 @@ from outrider.export.make.build import (
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for
-from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.weight_files import require_range
 from outrider.export.source.widen import describe_widening, widen
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
-from outrider.models.bundle.manifest import Acceptance, ExportReport, Manifest
+from outrider.models.bundle.manifest import ExportReport, Manifest
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import PROMISED_POSITIONS
@@ -50,45 +48,17 @@ _NEVER_RUN: Final = (
 )
 
 
+@dataclass(slots=True)
 class StagedExport:
-    """A bundle that is built and checked but not yet in place."""
+    """A bundle that is built and checked but not yet in place: its files are in the writer's temporary directory."""
 
-    def __init__(self, writer: BundleWriter, manifest: Manifest, options: ExportOptions) -> None:
-        self._writer = writer
-        self.manifest = manifest
-        self.options = options
-
-    @property
-    def directory(self) -> Path:
-        """The temporary directory of its files."""
-        return self._writer.directory
-
-    @property
-    def model_file(self) -> Path:
-        """The file or directory that a runtime opens."""
-        return model_file(self.directory, self.options)
-
-    def add_acceptance(
-        self, measured: tuple[Acceptance, ...], target: TargetTimes, ranks: Mapping[float, Ranks]
-    ) -> None:
-        """Adds measured acceptance to the report, and the predicted speed-up with this target.
-
-        ranks: by temperature, what `measured` sums up.
-        """
-        timing = self.manifest.report.timing
-        if timing is not None:
-            forecast = forecast_for(measured, timing.token_ms, target, ranks.get(JUDGED_AT))
-            timing = timing.model_copy(update={"forecast": forecast})
-        report = self.manifest.report.model_copy(update={"acceptance": measured, "timing": timing})
-        self.manifest = self.manifest.model_copy(update={"report": report})
-
-    def seal(self) -> None:
-        """Does the part of the commit that needs room on the disk."""
-        self._writer.seal(self.manifest)
+    writer: BundleWriter
+    manifest: Manifest
+    options: ExportOptions
 
     def commit(self) -> Bundle:
         """Renames the bundle to its destination."""
-        return self._writer.commit(self.manifest)
+        return self.writer.commit(self.manifest)
 
 
 def stage_store() -> StageStore:
@@ -138,7 +108,7 @@ def stage_export(
     """
     place = Path(destination)
     options = options.fitting(source.architecture.max_positions)
-    require_runtime(options, source.facts, source.name)
+    require_runtime(options, source.shape.facts, source.name)
     if longest_sequence(source, options) < LEAST_POSITIONS:
         raise ExportError(
             f"sequences of {source.name} would end at {longest_sequence(source, options)} tokens; the check needs at "
@@ -172,7 +142,7 @@ def stage_export(
         except ExportError:
             store.release()  # a stored result may be the cause
             raise
-        notes = built.notes
+        notes = built.shape.notes
         if options.compiles_ahead and not where_to_check(options).is_real:
             notes += (_NEVER_RUN,)
         files = writer.list_files()

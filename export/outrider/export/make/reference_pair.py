@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,28 +50,19 @@ def export_reference_pair(
     if _is_intact(pair.draft) and _is_intact(pair.target):
         return pair
     place.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(place.with_suffix(".lock")):
+    lock = FileLock(place.with_suffix(".lock"))  # the system drops it if this process is killed; the small file stays
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        print("Another process is exporting the reference pair; waiting for it.", file=sys.stderr, flush=True)
+        held = lock.acquire()
+    with held:
         if not _is_intact(pair.target):
             export_model(directories.target, pair.target, options.target, progress)
         if not _is_intact(pair.draft):
             made = Bundle.open(pair.target)
             export_draft_for(made, directories.target, directories.draft, pair.draft, options, progress)
     return pair
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Holds the lock on `path`. The system drops the lock of a process that is killed; the small file stays."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print("Another process is exporting the reference pair; waiting for it.", file=sys.stderr, flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _key(directory: Path, options: ExportOptions) -> str:

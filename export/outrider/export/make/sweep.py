@@ -25,7 +25,6 @@ from outrider.export.make.pair import (
 from outrider.export.make.pipeline import StagedExport, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
-from outrider.export.report.card import TargetTimes
 from outrider.export.report.card_html import PageWriter
 from outrider.export.report.comparison import Comparison, NotMade, compare
 from outrider.models.bundle.bundle import Bundle
@@ -88,8 +87,8 @@ def sweep_pair(
             stage_export(target_source, root / "target", options.target, progress, store)
         )
         progress(StageEvent("target", "measure"))
-        texts = write_texts(staged_target.directory, options.target, target_source, ids)
-        times = TargetTimes.resolve(staged_target.manifest.report.timing, judging.step_ms, judging.extra_ms)
+        texts = write_texts(staged_target.writer.directory, options.target, target_source, ids)
+        times = judging.times_of(staged_target.manifest)
         made: dict[str, StagedExport] = {}
         not_made: list[NotMade] = []
         for name, recipe in recipes.items():
@@ -134,10 +133,10 @@ def _put_in_place(
     best = made[found.recommended]
     others = {name: staged for name, staged in made.items() if name in writers and staged is not best}
     for name, staged in others.items():
-        place_files(staged.directory, writers[name].directory)
+        place_files(staged.writer.directory, writers[name].directory)
         writers[name].seal(staged.manifest)
-    target.seal()  # all before any is renamed: a full disk replaces nothing
-    best.seal()
+    for staged in (target, best):  # all before any is renamed: a full disk replaces nothing
+        staged.writer.seal(staged.manifest)
     if page is not None:
         page.write([row.manifest for row in found.rows], target.manifest, found)
     kept = {name: writers[name].commit(staged.manifest) for name, staged in others.items()}

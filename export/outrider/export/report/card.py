@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from outrider.export import recipes
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, simulate
 from outrider.export.report.simulation.world import Form, Plan, Times
@@ -165,10 +164,15 @@ def warnings_of(manifest: Manifest) -> tuple[str, ...]:
     return tuple(said)
 
 
+def prediction_of(manifest: Manifest) -> Forecast | None:
+    """The predicted gain of a draft, if a target was at hand."""
+    timing = manifest.report.timing
+    return timing.forecast if timing is not None else None
+
+
 def verdict(manifest: Manifest) -> str:
     """The verdict, in one or two sentences."""
-    timing = manifest.report.timing
-    forecast = timing.forecast if timing is not None else None
+    timing, forecast = manifest.report.timing, prediction_of(manifest)
     if manifest.role == "target":
         return "A target alone: export it with a draft (outrider-export pair) to see what drafting gains."
     if timing is None or forecast is None:
@@ -201,8 +205,8 @@ def _times(speed_up: float) -> str:
 
 
 def label(manifest: Manifest) -> str:
-    """Short label of an export, such as "onnxruntime int4"."""
-    return recipes.label(manifest.runtime, manifest.precision)
+    """Short label of an export, such as "onnxruntime int4", as in `ExportOptions`."""
+    return f"{manifest.runtime} {manifest.precision}"
 
 
 def tokens_per_pass(measured: Sequence[Acceptance]) -> float:

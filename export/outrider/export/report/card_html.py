@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 import jinja2
@@ -27,13 +26,12 @@ from outrider.export.report.card import (
     verdict,
     warnings_of,
 )
-from outrider.export.report.card_plots import Item, acceptance_plot, cost_plot, require_plots, speed_up_plot
+from outrider.export.report.card_plots import Item, acceptance_plot, cost_plot, speed_up_plot
 from outrider.export.report.comparison import Comparison
 from outrider.models.bundle.build_site import BuildSite
 from outrider.models.bundle.manifest import Acceptance, Manifest
 from outrider.models.errors import BundleError, ExportError
 
-TEMPLATE: Final = "report.html.j2"
 REPORT_NAME: Final = "report.html"
 """File name of the page beside a pair's bundles."""
 
@@ -55,15 +53,11 @@ class PageWriter:
 
     def __enter__(self) -> PageWriter:
         self.check()
-        try:
+        with self._explaining("no bundle was changed"):
             self._site.open()
-        except OSError as error:
-            raise self._cannot(error, "no bundle was changed") from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
             self._site.close()
@@ -72,11 +66,10 @@ class PageWriter:
         """Raises BundleError if a file is in the way, ModuleNotFoundError if matplotlib is not installed, ExportError
         if the place cannot be read.
         """
-        require_plots()
-        try:
+        import matplotlib  # noqa: F401  # the plots need it
+
+        with self._explaining("no bundle was changed"):
             self._check_destination()
-        except OSError as error:
-            raise self._cannot(error, "no bundle was changed") from error
 
     def write(
         self, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
@@ -85,8 +78,7 @@ class PageWriter:
 
         Without drafts the page is the target's. The same figures give the same bytes. Raises OSError.
         """
-        text = card_html(drafts, target, comparison)
-        self._partial.write_text(text, encoding="utf-8", newline="\n")
+        self._partial.write_text(card_html(drafts, target, comparison), encoding="utf-8", newline="\n")
 
     def commit(self) -> Path:
         """Puts the page in its place and returns it.
@@ -94,17 +86,19 @@ class PageWriter:
         Raises BundleError if a file is in the way by now, ExportError if the system refuses.
         """
         self._check_destination()
-        try:
+        with self._explaining("the bundles are written"):
             self._partial.replace(self.path)
-        except OSError as error:
-            raise self._cannot(error, "the bundles are written") from error
         return self.path
 
-    def _cannot(self, error: OSError, bundles: str) -> ExportError:
-        return ExportError(
-            f"the report card cannot be written to {self.path} ({error.strerror}); {bundles}. Write it elsewhere: "
-            "outrider-export inspect BUNDLE --html PATH"
-        )
+    @contextlib.contextmanager
+    def _explaining(self, bundles: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ExportError(
+                f"the report card cannot be written to {self.path} ({error.strerror}); {bundles}. Write it elsewhere: "
+                "outrider-export inspect BUNDLE --html PATH"
+            ) from error
 
     def _check_destination(self) -> None:
         if not self.path.exists():
@@ -118,18 +112,14 @@ class PageWriter:
             raise BundleError(f"{self.path} exists already; add --overwrite to replace it")
 
 
-def write_card_html(
-    path: str | Path, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
-) -> Path:
+def write_card_html(path: str | Path, drafts: Sequence[Manifest], target: Manifest | None = None) -> Path:
     """Writes the page, as `PageWriter.write` does, and puts it at `path`, where it may replace another such page.
 
     Raises BundleError if something else is there, ExportError if the file cannot be written.
     """
     with PageWriter(path, overwrite=True) as page:
-        try:
-            page.write(drafts, target, comparison)
-        except OSError as error:
-            raise page._cannot(error, "no bundle was changed") from error
+        with page._explaining("no bundle was changed"):
+            page.write(drafts, target)
         return page.commit()
 
 
@@ -196,7 +186,7 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    text = resources.files("outrider.export.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    text = resources.files("outrider.export.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     return environment.from_string(text)
 
 

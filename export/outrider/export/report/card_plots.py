@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from outrider.export.report.card import JUDGED_AT, has_trees, judged
+from outrider.export.report.card import JUDGED_AT, has_trees, judged, prediction_of
 from outrider.models.bundle.manifest import Forecast, Manifest
 from outrider.models.bundle.speed_up import Setting, stop_and_wait, stream
 
@@ -50,21 +50,14 @@ _STYLE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A draft, or a target, under the name that the page calls it by."""
+    """A draft, or a target, under the name that the page calls it by. forecast: see `prediction_of`."""
 
     label: str
     manifest: Manifest
 
     @property
     def forecast(self) -> Forecast | None:
-        """The predicted gain of the draft, if a target was at hand."""
-        timing = self.manifest.report.timing
-        return timing.forecast if timing is not None else None
-
-
-def require_plots() -> None:
-    """Raises ModuleNotFoundError if matplotlib is not installed."""
-    import matplotlib  # noqa: F401
+        return prediction_of(self.manifest)
 
 
 def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: str | None = None) -> str:
@@ -85,15 +78,17 @@ def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: 
         settings = [_setting(shown.forecast, rtt_ms) for rtt_ms in round_trips]
         name = f"{shown.label}, streamed" if others else "streamed"
         axes.plot(round_trips, [stream(one).speed_up for one in settings], color=COLOURS[0], linewidth=2.6, label=name)
-        waited = [stop_and_wait(one).speed_up for one in settings]
         axes.plot(
-            round_trips, waited, color=COLOURS[0], linestyle=(0, (4, 2)), label=name.replace("streamed", _WAITING)
+            round_trips,
+            [stop_and_wait(one).speed_up for one in settings],
+            color=COLOURS[0],
+            linestyle=(0, (4, 2)),
+            label=name.replace("streamed", _WAITING),
         )
         for index, forecast in enumerate(others):
-            streamed = [stream(_setting(forecast, rtt_ms)).speed_up for rtt_ms in round_trips]
             axes.plot(
                 round_trips,
-                streamed,
+                [stream(_setting(forecast, rtt_ms)).speed_up for rtt_ms in round_trips],
                 color=GREY,
                 linewidth=1.1,
                 zorder=1,
@@ -142,8 +137,7 @@ def acceptance_plot(drafts: Sequence[Item], best: str | None = None) -> str:
         upper.set_xticks(range(len(temperatures)), [f"{temperature:g}" for temperature in temperatures])
         upper.grid(visible=True, axis="y")
         upper.set_axisbelow(True)
-        lines = _depth_lines(drafts)
-        for (label, rows), colour in zip(lines, colours if len(drafts) > 1 else COLOURS, strict=False):
+        for (label, rows), colour in zip(_depth_lines(drafts), colours if len(drafts) > 1 else COLOURS, strict=False):
             is_best = colour != GREY
             lower.plot(
                 *zip(*rows, strict=True), "o-", color=colour, markersize=4, label=label, zorder=3 if is_best else 2
@@ -248,10 +242,7 @@ def _inline(svg: str, title: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style.*?</style>\s*", "", svg, flags=re.DOTALL)  # would hold for the whole page
     svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # names that every plot of a page would share
-    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', _opening(title), svg, count=1)
-    return svg.replace(_INK, "currentColor")
-
-
-def _opening(title: str) -> str:
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
-    return f'<svg {names} viewBox="\\1" role="img" aria-label="{title}">'
+    opening = f'<svg {names} viewBox="\\1" role="img" aria-label="{title}">'
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, svg, count=1)
+    return svg.replace(_INK, "currentColor")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Final
 
-from outrider.export.report.card import REFUSED_UNDER, judged, label, require_acceptance
+from outrider.export.report.card import REFUSED_UNDER, judged, label, prediction_of, require_acceptance
 from outrider.models.bundle.manifest import Forecast, Manifest
 from outrider.models.bundle.speed_up import Setting, stream
 
@@ -30,16 +30,14 @@ class NotMade:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One draft of the comparison. tokens_per_s, speed_ups: predicted, at each of the chosen round trips."""
+    """One draft of the comparison. label: runtime and precision. tokens_per_s, speed_ups: predicted, at each of the
+    chosen round trips.
+    """
 
+    label: str
     manifest: Manifest
     tokens_per_s: tuple[float, ...]
     speed_ups: tuple[float, ...]
-
-    @property
-    def label(self) -> str:
-        """Runtime and precision."""
-        return label(self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +102,16 @@ def _row(draft: Manifest, round_trips_ms: Sequence[float], draft_ms: float | Non
         ).speed_up
         for rtt_ms in round_trips_ms
     )
-    return Row(draft, tuple(1e3 / forecast.step_ms * speed_up for speed_up in speed_ups), speed_ups)
+    return Row(label(draft), draft, tuple(1e3 / forecast.step_ms * speed_up for speed_up in speed_ups), speed_ups)
 
 
 def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], *, are_times_real: bool) -> str:
     where = " and ".join(f"{rtt_ms:g}" for rtt_ms in round_trips_ms)
     average, trips = ("on average ", "round trips") if len(round_trips_ms) > 1 else ("", "a round trip")
-    words = f"{average}{mean(best.tokens_per_s):.1f} tokens/s predicted at {trips} of {where} ms, "
-    words += f"{mean(best.speed_ups):.2f}x of cloud-only streaming; "
+    words = (
+        f"{average}{mean(best.tokens_per_s):.1f} tokens/s predicted at {trips} of {where} ms, "
+        f"{mean(best.speed_ups):.2f}x of cloud-only streaming; "
+    )
     num_others = len(as_good) - 1
     words += f"the smallest of {len(as_good)} within {TIE:.0%}" if num_others else f"no other is within {TIE:.0%}"
     if not are_times_real:
@@ -121,9 +121,9 @@ def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], 
 
 def forecast_of(draft: Manifest) -> Forecast:
     """The predicted gain of a draft that was judged."""
-    timing = draft.report.timing
-    assert timing is not None and timing.forecast is not None, "a comparison is of drafts judged on a target"
-    return timing.forecast
+    forecast = prediction_of(draft)
+    assert forecast is not None, "a comparison is of drafts judged on a target"
+    return forecast
 
 
 def acceptance_of(draft: Manifest) -> float:

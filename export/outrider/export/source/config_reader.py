@@ -63,7 +63,7 @@ class ModelShape:
     attends everything. windows: all that its configuration names, in use or not. is_tied: whether input and output
     embeddings are one tensor. original_positions: all positions before rotary scaling that the configuration names,
     where some models change their frequencies. facts: the decoder's configuration as transformers understands it,
-    without keys that the family does not know.
+    without keys that the family does not know; everything is decided by it.
     """
 
     family: str
@@ -99,6 +99,15 @@ class ModelShape:
         if self.window is not None and self.window > LONGEST_CHECKED:
             ends.append(self.window)
         return min(ends)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know about an export, a sentence each."""
+        if self.max_positions == self.positions:
+            return ()
+        is_asked = self.max_positions == self.longest
+        why = "as asked for" if is_asked else "its sliding window is longer than the check can test"
+        return (f"sequences end at {self.max_positions:,} tokens of the model's {self.positions:,}: {why}",)
 
 
 def read_shape(path: Path, config: Mapping[str, Any], longest: int | None = None) -> ModelShape:

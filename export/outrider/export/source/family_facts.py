@@ -58,17 +58,25 @@ SHAPES: Final[dict[str, tuple[str, ...]]] = {
 def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
     """Why `runtime` cannot run a model of this configuration; None if nothing is known: then its check decides."""
     family = config.get("model_type")
-    if runtime == "openvino" and device != "npu" and config.get("attn_logit_softcapping"):
-        return "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out"
-    if runtime == "openvino" and device == "npu" and family == "bloom":
-        return "it has no positions (ALiBi), by which an NPU's path tells a prompt from a cached step"
-    if runtime == "torch" and family == "bloom":
-        return "its attention adds ALiBi by itself, outside transformers' attention interface"
-    if runtime == "torch" and family == "gpt_neo":
-        return "its attention is its own, outside transformers' attention interface"
-    if runtime == "torch" and config.get("index_topk"):
-        return "its sparse attention keeps keys of its own (index_topk), which cannot be cut back"
-    return None
+    is_npu = device == "npu"
+    obstacles = {
+        "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out": (
+            runtime == "openvino" and not is_npu and config.get("attn_logit_softcapping")
+        ),
+        "it has no positions (ALiBi), by which an NPU's path tells a prompt from a cached step": (
+            runtime == "openvino" and is_npu and family == "bloom"
+        ),
+        "its attention adds ALiBi by itself, outside transformers' attention interface": (
+            runtime == "torch" and family == "bloom"
+        ),
+        "its attention is its own, outside transformers' attention interface": (
+            runtime == "torch" and family == "gpt_neo"
+        ),
+        "its sparse attention keeps keys of its own (index_topk), which cannot be cut back": (
+            runtime == "torch" and config.get("index_topk")
+        ),
+    }
+    return next((reason for reason, applies in obstacles.items() if applies), None)
 
 
 _NUM_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

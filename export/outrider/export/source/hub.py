@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from outrider.export.disk import telling_of_full_disks
-from outrider.export.quiet import missing_extra
 from outrider.models.errors import ExportError
+from outrider.models.process.extras import missing_extra
 
 SAFE_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
 # Folders hold other formats, and these the same weights once more, for other loaders.
@@ -42,7 +42,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
         import huggingface_hub
         from huggingface_hub import constants, errors
     except ModuleNotFoundError as error:
-        raise missing_extra(error, f"downloading {hub_id}") from None
+        raise missing_extra(error, f"downloading {hub_id}", "export") from None
     what = f"{hub_id} at revision {revision}" if revision else hub_id
     offline = constants.is_offline_mode()
     has_token = huggingface_hub.get_token() is not None

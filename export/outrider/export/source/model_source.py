@@ -38,11 +38,7 @@ _TOKEN_IDS: Final = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_st
 class SourceModel:
     """A directory that can be exported. weight_files are its safetensors, sorted.
 
-    config: config.json, in a form that transformers reads. facts: the decoder's configuration as transformers
-    understands it (`ModelShape.facts`), which everything is decided by. windows: those that the check must go beyond.
-    original_positions: those before rotary scaling that the check must cross. max_positions: as `read_source` was asked
-    for. notes: what the user should know about
-    this export, a sentence each.
+    config: config.json, in a form that transformers reads. shape: what that says of the decoder.
     """
 
     path: Path
@@ -52,11 +48,7 @@ class SourceModel:
     weight_files: tuple[Path, ...]
     tokenizer: Tokenizer
     architecture: Architecture
-    facts: Mapping[str, Any]
-    windows: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
-    original_positions: tuple[int, ...] = ()
-    max_positions: int | None = None
+    shape: ModelShape
 
     def describe(self) -> Source:
         """Name, revision and the hash of configuration and weights; reads every byte of the weights."""
@@ -93,22 +85,26 @@ def read_source(model: str | Path, max_positions: int | None = None) -> SourceMo
             f"{path}: the tokenizer has {tokenizer.size} ids, the model only {shape.vocab_size}: they do not "
             "belong together; get both from one place"
         )
-    _require_in_vocabulary(path, token_ids, shape.vocab_size)
-    parameters = check_weights(path, weight_files, shape, config)
-    return SourceModel(
-        path,
-        name,
-        commit,
-        config,
-        weight_files,
-        tokenizer,
-        _architecture(shape, tokenizer.size, parameters),
-        shape.facts,
-        shape.checked_windows,
-        _notes(shape),
-        shape.crossed_originals,
-        max_positions,
+    for place, token in token_ids.items():
+        if token >= shape.vocab_size:
+            raise ExportError(
+                f"{path}: {place} is {token}, outside the model's vocabulary of {shape.vocab_size}; expected 0 to "
+                f"{shape.vocab_size - 1}: correct the file"
+            )
+    architecture = Architecture(
+        name=shape.family,
+        layers=shape.layers,
+        hidden_size=shape.hidden_size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_size=shape.head_size,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocab_size,
+        tokenizer_size=tokenizer.size,
+        max_positions=shape.max_positions,
+        parameters=check_weights(path, weight_files, shape, config),
     )
+    return SourceModel(path, name, commit, config, weight_files, tokenizer, architecture, shape)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -181,15 +177,6 @@ def _read_token_ids(path: Path, config: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def _require_in_vocabulary(path: Path, token_ids: Mapping[str, int], vocab_size: int) -> None:
-    for place, token in token_ids.items():
-        if token >= vocab_size:
-            raise ExportError(
-                f"{path}: {place} is {token}, outside the model's vocabulary of {vocab_size}; expected 0 to "
-                f"{vocab_size - 1}: correct the file"
-            )
-
-
 def _name(path: Path) -> tuple[str, str | None]:
     """The directory's name; in a hub cache, the model's id and the commit."""
     if path.parent == REFERENCE_ROOT:
@@ -197,27 +184,3 @@ def _name(path: Path) -> tuple[str, str | None]:
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return path.parent.parent.name.removeprefix("models--").replace("--", "/"), path.name
     return path.name, None
-
-
-def _architecture(shape: ModelShape, tokenizer_size: int, parameters: int) -> Architecture:
-    return Architecture(
-        name=shape.family,
-        layers=shape.layers,
-        hidden_size=shape.hidden_size,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_size=shape.head_size,
-        intermediate_size=shape.intermediate_size,
-        vocab_size=shape.vocab_size,
-        tokenizer_size=tokenizer_size,
-        max_positions=shape.max_positions,
-        parameters=parameters,
-    )
-
-
-def _notes(shape: ModelShape) -> tuple[str, ...]:
-    if shape.max_positions == shape.positions:
-        return ()
-    is_asked = shape.max_positions == shape.longest
-    why = "as asked for" if is_asked else "its sliding window is longer than the check can test"
-    return (f"sequences end at {shape.max_positions:,} tokens of the model's {shape.positions:,}: {why}",)

@@ -76,15 +76,14 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Tokenizer, *, is_chat: boo
 
     Raises TokenizerError if there is none.
     """
-    ids: list[Ids] = []
-    for prompt in prompts:
+
+    def encoded(prompt: Any) -> list[int]:
         if isinstance(prompt, str) and not is_chat:
-            ids.append(tuple(tokenizer.encode(prompt)))
-            continue
+            return tokenizer.encode(prompt)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = tokenizer.apply_chat_template(messages)
-        ids.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
-    return ids
+        return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+
+    return [tuple(encoded(prompt)) for prompt in prompts]
 
 
 def _parse(path: Path, where: str, text: str) -> Any:

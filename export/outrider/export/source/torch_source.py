@@ -45,12 +45,16 @@ def load_source_model(path: Path, dtype: str = "float32", attention: str = "eage
             ignore_mismatched_sizes=True,  # `found` reports them with names and shapes
             output_loading_info=True,
         )
-    _require_all(path, found)
-    _require_used(path, found, model)
+    _require_exact(path, found, model)
     return model.eval()
 
 
-def _require_all(path: Path, found: Mapping[str, Any]) -> None:
+def _require_exact(path: Path, found: Mapping[str, Any], model: Any) -> None:
+    """Raises ExportError for tensors of another shape, missing ones, and biases or norms that the model's layers lack:
+    config.json has another family or flags.
+
+    Whole parts that are not loaded, such as a vision tower, are ignored.
+    """
     mismatched, missing = sorted(found["mismatched_keys"]), sorted(found["missing_keys"])
     if mismatched:
         name, stored, expected = mismatched[0]
@@ -64,12 +68,6 @@ def _require_all(path: Path, found: Mapping[str, Any]) -> None:
             "they do not belong together: get both from one place"
         )
 
-
-def _require_used(path: Path, found: Mapping[str, Any], model: Any) -> None:
-    """Raises ExportError for biases or norms that the model's layers lack: config.json has another family or flags.
-
-    Whole parts that are not loaded, such as a vision tower, are ignored.
-    """
     modules = {name for name, _ in model.named_modules()}
     left = sorted(
         name
@@ -94,5 +92,4 @@ def source_logits(model: Any, tokens: Sequence[int], num_rows: int = 0) -> NDArr
     chosen = {"logits_to_keep": num_rows} if can_choose else {}
     with torch.inference_mode():
         logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False, **chosen).logits[0]
-    rows: NDArray[np.float32] = logits[-num_rows:].float().numpy()
-    return rows
+    return np.asarray(logits[-num_rows:].float().numpy())

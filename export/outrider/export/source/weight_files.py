@@ -19,6 +19,9 @@ from outrider.export.source.family_facts import FAMILIES, SHAPES
 from outrider.models.bundle.manifest import Precision
 from outrider.models.errors import ExportError
 
+DTYPES: Final = {"fp32": ("F32", "float32"), "fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}
+"""By precision: the dtype's name in safetensors and in torch."""
+
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")

@@ -79,7 +79,7 @@ def widen(
     for name in TOKENIZER_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, out / name)
-    return read_source(out, max_positions=source.max_positions)
+    return read_source(out, max_positions=source.shape.longest)
 
 
 def _require_gated(source: SourceModel) -> None:

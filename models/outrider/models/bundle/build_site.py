@@ -51,6 +51,23 @@ class BuildSite:
         restored = [self._clear(tag) for tag in self._tags() if tag != self._tag]
         return any(restored)
 
+    def swap(self) -> None:
+        """Renames the directory that was built to the destination.
+
+        A directory cannot replace another in one rename: an old one is set aside first, and put back on failure.
+        """
+        built, aside = self.path("partial"), self.path("old")
+        if not self._destination.exists():
+            built.rename(self._destination)
+            return
+        self._destination.rename(aside)
+        try:
+            built.rename(self._destination)
+        except BaseException:
+            aside.rename(self._destination)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
     def close(self) -> None:
         """Gives the lock back and removes its file. What was built is not touched."""
         if self._lock is not None:

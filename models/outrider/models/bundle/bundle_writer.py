@@ -93,23 +93,9 @@ class BundleWriter:
         if self._sealed != manifest:
             self.seal(manifest)
         self.check_destination()
-        self._swap()
+        self._site.swap()
         flush(self._destination.parent)
         return Bundle(self._destination, manifest)
-
-    def _swap(self) -> None:
-        """A directory cannot replace another in one rename, so an old bundle is first renamed out of the way."""
-        if not self._destination.exists():
-            self.directory.rename(self._destination)
-            return
-        aside = self._site.path("old")
-        self._destination.rename(aside)
-        try:
-            self.directory.rename(self._destination)
-        except BaseException:
-            aside.rename(self._destination)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
 
     def check_destination(self) -> None:
         """Raises BundleError if the destination exists and may not be replaced."""

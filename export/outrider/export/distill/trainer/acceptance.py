@@ -7,7 +7,6 @@ could test, and the outcome of rounds of any depth is arithmetic on the vector o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.export.check.acceptance import Rounds, play_rounds
-from outrider.export.distill.trainer.progress import Stop, never
 from outrider.export.distill.trainer.rollout import Decoder
+from outrider.export.progress import Stop, never
 from outrider.models.picks.sampling import SamplingParams, pick
 
 
@@ -100,7 +99,7 @@ def _continue(
     num_ids: int | None,
     stop: Stop,
 ) -> list[Passage] | None:
-    decoder = Decoder(target, prompts, num_ids or target.config.get_text_config().vocab_size)
+    decoder = Decoder(target, prompts, num_ids)
     parameters = [SamplingParams(temperature=temperature, seed=first_seed + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
     is_open = [True] * len(texts)
@@ -126,8 +125,7 @@ def _continue(
 @torch.inference_mode()
 def row_logits(model: PreTrainedModel, text: Sequence[int], start: int) -> Tensor:
     """Logits `[len(text) - start, vocabulary]` fp32 for the tokens of `text` from `start` on, start at least 1."""
-    ids = torch.tensor([list(text[:-1])], device=model.device)
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    logits: Tensor = model(input_ids=torch.tensor([list(text[:-1])], device=model.device), use_cache=False).logits
     return logits[0, start - 1 :].float().cpu()
 
 
@@ -144,18 +142,16 @@ def score(
 
 def summarize(temperature: float, scores: Sequence[Score], depth: int = 4) -> Acceptance:
     """The rates over all passages."""
-    total = sum((one.counts for one in scores), Rounds())
+    rate, residuals = _rate(scores)
     positions = sum(one.positions for one in scores)
-    rate = total.accepted / total.tested
-    residuals = [one.counts.accepted - rate * one.counts.tested for one in scores]
     return Acceptance(
         temperature=temperature,
         depth=depth,
         positions=positions,
         per_position=sum(one.hits for one in scores) / positions,
         in_chain=rate,
-        error=math.sqrt(sum(residual**2 for residual in residuals)) / total.tested,
-        tokens_per_pass=positions / total.rounds,
+        error=float(np.sqrt((residuals**2).sum())),
+        tokens_per_pass=positions / sum(one.counts.rounds for one in scores),
     )
 
 
@@ -175,12 +171,9 @@ def compare(before: Sequence[Sequence[Score]], after: Sequence[Sequence[Score]])
 
     The error takes prompts as independent, and passages of one prompt at several settings as related.
     """
-    rises: list[float] = []
-    residuals: list[NDArray[np.float64]] = []
-    for was, is_now in zip(before, after, strict=True):
-        (old, old_residuals), (new, new_residuals) = _rate(was), _rate(is_now)
-        rises.append(new - old)
-        residuals.append(new_residuals - old_residuals)
+    rated = [(_rate(was), _rate(is_now)) for was, is_now in zip(before, after, strict=True)]
+    rises = [new - old for (old, _), (new, _) in rated]
+    residuals = [new - old for (_, old), (_, new) in rated]
     return Change(float(np.mean(rises)), float(np.sqrt((np.mean(residuals, axis=0) ** 2).sum())))
 
 

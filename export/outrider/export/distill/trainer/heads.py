@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.export.distill.trainer.optim import Budget, rate_scale
-from outrider.export.distill.trainer.order import shuffled
-from outrider.export.distill.trainer.pool import Pool
-from outrider.export.distill.trainer.progress import Event, Report, Stop
+from outrider.export.distill.trainer.pool import Pool, shuffled
 from outrider.export.distill.trainer.rollout import Rollout
+from outrider.export.progress import Event, Report, Stop
 
 ROWS_PER_STEP: Final = 16
 _LATER: Final = 0.8  # weight of a head's loss relative to the head before it, as in the paper
@@ -39,11 +38,7 @@ class Heads(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, size))
         self.register_buffer("unembedding", unembedding.detach().float())
         self.register_buffer("unembedding_bias", torch.zeros(vocab) if bias is None else bias.detach().float())
-
-    @property
-    def count(self) -> int:
-        """How many heads."""
-        return len(self.weight)
+        self.count = count
 
     def logits(self, hidden: Tensor, head: int) -> Tensor:
         """[..., V] of one head from hidden states [..., H]."""
@@ -52,23 +47,21 @@ class Heads(nn.Module):
 
 
 class HiddenStates:
-    """Reads what a model's LM head gets: the last hidden state, after the final norm. The model stays as it is."""
+    """Reads what a model's LM head gets: the last hidden state, after the final norm. The model stays as it is.
+
+    is_reduced: whether the model is in bf16: then the heads' products are, too, in training.
+    """
 
     def __init__(self, model: Any, num_ids: int) -> None:
         self._model = model
         self._head: Any = model.get_output_embeddings()
         self._num_ids = num_ids
         self._seen: list[Tensor] = []
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the model is in bf16: then the heads' products are, too, in training."""
-        return bool(self._model.dtype == torch.bfloat16)
+        self.is_reduced = bool(model.dtype == torch.bfloat16)
 
     def make_heads(self, count: int) -> Heads:
         """Untrained heads in front of this model's LM head."""
-        bias = getattr(self._head, "bias", None)
-        return Heads(count, self._head.weight, bias).to(self._model.device)
+        return Heads(count, self._head.weight, getattr(self._head, "bias", None)).to(self._model.device)
 
     @torch.no_grad()
     def of(self, ids: Tensor) -> Tensor:
@@ -118,7 +111,9 @@ def _step(states: HiddenStates, heads: Heads, rows: Rollout) -> list[float]:
     hidden = states.of(rows.ids)
     losses = []
     for head in range(heads.count):
-        chosen, labels = _places(hidden, rows, head)
+        labels, is_own = _labels(rows, head)
+        is_own = is_own.to(hidden.device)
+        chosen, labels = hidden[:, : labels.shape[1]][is_own], labels.to(hidden.device)[is_own]  # [places, H], [places]
         total = 0.0
         for part, wanted in zip(torch.split(chosen, _CHUNK), torch.split(labels, _CHUNK), strict=True):
             with torch.autocast(part.device.type, torch.bfloat16, enabled=states.is_reduced):
@@ -128,13 +123,6 @@ def _step(states: HiddenStates, heads: Heads, rows: Rollout) -> list[float]:
             total += float(loss.detach())
         losses.append(total)
     return losses
-
-
-def _places(hidden: Tensor, rows: Rollout, head: int) -> tuple[Tensor, Tensor]:
-    """The hidden states [P, H] from which a head guesses a token that the target wrote, and those tokens [P]."""
-    labels, is_own = _labels(rows, head)
-    is_own = is_own.to(hidden.device)
-    return hidden[:, : labels.shape[1]][is_own], labels.to(hidden.device)[is_own]
 
 
 def _labels(rows: Rollout, head: int) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,9 @@ As losses to train on, and as figures on rows that it is not trained on, by whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,15 @@ from transformers import PreTrainedModel
 from outrider.export.distill.trainer.optim import DistillPlan
 from outrider.export.distill.trainer.pool import Pool
 from outrider.export.distill.trainer.rollout import Rollout
+
+_BYTES = 2 << 30
+"""Bound of the logits and their gradients in one pass of training."""
+
+
+def training_rows(row_length: int, vocab_size: int, per_step: int) -> int:
+    """The largest divisor of `per_step` whose rows' logits, four copies in fp32, fit; at least 1."""
+    fitting = _BYTES // (4 * 4 * row_length * vocab_size)
+    return max(rows for rows in range(1, per_step + 1) if per_step % rows == 0 and (rows == 1 or rows <= fitting))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ def match_bound(log_p: Tensor, log_q: Tensor, rest_p: Tensor, rest_q: Tensor) ->
     return (1.0 / (among + others)).sum(dim=-1)
 
 
-def draft_logits(student: nn.Module, ids: Tensor, num_ids: int) -> Tensor:
+def draft_logits(student: nn.Module, ids: Tensor, num_ids: int | None) -> Tensor:
     """Logits `[rows, length - 1, num_ids]` for all tokens of `ids` `[rows, length]` but the first, bf16 inside."""
     with torch.autocast(ids.device.type, dtype=torch.bfloat16):
         logits: Tensor = student(input_ids=ids, use_cache=False).logits
@@ -89,7 +99,7 @@ def weighted_loss(
     temperature: Tensor,
     weights: Tensor,
     plan: DistillPlan,
-    num_ids: int,
+    num_ids: int | None,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its three parts `[3]`: sums over positions of forward KL, match bound and cross-entropy, in nats.
 
@@ -109,6 +119,48 @@ def weighted_loss(
         nats = (each * masks.written.flatten()).sum()
     parts = torch.stack([(divergence * masks.known).sum(), (match * masks.known).sum(), nats])
     return (parts * weights).sum(), parts.detach()
+
+
+Pass = Callable[..., tuple[Tensor, Tensor]]
+"""Takes a model and inputs; returns a loss and the figures to report."""
+
+
+class BackwardPass:
+    """Calls a `Pass` and adds the gradients of its loss to the model's.
+
+    The first call tries compilation. If it fails, `tell` gets the reason and the same call runs without it, so an error
+    that has another cause is still raised.
+    """
+
+    def __init__(self, function: Pass, *, is_compiled: bool, tell: Callable[[str], None]) -> None:
+        self._plain = function
+        self._function: Pass = torch.compile(function, dynamic=False) if is_compiled else function
+        self._is_tried = not is_compiled
+        self._tell = tell
+        self.is_compiled = is_compiled
+
+    def __call__(self, model: nn.Module, *inputs: Any) -> Tensor:
+        """Runs the pass and returns the figures to report. On the first call the model must have no gradients."""
+        if self._is_tried:
+            return self._run(model, *inputs)
+        self._is_tried = True
+        try:
+            return self._run(model, *inputs)
+        except Exception as error:
+            self._function = self._plain
+            self.is_compiled = False
+            model.zero_grad(set_to_none=True)
+            reason = (str(error).strip().splitlines() or [""])[0][:200]
+            self._tell(
+                f"torch.compile does not work here ({type(error).__name__}: {reason}); training continues without it, "
+                "slower, with the same result (usually a C++ compiler is missing)"
+            )
+        return self._run(model, *inputs)
+
+    def _run(self, model: nn.Module, *inputs: Any) -> Tensor:
+        loss, facts = self._function(model, *inputs)
+        torch.autograd.backward(loss)
+        return facts
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +187,7 @@ def measure_agreement(
     student: PreTrainedModel,
     pool: Pool,
     temperatures: Sequence[float],
-    num_ids: int,
+    num_ids: int | None,
     rows_per_pass: int,
     skip: int = 16,
     match_k: int = 24,

@@ -84,7 +84,10 @@ def _vocabulary_tables(model: nn.Module) -> set[int]:
 
 @dataclass(slots=True)
 class Budget:
-    """A stage's minutes of wall clock, or its steps; time used is carried across resumed runs."""
+    """A stage's minutes of wall clock, or its steps; time used is carried across resumed runs.
+
+    used_s: of earlier runs, less what does not count (compilation, say).
+    """
 
     minutes: float | None
     steps: int | None = None
@@ -94,10 +97,6 @@ class Budget:
     def elapsed_s(self) -> float:
         """Seconds used, those of earlier runs included."""
         return self.used_s + time.monotonic() - self._started
-
-    def exclude(self, seconds: float) -> None:
-        """Does not count `seconds` (compilation, say) against the budget."""
-        self.used_s -= seconds
 
     def progress(self, step: int = 0) -> float:
         """Share of the budget used before step `step`, in [0, 1]; the same in every process."""

@@ -6,19 +6,12 @@ the identity. Knows nothing of models.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-
-
-def start() -> None:
-    """Joins the other processes, if `torchrun` started this one among several."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
 
 
 def rank() -> int:

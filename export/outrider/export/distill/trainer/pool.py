@@ -1,7 +1,8 @@
 """Samples and reads the pool: the target's text in a folder, in parts that appear whole or not at all.
 
 A part is a pure function of the model, the prompts, the plan and its number, so a killed run continues where it was.
-Parts are mapped into memory when they are read, so a pool may be larger than the memory.
+Parts are mapped into memory when they are read, so a pool may be larger than the memory. The orders in which prompts
+and rows are taken are endless shuffles, pure functions of a place in them.
 """
 
 from __future__ import annotations
@@ -19,38 +20,12 @@ from transformers import PreTrainedModel
 
 from outrider.export.distill.trainer import parallel
 from outrider.export.distill.trainer.files import load_tensors, save_json, save_tensors
-from outrider.export.distill.trainer.order import BATCHES_SORTED, batch_by_length
-from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
-from outrider.export.distill.trainer.rollout import Rollout, Writing, concatenate, sample_rows
+from outrider.export.distill.trainer.rollout import PoolPlan, Rollout, concatenate, sample_rows
+from outrider.export.progress import Event, Report, Stop, never, silent
 from outrider.models.errors import ModelFault
 
 PROGRESS_FILE = "pool.json"
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """How much text to sample, in minutes of wall clock, tokens or batches (one of the three), and how.
-
-    rows: sampled at once, at temperatures spread evenly over `sample_between`. temperatures: those at which a draft can
-    be trained. top_k: likeliest tokens recorded at every position. num_ids: tokens of the tokenizer; None for all that
-    the model has. stop_ids: what ends a row; without any, the target writes on after the end of a text.
-    """
-
-    seed: int
-    minutes: float | None = None
-    tokens: int | None = None
-    batches: int | None = None
-    row_length: int = 192
-    rows: int = 256
-    sample_between: tuple[float, float] = (0.5, 1.0)
-    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
-    top_k: int = 64
-    num_ids: int | None = None
-    stop_ids: tuple[int, ...] = ()
-
-    def bytes_per_token(self) -> int:
-        """Bytes of a token of the pool on the disk."""
-        return 4 + 6 * self.top_k + 4 * len(self.temperatures)
+BATCHES_SORTED = 16
 
 
 @dataclass(slots=True)
@@ -90,20 +65,12 @@ def sample_pool(
     lengths = [len(prompt) for prompt in usable]
     seed = plan.seed + 1000 * parallel.rank()
     made = _read(folder)
-    device = teacher.device
-    writing = Writing(
-        plan.row_length,
-        plan.temperatures,
-        plan.top_k,
-        num_ids=plan.num_ids or teacher.config.get_text_config().vocab_size,
-        stop_ids=plan.stop_ids,
-    )
     began = time.monotonic() - made.used_s
     while not made.is_complete:
         chosen = batch_by_length(lengths, plan.rows, seed, made.parts, _sort_over(plan))
-        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + made.parts)
+        generator = torch.Generator(teacher.device).manual_seed(seed * 1_000_003 + made.parts)
         temperatures = torch.linspace(*plan.sample_between, plan.rows)
-        rows = sample_rows(teacher, [usable[index] for index in chosen], temperatures, writing, generator, stop)
+        rows = sample_rows(teacher, [usable[index] for index in chosen], temperatures, plan, generator, stop)
         if rows is None:
             return False
         if not bool(torch.isfinite(rows.log_norms).all() & torch.isfinite(rows.top_logits).all()):
@@ -150,12 +117,8 @@ class Pool:
 
 def _share(made: _Made, plan: PoolPlan) -> float:
     """The share of the budget that is used; it may exceed 1."""
-    if plan.tokens is not None:
-        return made.tokens / plan.tokens
-    if plan.batches is not None:
-        return made.parts / plan.batches
-    assert plan.minutes is not None
-    return made.used_s / (60.0 * plan.minutes)
+    budgets = ((made.tokens, plan.tokens), (made.parts, plan.batches), (made.used_s / 60.0, plan.minutes))
+    return next(used / budget for used, budget in budgets if budget is not None)
 
 
 def _sort_over(plan: PoolPlan) -> int:
@@ -174,3 +137,36 @@ def _part(folder: Path, number: int) -> Path:
 def _read(folder: Path) -> _Made:
     path = folder / PROGRESS_FILE
     return _Made(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else _Made()
+
+
+def shuffled(count: int, seed: int, first: int, size: int) -> NDArray[np.int64]:
+    """Places `first` to `first + size` of an endless row of shuffles of `range(count)`: int64 `[size]`.
+
+    Raises `ValueError` when there is nothing to shuffle.
+    """
+    if count < 1:
+        raise ValueError(f"there are {count} things to shuffle; expected at least one")
+    parts: list[NDArray[np.int64]] = []
+    place = first
+    while place < first + size:
+        epoch, offset = divmod(place, count)
+        order = np.random.default_rng([seed, epoch]).permutation(count)
+        parts.append(order[offset : offset + first + size - place])
+        place += len(parts[-1])
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def batch_by_length(
+    lengths: Sequence[int], rows: int, seed: int, number: int, sort_over: int = BATCHES_SORTED
+) -> NDArray[np.int64]:
+    """Which prompts batch `number` holds, int64 `[rows]`: prompts of like length, each drawn as often as the others.
+
+    `sort_over` batches are filled from the shuffled prompts, sorted by length, cut and shuffled again: there is
+    little padding, and every prompt comes once before one comes twice.
+    """
+    block, place = divmod(number, sort_over)
+    drawn = shuffled(len(lengths), seed, block * sort_over * rows, sort_over * rows)
+    drawn = drawn[np.argsort(np.asarray(lengths)[drawn], kind="stable")]
+    turn = np.random.default_rng([seed, 1, block]).permutation(sort_over)[place]
+    batch = drawn.reshape(sort_over, rows)[turn]
+    return np.random.default_rng([seed, 2, number]).permutation(batch)

@@ -12,10 +12,23 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from outrider.export.distill.trainer.memory import prefill_positions
-from outrider.export.distill.trainer.progress import Stop, never
+from outrider.export.progress import Stop, never
+
+_BYTES = 1 << 30
+"""Bound of the key/value cache, and of the logits: 1 GiB each."""
+_MAX_ROWS = 256
+
+
+def rollout_rows(config: PreTrainedConfig, row_length: int, bytes_per_value: int) -> int:
+    """Rows to sample at once, 1 to 256: their keys and values, and three copies of a step's logits, fit."""
+    text = config.get_text_config()
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    cache: int = 2 * text.num_hidden_layers * kv_heads * head_size * bytes_per_value * row_length
+    logits: int = 3 * 4 * text.vocab_size
+    return max(1, min(_MAX_ROWS, _BYTES // max(cache, logits)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +68,30 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
-    """How rows are written: to `length` tokens, or to one of `stop_ids`, which then is the row's last token.
+class PoolPlan:
+    """How much text to sample, in minutes of wall clock, tokens or batches (one of the three), and how.
 
-    norms_at: temperatures at which normalizers are recorded. num_ids: tokens of the tokenizer; logits beyond are the
-    model's padding and are never read.
+    rows: sampled at once, at temperatures spread evenly over `sample_between`. temperatures: those at which a draft can
+    be trained, whose normalizers are recorded. top_k: likeliest tokens recorded at every position. num_ids: tokens of
+    the tokenizer, None for all that the model has; logits beyond are padding and are never read. stop_ids: what ends a
+    row, as its last token; without any, the target writes on after the end of a text.
     """
 
-    length: int
-    norms_at: tuple[float, ...]
-    top_k: int
-    num_ids: int
+    seed: int
+    minutes: float | None = None
+    tokens: int | None = None
+    batches: int | None = None
+    row_length: int = 192
+    rows: int = 256
+    sample_between: tuple[float, float] = (0.5, 1.0)
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
+    top_k: int = 64
+    num_ids: int | None = None
     stop_ids: tuple[int, ...] = ()
 
-
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model takes positions; one that does not (Bloom) derives them from the attention mask."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+    def bytes_per_token(self) -> int:
+        """Bytes of a token of the pool on the disk."""
+        return 4 + 6 * self.top_k + 4 * len(self.temperatures)
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -88,18 +108,20 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 class Decoder:
     """A batch that a model writes: logits of the prompts in pieces, then of one token per row at a time."""
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_ids: int) -> None:
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_ids: int | None) -> None:
         self._model = model
         self._num_ids = num_ids
         self._cache = DynamicCache(config=model.config)
         self._ids, self._mask = pad_left(prompts, model.device)
         self._positions = (self._mask.cumsum(dim=1) - 1).clamp(min=0)
-        self._is_placed = takes_positions(model)
+        # Bloom takes no positions: it derives them from the attention mask.
+        self._is_placed = "position_ids" in inspect.signature(model.forward).parameters
 
     def prefill(self) -> Iterator[Tensor]:
         """Logits after every token of the padded prompts: pieces `[rows, positions, num_ids]` fp32, in order."""
         rows, longest = self._ids.shape
-        step = prefill_positions(rows, self._model.config.get_text_config().vocab_size)
+        vocab_size: int = self._model.config.get_text_config().vocab_size
+        step = max(1, _BYTES // (2 * 4 * rows * vocab_size))  # two copies of their fp32 logits fit
         for first in range(0, longest, step):
             yield self._pass(first, min(first + step, longest))
 
@@ -129,46 +151,46 @@ def sample_rows(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     temperatures: Tensor,
-    writing: Writing,
+    plan: PoolPlan,
     generator: torch.Generator,
     stop: Stop = never,
 ) -> Rollout | None:
     """Continues each prompt, row `r` at `temperatures[r]`; None if `stop` says so.
 
-    The whole row is recorded, its prompt included. Prompts are shorter than `writing.length`; `top_k` is capped by
+    The whole row is recorded, its prompt included. Prompts are shorter than `plan.row_length`; `top_k` is capped by
     the vocabulary. `generator` is on the model's device.
     """
-    decoder = Decoder(model, prompts, writing.num_ids)
+    decoder = Decoder(model, prompts, plan.num_ids)
     padded, _ = pad_left(prompts, model.device)
     longest = padded.shape[1]
     summaries = []
     for piece in decoder.prefill():
-        summaries.append(_summary(piece, writing))
+        summaries.append(_summary(piece, plan))
         last = piece[:, -1].clone()
     scale = temperatures[:, None].to(model.device)
-    stops = torch.tensor(writing.stop_ids, device=model.device, dtype=torch.int64)
+    stops = torch.tensor(plan.stop_ids, device=model.device, dtype=torch.int64)
     columns = [padded]
-    width = torch.full((len(prompts),), writing.length, device=model.device)
-    for position in range(longest, writing.length):
+    width = torch.full((len(prompts),), plan.row_length, device=model.device)
+    for position in range(longest, plan.row_length):
         if stop():
             return None
         noise = -torch.empty_like(last).exponential_(generator=generator).log_()
         token = (last / scale + noise).argmax(dim=-1, keepdim=True)
         columns.append(token)
         is_end = torch.isin(token[:, 0], stops)
-        width = torch.where(is_end & (width == writing.length), position + 1, width)
-        if position == writing.length - 1 or bool((width <= position + 1).all()):
+        width = torch.where(is_end & (width == plan.row_length), position + 1, width)
+        if position == plan.row_length - 1 or bool((width <= position + 1).all()):
             break
         last = decoder.step(token)
-        summaries.append(_summary(last[:, None], writing))
-    return _left_aligned(prompts, columns, summaries, width, temperatures, writing.length)
+        summaries.append(_summary(last[:, None], plan))
+    return _left_aligned(prompts, columns, summaries, width, temperatures, plan.row_length)
 
 
-def _summary(logits: Tensor, writing: Writing) -> tuple[Tensor, Tensor, Tensor]:
-    values, ids = logits.topk(min(writing.top_k, logits.shape[-1]), dim=-1)
+def _summary(logits: Tensor, plan: PoolPlan) -> tuple[Tensor, Tensor, Tensor]:
+    values, ids = logits.topk(min(plan.top_k, logits.shape[-1]), dim=-1)
     highest = values[..., :1]
-    norms = [torch.exp_((logits - highest).div_(temperature)).sum(dim=-1).log_() for temperature in writing.norms_at]
-    scales = torch.tensor(writing.norms_at, device=logits.device)
+    norms = [torch.exp_((logits - highest).div_(temperature)).sum(dim=-1).log_() for temperature in plan.temperatures]
+    scales = torch.tensor(plan.temperatures, device=logits.device)
     return ids.to(torch.int32), values.to(torch.float16), torch.stack(norms, dim=-1) + highest / scales
 
 

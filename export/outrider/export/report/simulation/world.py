@@ -7,6 +7,7 @@ after the target's own text, which neither side looks at before the pick is made
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import random
 from collections import deque
@@ -86,10 +87,7 @@ class Node:
 
     def true_child(self) -> Node | None:
         """The guess that the target picks next, if it was drafted."""
-        for child in self.children or ():
-            if child.is_true:
-                return child
-        return None
+        return next((child for child in self.children or () if child.is_true), None)
 
 
 class Device:
@@ -103,7 +101,7 @@ class Device:
         self._news: deque[tuple[float, int]] = deque()
         self._known = 0  # committed tokens
         self._frontier: list[tuple[float, int, Node]] = []
-        self._order = self._live = 0
+        self._order, self._live = itertools.count(), 0
         self._queue: list[Node] = []
         self._send_floor = 0.0
         self._bytes_before, self._bytes_rate = 0, plan.bytes_per_token or 0.0
@@ -147,12 +145,8 @@ class Device:
 
     def _best(self) -> list[Node]:
         """The nodes to expand in the next call."""
-        if self._live > self._plan.budget:
-            return []
-        found: list[Node] = []
-        while self._frontier and len(found) < self._times.nodes_per_call:
-            found.append(heapq.heappop(self._frontier)[2])
-        return found
+        count = 0 if self._live > self._plan.budget else min(self._times.nodes_per_call, len(self._frontier))
+        return [heapq.heappop(self._frontier)[2] for _ in range(count)]
 
     def _expand(self, node: Node) -> None:
         """What the draft says after a node."""
@@ -174,8 +168,7 @@ class Device:
     def _push(self, node: Node) -> None:
         """Puts a node on the frontier, if it may be expanded before the next commit changes what it is worth."""
         if node.reached >= max(self._plan.floor, self._send_floor):
-            self._order += 1
-            heapq.heappush(self._frontier, (-node.reached, self._order, node))
+            heapq.heappush(self._frontier, (-node.reached, next(self._order), node))
 
     def _take(self, committed: int) -> None:
         gained = committed - self._known
@@ -216,16 +209,13 @@ class Device:
                     self._enqueue(child)
                 stack.append(child)
 
-    def _enqueue(self, node: Node) -> None:
-        """Puts a node, and those above it that were not sent, on the next message."""
-        missing = []
-        found: Node | None = node
-        while found is not None and found is not self.root and found.at == _UNSENT and not found.is_queued:
-            missing.append(found)
-            found = found.parent
-        for each in reversed(missing):
-            each.is_queued = True
-            self._queue.append(each)
+    def _enqueue(self, node: Node | None) -> None:
+        """Puts a node on the next message, after those above it that were not sent."""
+        if node is None or node is self.root or node.at != _UNSENT or node.is_queued:
+            return
+        self._enqueue(node.parent)
+        node.is_queued = True
+        self._queue.append(node)
 
     def _send(self) -> None:
         self.num_messages += 1
@@ -252,16 +242,14 @@ def _release(dropped: Node, kept: Node) -> None:
 def choose(root: Node, now_ms: float, times: Times, plan: Plan) -> list[Node]:
     """The pending nodes below `root` that are worth verifying in this step: most expected tokens per ms."""
     heap: list[tuple[float, int, Node]] = []
-    order = 0
+    order = itertools.count()
 
     def add(node: Node, reached: float) -> None:
-        nonlocal order
         ready = [child for child in node.children or () if child.at <= now_ms]
         if ready and plan.form is Form.LINE:
             ready = [max(ready, key=lambda child: child.chance)]
         for child in ready:
-            order += 1
-            heapq.heappush(heap, (-reached * child.chance, order, child))
+            heapq.heappush(heap, (-reached * child.chance, next(order), child))
 
     add(root, 1.0)
     chosen: list[Node] = []
