@@ -36,8 +36,8 @@ from urllib.parse import urlsplit
 from bench.beside import Beside, RealPair, Stop, Written, open_beside
 from bench.load import make_orders
 from bench.load_devices import Connection, Order, Recorded
-from bench.pairs import add_bundle_options, open_draft, pair_of, widened_draft
-from bench.report import write_json
+from bench.pairs import BUNDLE_OPTIONS, open_draft, pair_of, widened_draft
+from bench.report import TO_JSON, option, parser, verdict
 from bench.round_trips import rate_of
 from rich.console import Console
 from rich.table import Table
@@ -217,18 +217,21 @@ def as_table(found: Found, client_rate: float) -> Table:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--widen-draft", type=float, default=400.0, help="MB of the draft in FP32; 0: as it is")
-    add_bundle_options(cli)
-    cli.add_argument("--gamma", type=int, default=4, help="drafted tokens of a round")
-    cli.add_argument("--clients", type=int, default=4)
-    cli.add_argument("--client-rate", type=float, default=5.0, help="tokens/s of one client")
-    cli.add_argument("--runs", type=int, default=3)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args(given)
+    options = parser(
+        __doc__,
+        {
+            "--widen": option(1200.0, "MB of the widened FP32 target; 0: as it is"),
+            "--widen-draft": option(400.0, "MB of the draft in FP32; 0: as it is"),
+            **BUNDLE_OPTIONS,
+            "--gamma": option(4, "drafted tokens of a round"),
+            "--clients": option(4),
+            "--client-rate": option(5.0, "tokens/s of one client"),
+            "--runs": option(3),
+            "--max-tokens": option(64),
+            "--temperature": option(0.8),
+            **TO_JSON,
+        },
+    ).parse_args(given)
     console = Console(width=100)
     orders = make_orders(options.clients, options.max_tokens, options.temperature)
     with open_subject(options) as subject:
@@ -240,10 +243,7 @@ def main(given: Sequence[str] | None = None) -> int:
         f"{found.computed:.3f}x, measured {found.over_beside(DEVICES):.3f}x",
         highlight=False,
     )
-    for miss in found.misses:
-        console.print(miss, style="red", highlight=False)
-    write_json(options.json, as_json(options, found))
-    return 1 if found.misses else 0
+    return verdict(console, found.misses, options.json, as_json(options, found))
 
 
 def as_json(options: argparse.Namespace, found: Found) -> dict[str, Any]:
@@ -256,7 +256,6 @@ def as_json(options: argparse.Namespace, found: Found) -> dict[str, Any]:
         "costs": [asdict(costs) for costs in found.costs],
         "computed": found.computed,
         "measured": found.over_beside(DEVICES),
-        "misses": found.misses,
     }
 
 

@@ -17,7 +17,6 @@ whole text while the network was silent.)
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import signal
@@ -35,7 +34,7 @@ from typing import Any, Final
 import psutil
 from bench.attacks.identity import other_model
 from bench.processes import Program, Text, device_counts, endpoint_arguments, read_text, started, verifier
-from bench.report import write_json
+from bench.report import TO_JSON, option, parser, write_json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -437,12 +436,15 @@ def as_table(rows: Sequence[Row]) -> Table:
 
 def main() -> int:
     """Strikes, prints a table, and returns the exit code."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", action="append", choices=tuple(FAULTS), help="a fault; repeat for several")
-    cli.add_argument("--widen", type=float, default=100.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--max-tokens", type=int, default=600)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--only": {"action": "append", "choices": tuple(FAULTS), "help": "a fault; repeat for several"},
+            "--widen": option(100.0, "MB of the widened FP32 target; 0: as it is"),
+            "--max-tokens": option(600),
+            **TO_JSON,
+        },
+    ).parse_args()
     if sys.platform != "linux" or shutil.which("cc") is None:
         raise SystemExit("needs Linux and a C compiler `cc`")
     pair = export_reference_pair(widen_mb=options.widen or None)

@@ -29,7 +29,7 @@ from typing import Annotated, Any, Final
 
 import httpx
 import typer
-from bench.processes import Program, source_path, started
+from bench.processes import ANY_PORT, Program, source_path, started
 from rich.console import Console
 from tests.drafts import make_draft
 from tests.fake_runtime import FakeBatchRuntime
@@ -194,7 +194,7 @@ def open_vllm(python: str) -> Iterator[str]:
     """A process with vLLM over the reference target; its URL."""
     arguments = ["-m", "outrider.cloud.server", "serve", str(target_dir()), "--engine", "vllm", "--drain-s", "0"]
     arguments += ["--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true"]
-    arguments += ["--vllm-option", f"max_model_len={MAX_POSITIONS}"]
+    arguments += [*ANY_PORT, "--vllm-option", f"max_model_len={MAX_POSITIONS}"]
     with tempfile.TemporaryDirectory() as place:
         environment = {"OUTRIDER_API_KEYS": KEY, "PYTHONPATH": source_path()}
         program = Program(arguments, Path(place, "verifier.log"), environment=environment, python=python)

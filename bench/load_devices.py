@@ -56,10 +56,10 @@ class Order:
 
 
 class Recorded:
-    """The draft's guesses along one text, and off it. One runtime serves all texts."""
+    """The draft's guesses along one text, which may grow, and off it. One runtime serves all texts."""
 
     def __init__(self, drafter: ModelDrafter, order: Order, text: Sequence[int], width: int) -> None:
-        self._drafter, self._order, self._text, self._width = drafter, order, tuple(text), width
+        self._drafter, self._order, self._text, self._width = drafter, order, text, width
         self._found: dict[tuple[int, tuple[int, ...]], list[Guess]] = {}
         self.num_drafted = 0
 

@@ -17,7 +17,6 @@ a text afterwards is not the one from before.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -35,8 +34,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from bench.processes import Program, read_text, source_path, started
-from bench.report import write_json
+from bench.processes import ANY_PORT, Program, read_text, source_path, started
+from bench.report import TO_JSON, option, parser, verdict
 from bench.soak import OPEN, at_rest
 from bench.watched_server import WATCH_FILE
 from rich.console import Console
@@ -370,19 +369,22 @@ def make_server(vllm_python: str | None, place: Path, watch: Path) -> Program:
         environment["PYTHONPATH"] = source_path()
     else:
         arguments += [str(export_reference_pair().target)]
-    arguments += ["--threads", "1", "--drain-s", "0", "--kv-cache-mb", str(KV_CACHE_MB)]
+    arguments += [*ANY_PORT, "--threads", "1", "--drain-s", "0", "--kv-cache-mb", str(KV_CACHE_MB)]
     return Program(arguments, place / "verifier.log", environment=environment, python=vllm_python or sys.executable)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--sessions", type=int, default=10_000)
-    cli.add_argument("--warm-up", type=int, help="of the sessions, those before the first look; default: a tenth")
-    cli.add_argument("--at-once", type=int, default=32)
-    cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM")
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args(given)
+    options = parser(
+        __doc__,
+        {
+            "--sessions": option(10_000),
+            "--warm-up": option(type=int, help="of the sessions, those before the first look; default: a tenth"),
+            "--at-once": option(32),
+            "--vllm-python": option(help="the interpreter of an environment with vLLM"),
+            **TO_JSON,
+        },
+    ).parse_args(given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the server would stay behind
     console = Console(width=120)
     tokenizer = Tokenizer.from_dir(target_dir())
@@ -426,22 +428,16 @@ def main(given: Sequence[str] | None = None) -> int:
             f"{state.parked:.0f} prefixes parked, {state.texts:.0f} texts",
             highlight=False,
         )
-    for miss in missed:
-        console.print(miss, style="red", highlight=False)
-    write_json(
-        options.json,
-        {
-            "sessions": options.sessions,
-            "engine": "vllm" if options.vllm_python else "embedded",
-            "left": counts.left,
-            "refused": counts.refused,
-            "before": asdict(before),
-            "after": asdict(after),
-            "seconds": time.monotonic() - began_s,
-            "leaks": missed,
-        },
-    )
-    return 1 if missed else 0
+    document = {
+        "sessions": options.sessions,
+        "engine": "vllm" if options.vllm_python else "embedded",
+        "left": counts.left,
+        "refused": counts.refused,
+        "before": asdict(before),
+        "after": asdict(after),
+        "seconds": time.monotonic() - began_s,
+    }
+    return verdict(console, missed, options.json, document)
 
 
 if __name__ == "__main__":

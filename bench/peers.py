@@ -19,7 +19,6 @@ differently.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -36,7 +35,7 @@ from typing import Any, Final, Protocol
 from bench.peer_engines import HUGE_PAGES, READY, STEP_TOKENS, Batch, Done, done_of
 from bench.peer_servers import Streamed, open_servers
 from bench.processes import pass_niceness
-from bench.report import write_json
+from bench.report import TO_JSON, option, parser, verdict
 from rich.console import Console
 from rich.table import Table
 
@@ -240,17 +239,21 @@ def as_table(comparisons: Sequence[Comparison]) -> Table:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--sequences", type=int, default=16)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    cli.add_argument("--runs", type=int, default=5)
-    cli.add_argument("--threads", type=int, default=1, help="of the model, one core each")
-    cli.add_argument("--kv-blocks", type=int, default=512, help="of 32 tokens")
-    cli.add_argument("--only", choices=("engine", "serving"))
-    cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM and Outrider")
-    cli.add_argument("--compiled", action="store_true", help="vLLM without enforce_eager, both")
-    cli.add_argument("--json", type=Path)
+    cli = parser(
+        __doc__,
+        {
+            "--widen": option(1200.0, "MB of the widened FP32 target; 0: as it is"),
+            "--sequences": option(16),
+            "--max-tokens": option(64),
+            "--runs": option(5),
+            "--threads": option(1, "of the model, one core each"),
+            "--kv-blocks": option(512, "of 32 tokens"),
+            "--only": option(choices=("engine", "serving")),
+            "--vllm-python": option(help="the interpreter of an environment with vLLM and Outrider"),
+            "--compiled": option(False, "vLLM without enforce_eager, both"),
+            **TO_JSON,
+        },
+    )
     options = cli.parse_args(given)
     if options.only == "serving" and not options.vllm_python:
         cli.error("--only serving needs --vllm-python")
@@ -276,19 +279,13 @@ def main(given: Sequence[str] | None = None) -> int:
                 )
     console.print(as_table(comparisons))
     misses = [miss for each in comparisons for miss in each.misses]
-    for miss in misses:
-        console.print(miss, style="red", highlight=False)
-    write_json(
-        options.json,
-        {
-            "widen_mb": options.widen,
-            "threads": options.threads,
-            "step_tokens": STEP_TOKENS,
-            "comparisons": [asdict(each) | {"ratio": each.ratio} for each in comparisons],
-            "misses": misses,
-        },
-    )
-    return 1 if misses else 0
+    document = {
+        "widen_mb": options.widen,
+        "threads": options.threads,
+        "step_tokens": STEP_TOKENS,
+        "comparisons": [asdict(each) | {"ratio": each.ratio} for each in comparisons],
+    }
+    return verdict(console, misses, options.json, document)
 
 
 if __name__ == "__main__":

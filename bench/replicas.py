@@ -79,7 +79,7 @@ def sessions_by_replica(url: str) -> Counter[str]:
 def kill_one(server: Server) -> dict[str, int]:
     """Kills a replica; returns the sessions that each had."""
     counts = sessions_by_replica(server.url)
-    workers = psutil.Process(server.process.pid).children(recursive=True)
+    workers = psutil.Process(server.pid).children(recursive=True)
     replicas = [each for each in workers if each.cmdline() and each.cmdline()[0].startswith(_WORKER)]
     os.kill(replicas[0].pid, signal.SIGKILL)
     return dict(counts)

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean, median
-from typing import Final
+from typing import Final, TypeVar
 
 from bench.beside import Beside, Stop, Written
 from bench.server_clock import ServerClock, ServerTimes
@@ -34,6 +34,7 @@ from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.world import Times
 from outrider.models.bundle.speed_up import Setting
 
+_R = TypeVar("_R")
 PATH: Final = "path"
 TREE: Final = "tree"
 WRONG: Final = "tree_always_wrong"
@@ -351,7 +352,7 @@ async def run_once(
 ) -> list[GenerationResult]:
     """One run at one round trip; returns cloud-only's texts. clocks: of modes that have a verifier of their own."""
     texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
-    for name, request in _in_turn(list(place.modes), requests, index):
+    for name, request in in_turn(list(place.modes), requests, index):
         reader = clocks.get(name, clock)
         before = reader.read()
         texts[name].append(await place.modes[name].generate(request))
@@ -367,9 +368,7 @@ async def run_once(
     return texts[CLOUD_ONLY]
 
 
-def _in_turn(
-    names: Sequence[str], requests: Sequence[GenerationRequest], index: int
-) -> Iterator[tuple[str, GenerationRequest]]:
+def in_turn(names: Sequence[str], requests: Sequence[_R], index: int) -> Iterator[tuple[str, _R]]:
     """Every mode on each request, in another order each time, so that no mode always follows the same one."""
     for shift, request in enumerate(requests, start=index):
         for i in range(len(names)):

@@ -31,14 +31,12 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Final
 
-from bench.report import write_json
+from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
-from rich.table import Table
 
 from outrider.edge.lab.laboratory import ALIKE, Lab, connected, interleave, open_lab
 from outrider.edge.link.endpoints import Endpoints
@@ -81,6 +79,16 @@ class Cell:
     def passes(self) -> float:
         """Target passes per token."""
         return sum(text.num_passes for text in self.texts) / sum(len(text.tokens) for text in self.texts)
+
+    def as_json(self, alone: Cell) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "speed": median(self.ratios),
+            "ratios": self.ratios,
+            "acceptance": None if math.isnan(self.acceptance) else self.acceptance,
+            "passes_per_token": self.passes,
+            "bytes_up_per_token": self.bytes_up(alone),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +167,8 @@ def judge(target: BatchRuntime, requests: Sequence[GenerationRequest], cells: Se
 
 def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: Mapping[str, Quality]) -> None:
     """Prints the tables."""
-    table = Table(title="tokens/s over cloud-only's, by round trip", title_justify="left", box=None)
-    for name in ("RTT ms", "rule", "speed (lowest run)", "acceptance", "passes/token", "B up/token"):
-        table.add_column(name, justify="left" if name == "rule" else "right")
+    names = ("RTT ms", "rule", "speed (lowest run)", "acceptance", "passes/token", "B up/token")
+    table = figures_table("tokens/s over cloud-only's, by round trip", *names, left=("rule",))
     for rtt_ms, cells in found.items():
         for name, cell in cells.items():
             table.add_row(
@@ -173,9 +180,7 @@ def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: M
                 f"{cell.bytes_up(cells[CLOUD_ONLY]):.0f}",
             )
     console.print(table)
-    table = Table(title="quality", title_justify="left", box=None)
-    for name in ("rule", "perplexity", "texts equal", "shared beginning"):
-        table.add_column(name, justify="left" if name == "rule" else "right")
+    table = figures_table("quality", "rule", "perplexity", "texts equal", "shared beginning", left=("rule",))
     for name, each in quality.items():
         table.add_row(name, f"{each.perplexity:.3f}", f"{each.num_equal}/{each.num_texts}", f"{each.shared:.2f}")
     console.print(table)
@@ -183,17 +188,20 @@ def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: M
 
 def main() -> int:
     """Runs the comparison."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 25.0, 50.0])
-    cli.add_argument("--prompts", type=int, default=3, help="texts of a run")
-    cli.add_argument("--max-tokens", type=int, default=100)
-    cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--runs", type=int, default=3, help="after one that warms up")
-    cli.add_argument("--delta", type=float, default=0.5)
-    cli.add_argument("--acceptance", type=float, default=0.7)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--widen": option(1450.0, "MB of the widened FP32 target; 0: as it is"),
+            "--rtt-ms": option([0.0, 25.0, 50.0]),
+            "--prompts": option(3, "texts of a run"),
+            "--max-tokens": option(100),
+            "--temperature": option(0.8),
+            "--runs": option(3, "after one that warms up"),
+            "--delta": option(0.5),
+            "--acceptance": option(0.7),
+            **TO_JSON,
+        },
+    ).parse_args()
     console = Console()
     pair = export_reference_pair(widen_mb=options.widen)
     same = Bundle.open(export_reference_pair(widen_mb=0.0).target)  # the same function, sooner
@@ -215,32 +223,19 @@ def main() -> int:
     finally:
         target.close()
     show(console, found, quality)
-    if options.json:
-        report = {
-            "rules": {
-                f"{rtt_ms:g}": {
-                    name: {
-                        "speed": median(cell.ratios),
-                        "ratios": cell.ratios,
-                        "acceptance": None if math.isnan(cell.acceptance) else cell.acceptance,
-                        "passes_per_token": cell.passes,
-                        "bytes_up_per_token": cell.bytes_up(cells[CLOUD_ONLY]),
-                    }
-                    for name, cell in cells.items()
-                }
-                for rtt_ms, cells in found.items()
-            },
-            "quality": {
-                name: {"perplexity": each.perplexity, "equal": each.num_equal, "texts": each.num_texts}
-                | {"shared": each.shared}
-                for name, each in quality.items()
-            },
-        }
-        write_json(options.json, report)
-    different = [name for name in COUPLED if quality[name].num_equal < quality[name].num_texts]
-    for name in different:
-        console.print(f"texts by coupled noise ({name}) differ from cloud-only's; run bench.invariant", style="red")
-    return 1 if different else 0
+    document = {
+        "rules": {
+            f"{rtt_ms:g}": {name: cell.as_json(cells[CLOUD_ONLY]) for name, cell in cells.items()}
+            for rtt_ms, cells in found.items()
+        },
+        "quality": {name: asdict(each) for name, each in quality.items()},
+    }
+    missed = [
+        f"texts by coupled noise ({name}) differ from cloud-only's; run bench.invariant"
+        for name in COUPLED
+        if quality[name].num_equal < quality[name].num_texts
+    ]
+    return verdict(console, missed, options.json, document)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,12 @@ import asyncio
 import json
 import re
 import resource
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Final, cast
 
@@ -38,7 +37,8 @@ import httpx
 import numpy as np
 import uvloop
 from bench.attacks.tree_bytes import varint
-from bench.report import write_json
+from bench.processes import announce
+from bench.report import TO_JSON, option, parser, verdict
 from fastapi import FastAPI
 from numpy.typing import NDArray
 from rich.console import Console
@@ -51,7 +51,7 @@ from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
@@ -130,10 +130,7 @@ def serve(step_s: float, num_sessions: int) -> None:
     relieve_collector()  # as `serve` does
     thread.start()
     _report_cpu(app, runtime)
-    with open_socket("127.0.0.1", 0) as sock:
-        url = url_of(sock, is_tls=False)
-        server = VerifierServer(app, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
-        server.run(sockets=[sock])
+    announce(partial(VerifierServer, app))
 
 
 def _report_cpu(app: FastAPI, runtime: EmulatedRuntime) -> None:
@@ -420,34 +417,31 @@ class Row:
         return found
 
 
-@contextmanager
-def _server(step_ms: float, num_sessions: int) -> Iterator[str]:
-    command = ["-m", "bench.server_overhead", "--serve", str(step_ms), "--sessions", str(num_sessions)]
-    with child_process(command, ready_prefix=READY_PREFIX) as url:
-        yield url
-
-
-def main() -> None:
-    """Measures and prints; exits 1 when a bound is missed."""
-    cli = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    cli.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])
-    cli.add_argument("--step-ms", type=float, default=30.0, help="time of an emulated step")
-    cli.add_argument("--steps", type=int, default=100, help="steps of a window")
-    cli.add_argument("--windows", type=int, default=5, help="windows; medians are shown")
-    cli.add_argument("--json", type=Path)
-    cli.add_argument("--serve", type=float, help=argparse.SUPPRESS)
-    cli.add_argument("--drafts", nargs="+", choices=(PATHS, *TREES), default=[PATHS, "trees32"], help="kinds, in turn")
-    options = cli.parse_args()
+def main() -> int:
+    """Measures and prints; 1 when a bound is missed."""
+    options = parser(
+        (__doc__ or "").partition("\n")[0],
+        {
+            "--sessions": option([1, 16, 64, 256]),
+            "--step-ms": option(30.0, "time of an emulated step"),
+            "--steps": option(100, "steps of a window"),
+            "--windows": option(5, "windows; medians are shown"),
+            "--serve": option(type=float, help=argparse.SUPPRESS),
+            "--drafts": option([PATHS, "trees32"], "kinds, in turn", choices=(PATHS, *TREES)),
+            **TO_JSON,
+        },
+    ).parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     if options.serve is not None:
         serve(options.serve / 1e3, options.sessions[0])
-        return
+        return 0
     names = ("sessions", "drafts", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
     table = Table(*names, title="ms of CPU per session and step; ms per step by the clock")
     rows = []
     ratios: list[dict[str, Any]] = []
     for num_sessions in options.sessions:
-        with _server(options.step_ms, num_sessions) as url:
+        command = ["-m", "bench.server_overhead", "--serve", str(options.step_ms), "--sessions", str(num_sessions)]
+        with child_process(command, ready_prefix=READY_PREFIX) as url:
             measuring = _measure(url, num_sessions, options.steps, options.windows, options.drafts)
             windows = uvloop.run(measuring)
         for kind, found in windows.items():
@@ -464,18 +458,14 @@ def main() -> None:
     console.print(table)
     for each in ratios:
         console.print(f"{each['sessions']} sessions: {each['drafts']} take {each['cpu_over_paths']:.2f}x of paths' CPU")
-    document: dict[str, Any] = {"step_ms": options.step_ms, "rows": [_as_dict(row) for row in rows], "ratios": ratios}
-    write_json(options.json, document)
     missed = [line for row in rows for line in row.missed()]
     missed += [
         f"16 sessions: trees32 take {each['cpu_over_paths']:.2f}x of paths' CPU, over {MAX_TREE_RATIO}"
         for each in ratios
         if each["sessions"] == 16 and each["drafts"] == "trees32" and each["cpu_over_paths"] > MAX_TREE_RATIO
     ]
-    for line in missed:
-        console.print(line)
-    if missed:
-        raise SystemExit(1)
+    document = {"step_ms": options.step_ms, "rows": [asdict(row) for row in rows], "ratios": ratios}
+    return verdict(console, missed, options.json, document)
 
 
 def _ratio(trees: Sequence[Counters], paths: Sequence[Counters]) -> float:
@@ -485,9 +475,5 @@ def _ratio(trees: Sequence[Counters], paths: Sequence[Counters]) -> float:
     )
 
 
-def _as_dict(row: Row) -> dict[str, float | str]:
-    return {each.name: getattr(row, each.name) for each in fields(row)}
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

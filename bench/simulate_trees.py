@@ -11,7 +11,6 @@ single changes of the plan do. Seeds are fixed: equal options give equal tables.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.rank_files import read_ranks
+from bench.report import option, parser
 from bench.tree_beside import beside
 
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, Outcome, path, simulate
@@ -93,23 +93,27 @@ def _budget(text: str) -> float | None:
 
 def main() -> None:
     """Prints the tables."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--temp", choices=("0.8", "0.0"), default="0.8")
-    cli.add_argument("--data", type=Path, default=DATA, help="directory of ranks_0.8.json and ranks_0.0.json")
-    for name, default in (("step", 40.0), ("extra", 1.0), ("draft", 1.0)):
-        cli.add_argument(f"--{name}-ms", type=float, default=default)
-    cli.add_argument("--nodes-per-call", type=int, default=1, help="nodes that one draft call expands")
-    cli.add_argument("--call-extra", type=float, default=0.1, help="what a further node of a call costs, of a call")
-    cli.add_argument("--rtt-ms", type=float, nargs="+", default=list(ROUND_TRIPS_MS))
-    cli.add_argument("--tokens", type=int, default=400)
-    cli.add_argument("--seeds", type=int, default=3)
     plan = Plan()
-    cli.add_argument("--width", type=int, default=plan.width, help="guesses per position")
-    cli.add_argument("--budget", type=int, default=plan.budget, help="nodes of a tree at most")
-    cli.add_argument("--floor", type=float, default=plan.floor, help="no node is expanded that is less likely")
-    cli.add_argument("--bytes", type=_budget, nargs="+", help="budgets of bytes per token, or none: prints the curve")
-    cli.add_argument("--variants", action="store_true", help="prints what single changes do")
-    o = cli.parse_args()
+    o = parser(
+        __doc__,
+        {
+            "--temp": option("0.8", choices=("0.8", "0.0")),
+            "--data": option(DATA, "directory of ranks_0.8.json and ranks_0.0.json", type=Path),
+            "--step-ms": option(40.0),
+            "--extra-ms": option(1.0),
+            "--draft-ms": option(1.0),
+            "--nodes-per-call": option(1, "nodes that one draft call expands"),
+            "--call-extra": option(0.1, "what a further node of a call costs, of a call"),
+            "--rtt-ms": option(list(ROUND_TRIPS_MS)),
+            "--tokens": option(400),
+            "--seeds": option(3),
+            "--width": option(plan.width, "guesses per position"),
+            "--budget": option(plan.budget, "nodes of a tree at most"),
+            "--floor": option(plan.floor, "no node is expanded that is less likely"),
+            "--bytes": option(type=_budget, nargs="+", help="budgets of bytes per token, or none: prints the curve"),
+            "--variants": option(False, "prints what single changes do"),
+        },
+    ).parse_args()
     ranks = read_ranks(o.data / f"ranks_{o.temp}.json")
     times = Times(o.step_ms, o.extra_ms, o.draft_ms, o.nodes_per_call, o.call_extra)
     plan = Plan(width=o.width, budget=o.budget, floor=o.floor)

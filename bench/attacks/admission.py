@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.attacks.attackers import attacking, repeat
+from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
 from bench.attacks.exchange import Answer, ask, request_bytes
 from bench.attacks.rows import Row, middle, seconds
-from bench.attacks.subject import KEYS, Server, Subject
+from bench.attacks.subject import COMPLETIONS, KEYS, Server, Subject
 
 CAP_S = 20.0
 FLOOD_S = 8.0
@@ -35,7 +35,7 @@ def little_budget(subject: Subject) -> Iterator[Row]:
         bodies = [_completion(i, FLOODER) for i in range(64)]
         with attacking(repeat, server.port, bodies, NUM_CALLERS, CAP_S) as reports:
             during = _during(server)
-            statuses = _received(reports)
+            statuses = received(reports)
         num_tokens = sum(status == 200 for status in statuses) * (_TEXT_TOKENS + len(prompt_of(0)))
     # What the bucket held, what came in, and one text of each caller that was begun with the last token.
     most = _TOKENS_PER_MINUTE * (1 + (FLOOD_S + 2) / 60) + NUM_CALLERS * (_TEXT_TOKENS + len(prompt_of(0)))
@@ -92,7 +92,7 @@ def deadline_flood(subject: Subject) -> Iterator[Row]:
                 bodies.append(_completion(i, FLOODER, prompt=prompt, **fields))
             with attacking(repeat, server.port, bodies, NUM_CALLERS, CAP_S) as reports:
                 during[has_deadlines] = _during(server)
-                statuses = _received(reports)
+                statuses = received(reports)
             server.wait_until_idle()
     num_late, plain_s = sum(status == 504 for status in statuses), median(during[False])
     yield Row(
@@ -115,7 +115,7 @@ def audit_flood(subject: Subject) -> Iterator[Row]:
             bodies = [_completion(i, f"a-wrong-key-of-its-own-{i:04}") for i in range(256)]
             with attacking(repeat, server.port, bodies, NUM_CALLERS, CAP_S) as reports:
                 during = _during(server)
-                statuses = _received(reports)
+                statuses = received(reports)
         grown = log.stat().st_size - before - len(during) * before // len(alone)
     yield _beside(
         "34",
@@ -149,16 +149,14 @@ def _line(key: str, attributes: str) -> str:
 
 def _completion(index: int, key: str, **fields: Any) -> bytes:
     body = {"prompt": prompt_of(index), "max_tokens": _TEXT_TOKENS, "ignore_eos": True} | fields
-    return request_bytes(0, "POST", "/v1/completions", json.dumps(body).encode(), key)
+    return request_bytes(0, "POST", COMPLETIONS, json.dumps(body).encode(), key)
 
 
 def _small(server: Server, index: int) -> Answer:
     """The victim's request: a token."""
     prompt = prompt_of(10_000 + index + int(time.perf_counter() * 1e3))
     try:
-        return ask(
-            server.port, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1}, key=VICTIM, timeout_s=CAP_S
-        )
+        return ask(server.port, "POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, key=VICTIM, timeout_s=CAP_S)
     except TimeoutError:
         return Answer(0, b"", CAP_S)
 
@@ -171,11 +169,3 @@ def _during(server: Server) -> list[float]:
         answer = _small(server, len(took))
         took.append(answer.took_s if answer.status == 200 else CAP_S)
     return took
-
-
-def _received(reports: Any) -> list[int]:
-    """The statuses so far."""
-    statuses = []
-    while reports.poll():
-        statuses.append(reports.recv())
-    return statuses

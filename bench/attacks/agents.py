@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import psutil
-from bench.attacks.subject import Subject, end
+from bench.attacks.subject import Subject
+from bench.processes import end_group
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ def agent(subject: Subject, *arguments: str, on_terminal: bool = False) -> Itera
     try:
         yield running
     finally:
-        end(process)
+        end_group(process)
         running.join()
         if on_terminal:
             os.close(leader)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 import multiprocessing
+import select
+import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
 
 from bench.attacks.bounds import Case, Requests
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, read_answer, request_bytes
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, connect, read_answer, request_bytes
 
 _MP = multiprocessing.get_context("spawn")
 
@@ -33,10 +37,34 @@ def attacking(attack: Callable[..., None], *arguments: Any) -> Iterator[Any]:
         ours.close()
 
 
+def received(reports: Any) -> list[Any]:
+    """What an attacker has reported since the last time."""
+    found = []
+    while reports.poll():
+        found.append(reports.recv())
+    return found
+
+
+def received_for(reports: Any, seconds: float) -> list[Any]:
+    """What an attacker reports in that time."""
+    found, deadline_s = [], time.monotonic() + seconds
+    while (left_s := deadline_s - time.monotonic()) > 0.0 and reports.poll(left_s):
+        found.append(reports.recv())
+    return found
+
+
+def _run(report: Any, one: Callable[[int], None], count: int) -> None:
+    """Calls one(0), one(1), ... in a thread each, and waits for all."""
+    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(count)]
+    report.send("begun")
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: int, timeout_s: float) -> None:
     """Keeps a request in flight on each of `num_connections` connections, for ever; reports every answer's status."""
-    import threading
-
     lock = threading.Lock()
 
     def one(offset: int) -> None:
@@ -49,34 +77,24 @@ def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: i
             if not status:
                 time.sleep(0.01)
 
-    threads = [threading.Thread(target=one, args=(offset,), daemon=True) for offset in range(num_connections)]
-    report.send("begun")
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run(report, one, num_connections)
 
 
 def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key: str | None, timeout_s: float) -> None:
     """Sends each case, four at a time on connections that stay open; reports (index, began, ended, status) of each,
     then None. A status of 0: no answer, or none within `timeout_s`. Times are perf_counter's, one for all processes.
     """
-    import threading
-    from itertools import count
-
     lock, turn = threading.Lock(), count()
     if any("{session_id}" in case.route for case in cases):
         threading.Thread(target=_keep_session, args=(port, requests.names, key), daemon=True).start()
 
-    def one() -> None:
+    def one(_: int) -> None:
         connection: socket.socket | None = None
         while (index := next(turn)) < len(cases):
             method, path, media, body = requests.request(cases[index], index)
             began_s, status = time.perf_counter(), 0
             try:
-                if connection is None:
-                    connection = socket.create_connection((HOST, port), timeout_s)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection = connection or connect(port, timeout_s)
                 connection.sendall(request_bytes(port, method, path, body, key, media))
                 status, is_open = _read_whole(connection, method, began_s + timeout_s)
             except (OSError, http.client.HTTPException):
@@ -87,12 +105,7 @@ def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key
             with lock:
                 report.send((index, began_s, time.perf_counter(), status))
 
-    report.send("begun")
-    threads = [threading.Thread(target=one, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run(report, one, 4)
     report.send(None)
     time.sleep(3600)
 
@@ -126,27 +139,15 @@ def _keep_session(port: int, names: dict[str, str], key: str | None) -> None:
 
 def once(report: Any, port: int, requests: Sequence[bytes], timeout_s: float) -> None:
     """Sends every request at once, each on its own connection; reports how long all took, then ends."""
-    import threading
-
     statuses: list[int] = []
-    threads = [
-        threading.Thread(target=lambda r: statuses.append(_answer_status(port, r, timeout_s)), args=(request,))
-        for request in requests
-    ]
     began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    report.send("begun")
-    for thread in threads:
-        thread.join()
+    _run(report, lambda number: statuses.append(_answer_status(port, requests[number], timeout_s)), len(requests))
     report.send((time.perf_counter() - began_s, statuses))
     time.sleep(3600)
 
 
 def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: bool) -> None:
     """Sends `block` again and again on each connection as fast as it is taken; reads answers only if `reads`."""
-    import selectors
-
     selector = selectors.DefaultSelector()
     unsent: dict[socket.socket, bytes] = {}
 
@@ -186,8 +187,6 @@ def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: 
 
 def hold(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` once on each connection and reads nothing; replaces connections that are closed."""
-    import select
-
     poll, held = select.poll(), dict[int, socket.socket]()
     report.send("begun")
     while True:
@@ -206,9 +205,8 @@ def hold(report: Any, port: int, request: bytes, num_connections: int) -> None:
 
 def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` on each connection, reads the answer as fast as it comes, and asks again."""
-    import threading
 
-    def one() -> None:
+    def one(_: int) -> None:
         while True:
             with suppress(OSError), socket.create_connection((HOST, port)) as connection:
                 while True:
@@ -216,12 +214,7 @@ def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
                     read_answer(connection)
             time.sleep(0.05)
 
-    report.send("begun")
-    threads = [threading.Thread(target=one, daemon=True) for _ in range(num_connections)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run(report, one, num_connections)
 
 
 def huge_header(report: Any, port: int, size: int) -> None:
@@ -272,22 +265,6 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
                 connections.remove(connection)
         report.send((time.perf_counter() - began_s, len(connections)))
         time.sleep(1.0)
-
-
-def probe(report: Any, port: int) -> None:
-    """Asks for /health/live every 10 ms, and reports how long each answer took: what floods a server from the
-    measuring process would delay its own probe.
-    """
-    request = request_bytes(port, "GET", "/health/live")
-    report.send("begun")
-    with socket.create_connection((HOST, port), 30.0) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            began_s = time.perf_counter()
-            connection.sendall(request)
-            read_answer(connection)
-            report.send(time.perf_counter() - began_s)
-            time.sleep(0.01)
 
 
 def as_user(report: Any, user: int, port: int, requests: Sequence[bytes]) -> None:

@@ -63,6 +63,13 @@ def ask(
         connection.close()
 
 
+def connect(port: int, timeout_s: float | None = None, address: str = HOST) -> socket.socket:
+    """A connection whose small messages leave at once."""
+    connection = socket.create_connection((HOST, port), timeout_s, source_address=(address, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
 def request_bytes(
     port: int,
     method: str,
@@ -94,10 +101,10 @@ def read_answer(connection: socket.socket) -> int:
     return int(status.split(b" ")[1])
 
 
-def values_of(metrics: str, name: str, label: str = "") -> list[float]:
-    """The values of a metric, by its text form, that have `label`: several where replicas are behind a front."""
-    lines = (line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{")) and label in line)
-    return [float(line.rsplit(" ", 1)[1]) for line in lines]
+def values_of(metrics: str, name: str, *labels: str) -> list[float]:
+    """The values of a metric, by its text form, that have `labels`: several where replicas are behind a front."""
+    lines = (line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+    return [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels)]
 
 
 def _received(connection: socket.socket) -> bytes:

@@ -14,11 +14,10 @@ from itertools import count
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch
-from bench.attacks.bodies import MAX_GROWTH_MB, MAX_HEALTH_S
 from bench.attacks.crowd import first_token_s, prompt_of
 from bench.attacks.exchange import HOST, ask, read_answer, request_bytes
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
-from bench.attacks.probes import health_of, memory_of
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
 from bench.attacks.rows import Row, middle
 from bench.attacks.subject import KEYS, Server, Subject
 
@@ -115,22 +114,21 @@ def large_answers(subject: Subject) -> Iterator[Row]:
         # What the runtime takes for as many texts is not the answer's.
         ask(server.port, "POST", "/v1/completions", plain | {"n": 128}, key=ATTACKER, timeout_s=_LARGE_S)
         for num_choices in (64, 128):
-            with memory_of(server) as memory, health_of(server) as health, health_of(idle) as beside:
+            with beside(server, idle) as seen:
                 sent = body | {"n": num_choices}
                 answer = ask(server.port, "POST", "/v1/completions", sent, key=ATTACKER, timeout_s=_LARGE_S)
             size_mb = len(answer.body) / 1e6
             num_tokens = sum(len(each["logprobs"]["tokens"]) for each in answer.json.get("choices", ()))
-            is_quick = health.high < MAX_HEALTH_S + beside.high and health.worst < MAX_HEALTH_S + beside.worst
+            is_quick = seen.is_steady and seen.health.worst < MAX_HEALTH_S + seen.idle.worst
             is_whole = answer.status == 200 and num_tokens == 300 * num_choices
             yield Row(
                 "44",
                 f"a whole answer of {num_choices} texts of 300 tokens with 20 logprobs each: /health/live, memory",
-                f"status {answer.status}, {num_tokens} tokens, {size_mb:.0f} MB in {answer.took_s:.0f} s; {health} "
-                f"(an idle server beside it: {beside}); +{memory.growth_mb:.0f} MB",
+                f"status {answer.status}, {num_tokens} tokens, {size_mb:.0f} MB in {answer.took_s:.0f} s; {seen}",
                 f"complete; p99 and max under {MAX_HEALTH_S * 1e3:.0f} ms more than the idle server's; "
                 f"+{MAX_GROWTH_MB:g} MB",
-                is_whole and is_quick and memory.growth_mb <= MAX_GROWTH_MB,
-                {"health_s": health.values, "idle_s": beside.values, "growth_mb": memory.growth_mb},
+                is_whole and is_quick and seen.is_small,
+                seen.raw,
             )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from bench.attacks.agents import agent
 from bench.attacks.exchange import ask
 from bench.attacks.rows import Row, seconds
-from bench.attacks.subject import NotMeasured, Server, Subject, end
+from bench.attacks.subject import NotMeasured, Server, Subject
 
 _PROMPT: Final = "def walk(path):"
 _TEXT: Final = ("--mode", "cloud-only", "--temperature", "0", "--ignore-eos", "--max-tokens", "500", "--", _PROMPT)
@@ -103,7 +103,7 @@ def _killed(subject: Subject, first: Server, second: Server) -> tuple[bytes, int
     with agent(subject, "--cloud", first.url, "--cloud", second.url, *_TEXT) as running:
         if not running.wait(lambda: len(running.text) >= BEGUN, 60.0):
             raise NotMeasured(f"no text within 60 s: {running.errors[-300:]!r}")
-        end(first.process)
+        first.kill()
         printed = len(running.text)
         status = running.finish(60.0)
         return _joined(running.text), status, " ".join(running.errors.decode(errors="replace").split()), printed

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 
 from bench.attacks.exchange import Answer, ask
-from bench.attacks.local import ATTACKER, COMPLETIONS, HONEST, MAX_GROWTH_MB, MAX_OWN, VERIFY, warm_up
-from bench.attacks.probes import memory_of
+from bench.attacks.local import ATTACKER, HONEST, MAX_OWN, PLACES, VERIFY, warm_up
+from bench.attacks.probes import MAX_GROWTH_MB, memory_of
 from bench.attacks.relay import Relay, relay_to
 from bench.attacks.rows import Row
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Server, Subject, wait_for
 
 _NUM_ANSWERS: Final = 150
 _MAX_KEPT: Final = 64
-_NUM_AT_ONCE: Final = MAX_OWN
 
 
 def kept_answers(subject: Subject) -> Iterator[Row]:
@@ -25,8 +23,7 @@ def kept_answers(subject: Subject) -> Iterator[Row]:
     with ExitStack() as stack:
         cloud = stack.enter_context(subject.emulated(step_ms=20.0))
         relay = stack.enter_context(relay_to(cloud.port))
-        options = ("--offline-ok", "--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN))
-        endpoint = stack.enter_context(subject.endpoint(relay.url, *options, keys=KEYS))
+        endpoint = stack.enter_context(subject.endpoint(relay.url, "--offline-ok", *PLACES, keys=KEYS))
         warm_up(endpoint)
         yield from _others(endpoint, relay)
         yield from _at_once(endpoint, relay)
@@ -59,13 +56,13 @@ def _at_once(endpoint: Server, relay: Relay) -> Iterator[Row]:
     relay.is_away = False
     _wait_for_cloud(endpoint)
     before = relay.seen["/v1/sessions"]
-    with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
-        answers = list(pool.map(lambda _: _verify(endpoint, ATTACKER, name), range(_NUM_AT_ONCE)))
+    with ThreadPoolExecutor(MAX_OWN) as pool:
+        answers = list(pool.map(lambda _: _verify(endpoint, ATTACKER, name), range(MAX_OWN)))
     num_texts = relay.seen["/v1/sessions"] - before
     statuses = sorted(answer.status for answer in answers)
     yield Row(
         "27",
-        f"one answer, asked for {_NUM_AT_ONCE} times at once: texts at the verifier",
+        f"one answer, asked for {MAX_OWN} times at once: texts at the verifier",
         f"{num_texts}; HTTP {', '.join(map(str, statuses))}",
         "1; one 200, the others refused by name (4xx)",
         num_texts == 1 and statuses[0] == 200 and all(400 <= status < 500 for status in statuses[1:]),
@@ -88,18 +85,16 @@ def _many(endpoint: Server, relay: Relay) -> Iterator[Row]:
         f"{_NUM_ANSWERS} unverified answers of one key: kept, another key's earlier answer, memory",
         f"{kept} kept; the other's: HTTP {still}; +{memory.growth_mb:.0f} MB",
         f"at most {_MAX_KEPT}; 200; +{MAX_GROWTH_MB:.0f} MB",
-        0 < kept <= _MAX_KEPT and still == 200 and memory.growth_mb <= MAX_GROWTH_MB,
+        0 < kept <= _MAX_KEPT and still == 200 and memory.is_small,
         {"kept": kept, "others": still, "growth_mb": memory.growth_mb},
     )
 
 
 def _written(endpoint: Server, key: str, num_tokens: int = 4) -> str:
     """The id of an answer that the draft wrote alone. Raises NotMeasured."""
-    body = {"prompt": "def walk(path):", "max_tokens": num_tokens, "ignore_eos": True}
-    answer = ask(endpoint.port, "POST", COMPLETIONS, body, key=key)
-    found: dict[str, Any] = answer.json
-    if answer.status != 200 or "outrider" not in found["choices"][0]:
-        raise NotMeasured(f"no answer without a cloud: HTTP {answer.status} {answer.body[:200]!r}")
+    found = endpoint.complete({"prompt": "def walk(path):", "max_tokens": num_tokens, "ignore_eos": True}, key)
+    if "outrider" not in found["choices"][0]:
+        raise NotMeasured("the answer without a cloud does not say that it is unverified")
     return str(found["id"])
 
 
@@ -108,8 +103,5 @@ def _verify(endpoint: Server, key: str | None, name: str) -> Answer:
 
 
 def _wait_for_cloud(endpoint: Server) -> None:
-    deadline_s = time.monotonic() + 60.0
-    while ask(endpoint.port, "GET", "/health/ready").status != 200:
-        if time.monotonic() > deadline_s:
-            raise NotMeasured("the endpoint did not find its verifier again within 60 s")
-        time.sleep(0.1)
+    what = "the endpoint did not find its verifier again"
+    wait_for(what, lambda: endpoint.readiness().status == 200, 60.0, 0.1)

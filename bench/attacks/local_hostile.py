@@ -7,17 +7,16 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, probe
 from bench.attacks.exchange import Answer, ask
 from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
-from bench.attacks.local import CHAT, COMPLETIONS, GENERATE, MAX_HEALTH_S, text_body
-from bench.attacks.probes import latency_of, memory_of
+from bench.attacks.local import CHAT, GENERATE, text_body
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
 from bench.attacks.rows import Row, listed
-from bench.attacks.subject import NotMeasured, Server, Subject
-from bench.attacks.terminal import ESCAPES, HOSTILE, MAX_GROWTH_MB, USAGE, endless_sessions, opened_event, tokens_of
+from bench.attacks.subject import COMPLETIONS, NotMeasured, Server, Subject, wait_for
+from bench.attacks.terminal import ESCAPES, HOSTILE, USAGE, endless_sessions, opened_event, tokens_of
 
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
 _BIDI: Final = ("\u202e", "\u2066", "\u200f")
@@ -69,9 +68,8 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
     before_mb = endpoint.memory_mb()
     for what, (ways, path, body) in kinds.items():
         server.ways = ways
-        with memory_of(endpoint) as memory, attacking(probe, endpoint.port) as reports:
+        with memory_of(endpoint) as memory, health_of(endpoint) as health:
             answer = _asked(endpoint, path, body)
-            health = latency_of(reports)
         server.ways = Ways(b"", others=good)
         raw[what] = {
             "status": answer.status,
@@ -81,7 +79,8 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
             "max_ms": health.worst * 1e3,
             "body": answer.body[-200:].decode(errors="replace"),
         }
-        _wait_until_quick(endpoint)
+        with suppress(NotMeasured):  # the row on texts left says so
+            wait_for("a text was not over", lambda: not endpoint.num_running(), 30.0)
     largest = max(raw, key=lambda what: raw[what]["peak_mb"])
     growth = raw[largest]["peak_mb"] - before_mb
     yield Row(
@@ -101,7 +100,7 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
         raw[slowest]["p99_ms"] < 2e3 * MAX_HEALTH_S,
     )
     unclear = [f"{what} (HTTP {one['status']})" for what, one in raw.items() if not 400 <= one["status"] < 600]
-    left = ask(endpoint.port, "GET", "/health/ready").json.get("running")
+    left = endpoint.num_running()
     yield Row(
         "29",
         f"the same: without an error within {_ENDS_S:g} s; texts left in work",
@@ -155,7 +154,7 @@ def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
     shown = [
         f"{where}: {escape!r}"
         for where, words in {
-            "the log": endpoint.log(),
+            "the log": endpoint.said(),
             "/v1/models": models.body.decode(errors="replace"),
             "an error": refused.body.decode(errors="replace"),
             "the page's events": (page.body + ended.body).decode(errors="replace"),
@@ -241,15 +240,6 @@ def _asked(endpoint: Server, path: str, body: dict[str, Any]) -> Answer:
         return ask(endpoint.port, "POST", path, body, timeout_s=_ENDS_S)
     except TimeoutError:
         return Answer(0, b"", time.monotonic() - began_s)
-
-
-def _wait_until_quick(endpoint: Server) -> None:
-    """Returns once no text is in work."""
-    deadline_s = time.monotonic() + 30.0
-    while ask(endpoint.port, "GET", "/health/ready").json.get("running"):
-        if time.monotonic() > deadline_s:
-            return  # the row on texts left says so
-        time.sleep(0.05)
 
 
 def _head(length: int) -> bytes:

@@ -16,20 +16,19 @@ from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.local import (
     ATTACKER,
     CHAT,
-    COMPLETIONS,
     GENERATE,
     HONEST,
-    MAX_OWN,
     MIN_RATE,
+    PLACES,
     WELL,
-    beside,
     honest_texts,
     text_body,
     warm_up,
 )
+from bench.attacks.probes import beside
 from bench.attacks.relay import relay_to
 from bench.attacks.rows import Row, seconds
-from bench.attacks.subject import KEYS, Subject
+from bench.attacks.subject import COMPLETIONS, KEYS, Subject
 from bench.changed_bundle import TURNS, change_bundle
 
 _DELAY_S: Final = 10.0
@@ -46,8 +45,7 @@ def slow_verifier(subject: Subject) -> Iterator[Row]:
         change_bundle(subject.bundles[0], place, template=TURNS)
         cloud = stack.enter_context(subject.serve(bundle=place))
         relay = stack.enter_context(relay_to(cloud.port))
-        options = ("--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN))
-        endpoint = stack.enter_context(subject.endpoint(relay.url, *options, keys=KEYS))
+        endpoint = stack.enter_context(subject.endpoint(relay.url, *PLACES, keys=KEYS))
         idle = stack.enter_context(subject.endpoint(cloud.url, keys=KEYS))
         warm_up(endpoint)
         chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from bench.attacks.attackers import as_user, attacking
-from bench.attacks.exchange import ask, request_bytes
+from bench.attacks.exchange import request_bytes
 from bench.attacks.local import BODIES, CHAT, VERIFY
 from bench.attacks.rows import Row, listed
 from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
@@ -80,10 +80,4 @@ def _plain(codes: dict[str, list[int]]) -> dict[str, int]:
 
 def _sessions(cloud: Server) -> int:
     """Sessions that the verifier has opened."""
-    text: Any = ask(cloud.port, "GET", "/metrics").body.decode()
-    counts = [
-        line
-        for line in text.splitlines()
-        if line.startswith("outrider_http_requests_total") and '/v1/sessions"' in line
-    ]
-    return sum(int(float(line.rpartition(" ")[2])) for line in counts)
+    return int(sum(cloud.metrics("outrider_http_requests_total", '/v1/sessions"')))

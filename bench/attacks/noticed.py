@@ -13,12 +13,11 @@ from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, sweep
-from bench.attacks.bodies import MAX_HEALTH_S
 from bench.attacks.bounds import Case, Requests
 from bench.attacks.crowd import crowd_of, first_token_s
-from bench.attacks.probes import Latency, Memory, health_of, memory_of
+from bench.attacks.probes import MAX_HEALTH_S, Latency, Memory, health_of, memory_of
 from bench.attacks.rows import percentile
-from bench.attacks.subject import KEYS, NotMeasured, Server
+from bench.attacks.subject import KEYS, Server
 
 ATTACKER, OTHER = KEYS
 NUM_TEXTS: Final = 2
@@ -167,8 +166,7 @@ def watched(place: Place, cases: list[Case], key: str | None, timeout_s: float, 
         health_of(place.idle) as idle,
         _newcomers(place) as firsts,
     ):
-        if not crowd.wait(lambda: crowd.num_running() >= NUM_TEXTS, 30.0):
-            raise NotMeasured("the other key's texts did not run within 30 s")
+        crowd.require("the other key's texts did not run", lambda: crowd.num_running() >= NUM_TEXTS, 30.0)
         seen = Seen(health, idle, memory, firsts=firsts)
         with attacking(sweep, place.server.port, place.requests, cases, key, timeout_s) as reports:
             began_s = time.perf_counter()

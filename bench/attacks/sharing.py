@@ -13,7 +13,7 @@ from bench.attacks.attackers import attacking, once, repeat
 from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
 from bench.attacks.exchange import HOST, OTHER_ADDRESS, Answer, ask, request_bytes
 from bench.attacks.rows import Row, middle, percentile, seconds
-from bench.attacks.subject import NotMeasured, Server, Subject
+from bench.attacks.subject import COMPLETIONS, NotMeasured, Server, Subject
 
 CAP_S = 20.0
 STEP_MS = 20.0
@@ -31,8 +31,7 @@ def long_sessions(subject: Subject) -> Iterator[Row]:
                 took: list[float | None] = []
                 for i in range(3):
                     # Sessions end together and are opened again; a newcomer between would find free places.
-                    if not crowd.wait(lambda: crowd.num_running() >= 32, 30.0):
-                        raise NotMeasured("32 sessions did not all run within 30 s")
+                    crowd.require("32 sessions did not all run", lambda: crowd.num_running() >= 32, 30.0)
                     took.append(first_token_s(server.port, {"prompt": prompt_of(100 + i)}, CAP_S, address=address))
                 step_s = median(crowd.gaps_s())
             limit_s = 10.0 * step_s + middle(alone, CAP_S)
@@ -88,7 +87,7 @@ def long_prompts(subject: Subject) -> Iterator[Row]:
 def _beside_prompts(server: Server, what: str) -> Row:
     gaps: dict[str, list[float]] = {}
     prompts = [
-        request_bytes(server.port, "POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 1}).encode())
+        request_bytes(server.port, "POST", COMPLETIONS, json.dumps({"prompt": prompt, "max_tokens": 1}).encode())
         for prompt in (prompt_of(50_000 + i, 1000) for i in range(400))
     ]
     for phase, attack in (("alone", []), ("beside", prompts)):
@@ -96,8 +95,7 @@ def _beside_prompts(server: Server, what: str) -> Row:
         # Another prompt each time: a text that was written before is drafted from.
         text = {"prompt": prompt_of(len(gaps)), "max_tokens": 1000, "ignore_eos": True}
         with crowd_of(server.port, [text], address=OTHER_ADDRESS) as crowd:
-            if not crowd.wait(lambda: crowd.num_running() == 1, CAP_S):
-                raise NotMeasured(f"the text had no token within {CAP_S:g} s")
+            crowd.require("the text had no token", lambda: crowd.num_running() == 1, CAP_S)
             if attack:
                 with attacking(repeat, server.port, attack, 4, 120.0):
                     crowd.wait(lambda: not crowd.num_running(), 8.0)
@@ -186,7 +184,7 @@ def _call(server: Server, seed: int) -> bytes:
 def _small(server: Server, index: int, timeout_s: float = PATIENT_S) -> Answer:
     """The other owner's request: a verify and a completion in turn, of one token each."""
     prompt = prompt_of(10_000 + index + int(time.perf_counter() * 1e3))
-    path, body = "/v1/completions", {"prompt": prompt, "max_tokens": 1}
+    path, body = COMPLETIONS, {"prompt": prompt, "max_tokens": 1}
     if index % 2:
         path, body = "/v1/verify", {"items": [{"prefix": prompt}]}
     try:
@@ -197,5 +195,4 @@ def _small(server: Server, index: int, timeout_s: float = PATIENT_S) -> Answer:
 
 def _steps(server: Server) -> int:
     """Steps of the engine so far; 0 where /metrics does not count them."""
-    lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
-    return next((int(float(line.split()[1])) for line in lines if line.startswith("outrider_engine_steps_total ")), 0)
+    return int(sum(server.metrics("outrider_engine_steps_total")))

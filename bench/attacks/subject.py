@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final
 
 import psutil
-from bench.attacks.exchange import ask
-from bench.processes import pass_niceness
+from bench.attacks.exchange import Answer, ask, values_of
+from bench.processes import ANY_PORT, Program, started
 
 EMBEDDED: Final = "embedded"
 VLLM: Final = "vllm"
 
-READY_PREFIX: Final = "OUTRIDER_READY "
 KEYS: Final = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
+COMPLETIONS: Final = "/v1/completions"
 _EXPORT: Final = (
     "from outrider.export.make.reference_pair import export_reference_pair\n"
     "pair = export_reference_pair()\nprint(pair.target)\nprint(pair.draft)"
@@ -42,35 +40,44 @@ class NotMeasured(Exception):
     """Says why a row could not be measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A running server. process: the leader of its own process group. errors: where its log goes."""
+def wait_for(what: str, is_reached: Callable[[], bool], timeout_s: float, every_s: float = 0.05) -> None:
+    """Returns once it is reached. what: ends a sentence, such as "run". Raises NotMeasured."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_reached():
+        if time.monotonic() > deadline_s:
+            raise NotMeasured(f"{what} within {timeout_s:g} s")
+        time.sleep(every_s)
 
-    url: str
-    process: subprocess.Popen[str]
-    errors: TextIO
 
-    def log(self) -> str:
-        """What it has logged so far."""
-        descriptor = self.errors.fileno()  # the server writes at the same position, so this does not move it
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
-
-    @property
-    def port(self) -> int:
-        """Where it listens on 127.0.0.1."""
-        return int(self.url.rsplit(":", 1)[1])
+class Server(Program):
+    """A server under attack."""
 
     def memory_mb(self) -> float:
         """Resident memory of the server and its children."""
         try:
-            leader = psutil.Process(self.process.pid)
+            leader = psutil.Process(self.pid)
             return float(sum(p.memory_info().rss for p in (leader, *leader.children(recursive=True))) / 1e6)
         except psutil.NoSuchProcess:
             return 0.0
 
-    def signal(self, number: int) -> None:
-        """Sends a signal to the server and its children."""
-        os.killpg(self.process.pid, number)
+    def metrics(self, name: str, *labels: str, key: str | None = None) -> list[float]:
+        """The values of a metric that have `labels`: several where replicas are behind a front."""
+        return values_of(ask(self.port, "GET", "/metrics", key=key).body.decode(), name, *labels)
+
+    def readiness(self) -> Answer:
+        """Of /health/ready."""
+        return ask(self.port, "GET", "/health/ready", timeout_s=10.0)
+
+    def num_running(self) -> int:
+        """Texts in work."""
+        return int(self.readiness().json.get("running", 0))
+
+    def complete(self, body: dict[str, Any], key: str | None = None) -> Any:
+        """The answer to a completion. Raises NotMeasured where it is refused."""
+        answer = ask(self.port, "POST", COMPLETIONS, body, key=key)
+        if answer.status != 200:
+            raise NotMeasured(f"a completion got status {answer.status}: {answer.body[:200]!r}")
+        return answer.json
 
     def wait_until_awake(self, timeout_s: float = 30.0) -> None:
         """Returns once /health/live answers at once, five times in a row. Raises NotMeasured after `timeout_s`."""
@@ -87,13 +94,12 @@ class Server:
 
     def wait_until_idle(self, timeout_s: float = 30.0) -> None:
         """Returns once nothing runs and nothing is queued. Raises NotMeasured after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            answer = ask(self.port, "GET", "/health/ready", timeout_s=10.0)
-            if answer.status == 200 and not answer.json["running"] and not answer.json.get("queue_depth"):
-                return
-            time.sleep(0.02)
-        raise NotMeasured(f"the server was still busy {timeout_s:g} s after the last request had ended")
+
+        def is_idle() -> bool:
+            answer = self.readiness()
+            return answer.status == 200 and not answer.json["running"] and not answer.json.get("queue_depth")
+
+        wait_for("the server was not idle after the last request had ended", is_idle, timeout_s, 0.02)
 
 
 @dataclass(frozen=True)
@@ -129,19 +135,15 @@ class Subject:
     def _engine_options(self) -> tuple[str, ...]:
         return _VLLM_OPTIONS if self.engine == VLLM else ()
 
-    @contextmanager
-    def serve(self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None) -> Iterator[Server]:
+    def serve(
+        self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None
+    ) -> AbstractContextManager[Server]:
         """Runs `outrider-cloud serve` on the reference target."""
-        with tempfile.TemporaryDirectory() as place:
-            arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), "--port", "0"]
-            arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *self.options, *options]
-            if keys:
-                arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
-            with self._running(arguments) as server:
-                yield server
+        arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), *ANY_PORT]
+        arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *self.options, *options]
+        return self._running(arguments, keys)
 
-    @contextmanager
-    def emulated(self, step_ms: float, extra_ms: float = 0.0) -> Iterator[Server]:
+    def emulated(self, step_ms: float, extra_ms: float = 0.0) -> AbstractContextManager[Server]:
         """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`, and
         extra_ms more for each token after the first. With vLLM, `bench.paced_vllm` over the reference target: its steps
         take as long at least, and never less than `_LEAST_STEP_MS`.
@@ -149,56 +151,36 @@ class Subject:
         if self.engine == VLLM:
             step = str(max(step_ms, _LEAST_STEP_MS))
             paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", step, "--extra-ms", str(extra_ms)]
-            paced += ["--port", "0", "--threads", "1", "--drain-s", "0", *self._engine_options]
-            with self._running(paced) as server:
-                yield server
-            return
+            return self._running([*paced, *ANY_PORT, "--threads", "1", "--drain-s", "0", *self._engine_options])
         if not (self.tree / "bench" / "emulated.py").is_file():
             raise NotMeasured(f"{self.tree} has no bench/emulated.py, which a step of a given time needs")
-        arguments = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)]
-        with self._running(arguments) as server:
-            yield server
+        return self._running(["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)])
 
-    @contextmanager
     def endpoint(
         self, cloud: str, *options: str, keys: Sequence[str] = (), draft: Path | None = None
-    ) -> Iterator[Server]:
+    ) -> AbstractContextManager[Server]:
         """Runs `outrider serve` on a draft, by default the reference draft, for the verifier at the URL `cloud`."""
-        with tempfile.TemporaryDirectory() as place:
-            arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud]
-            arguments += ["--draft", str(draft or self.bundles[1])]
-            arguments += ["--port", "0", "--threads", "1", *options]
-            if keys:
-                arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
-            with self._running(arguments, self.own_python) as server:
-                yield server
+        arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud, "--draft", str(draft or self.bundles[1])]
+        return self._running([*arguments, *ANY_PORT, "--threads", "1", *options], keys, self.own_python)
 
     def agent(self, *arguments: str) -> list[str]:
         """The command line of `outrider run` on the reference draft."""
         return [self.own_python, "-m", "outrider.edge.cli", "run", "--draft", str(self.bundles[1]), *arguments]
 
     @contextmanager
-    def _running(self, arguments: Sequence[str], python: str | None = None) -> Iterator[Server]:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-            process = subprocess.Popen(
-                [python or self.python, *arguments],
-                cwd=self.tree,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-            pass_niceness(process.pid)
-            try:
-                url = _ready_url(process, self.start_s)
-                if url is None:
-                    errors.seek(0)
-                    raise NotMeasured(f"the server did not start: {errors.read()[-500:].strip()}")
-                yield Server(url, process, errors)
-            finally:
-                end(process)
+    def _running(
+        self, arguments: Sequence[str], keys: Sequence[str] = (), python: str | None = None
+    ) -> Iterator[Server]:
+        with tempfile.TemporaryDirectory() as place:
+            if keys:
+                file = Path(place, "keys")
+                file.write_text("\n".join(keys) + "\n", encoding="utf-8")
+                file.chmod(0o600)
+                arguments = [*arguments, "--api-key-file", str(file)]
+            log, python = Path(place, "log"), python or self.python
+            server = Server(arguments, log, None, self.environment, python, directory=self.tree, start_s=self.start_s)
+            with started(server):
+                yield server
 
     def _output(self, *arguments: str, python: str | None = None) -> str:
         command = [python or self.python, *arguments]
@@ -206,37 +188,3 @@ class Subject:
         if done.returncode:
             raise NotMeasured(f"`{command[0]} {' '.join(arguments)[:60]}` failed: {done.stderr.strip()[-500:]}")
         return done.stdout
-
-
-def written_keys(place: Path, keys: Sequence[str]) -> Path:
-    """A file with these keys, for its owner only."""
-    path = place / "keys"
-    path.write_text("\n".join(keys) + "\n", encoding="utf-8")
-    path.chmod(0o600)
-    return path
-
-
-def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """Ends a process group that was started with start_new_session, also a stopped one."""
-    for number in (signal.SIGKILL, signal.SIGCONT):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _ready_url(process: subprocess.Popen[str], timeout_s: float) -> str | None:
-    """The URL that the server announces; None where it ends without, or does not announce one in time."""
-    assert process.stdout is not None
-    watchdog = threading.Timer(timeout_s, process.kill)
-    watchdog.start()
-    try:
-        for line in process.stdout:
-            if line.startswith(READY_PREFIX):
-                return line.removeprefix(READY_PREFIX).strip()
-    finally:
-        watchdog.cancel()
-    return None

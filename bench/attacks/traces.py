@@ -10,9 +10,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from bench.attacks.attackers import attacking, repeat
+from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.crowd import crowd_of, prompt_of
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, ask, request_bytes, values_of
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, request_bytes
 from bench.attacks.probes import memory_of
 from bench.attacks.rows import Row
 from bench.attacks.subject import NotMeasured, Server, Subject
@@ -49,8 +49,7 @@ def _measured(server: Server) -> Iterator[Row]:
             attacking(repeat, server.port, requests, 2, 20.0) as reports,
         ):
             rates[is_traced].append(crowd.tokens_per_s(ATTACK_S))
-            while reports.poll():
-                statuses.add(reports.recv())
+            statuses.update(received(reports))
         growth_mb[is_traced] = max(growth_mb[is_traced], memory.growth_mb)
     spans = _spans(server)
     recorded, allowed = sum(spans), len(spans) * NUM_OWNERS * (BURST + PER_S * (time.monotonic() - began_s))
@@ -92,8 +91,7 @@ def _request(port: int, index: int, *, is_traced: bool) -> bytes:
 
 def _spans(server: Server) -> list[float]:
     """Spans recorded so far: one number, or one of each replica, which has budgets of its own."""
-    text = ask(server.port, "GET", "/metrics").body.decode()
-    found = values_of(text, "outrider_trace_spans_total", 'outcome="recorded"')
+    found = server.metrics("outrider_trace_spans_total", 'outcome="recorded"')
     if not found:
         raise NotMeasured("/metrics counts no spans: this version makes none")
     return found

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from bench.beside import target_options
-from bench.engine_throughput import CONTEXT, decode_rate
+from bench.engine_throughput import decode_rate
 from bench.gpu.place import Run
+from bench.load import CONTEXT
 
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
