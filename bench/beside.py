@@ -78,7 +78,6 @@ class Opener(Protocol):
 
     def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
         """Called once, in that process."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

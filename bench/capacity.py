@@ -30,8 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Final
 
 from bench.beside import Beside, RealPair, Stop, Written, open_beside
 from bench.load import make_orders
@@ -109,8 +108,7 @@ async def verify_all(url: str, orders: Sequence[Order], drafts: Sequence[Recorde
 
 async def _verify(url: str, order: Order, drafts: Recorded, gamma: int) -> Text:
     text, known, prefix_hash = Text(), list[int](), None
-    address = urlsplit(url)
-    async with Connection(address.hostname or "", address.port or 80) as connection:
+    async with Connection(url) as connection:
         while (left := order.max_tokens - len(known)) > 0:
             drafted = block(drafts, len(known), min(gamma, left - 1)) if known else []
             item = {**order.body, "max_tokens": left, "draft": drafted}
@@ -243,20 +241,20 @@ def main(given: Sequence[str] | None = None) -> int:
         f"{found.computed:.3f}x, measured {found.over_beside(DEVICES):.3f}x",
         highlight=False,
     )
-    return verdict(console, found.misses, options.json, as_json(options, found))
-
-
-def as_json(options: argparse.Namespace, found: Found) -> dict[str, Any]:
-    """The figures as plain data."""
-    return {
-        "widen_mb": None if options.target else options.widen,
-        "widen_draft_mb": options.widen_draft,
-        "clients": options.clients,
-        "tokens_per_s": found.rates,
-        "costs": [asdict(costs) for costs in found.costs],
-        "computed": found.computed,
-        "measured": found.over_beside(DEVICES),
-    }
+    return verdict(
+        console,
+        found.misses,
+        options.json,
+        {
+            "widen_mb": None if options.target else options.widen,
+            "widen_draft_mb": options.widen_draft,
+            "clients": options.clients,
+            "tokens_per_s": found.rates,
+            "costs": [asdict(costs) for costs in found.costs],
+            "computed": found.computed,
+            "measured": found.over_beside(DEVICES),
+        },
+    )
 
 
 if __name__ == "__main__":

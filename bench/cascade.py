@@ -21,12 +21,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import httpx
+from bench.attacks.exchange import values_of
 from bench.emulated import (
     MAX_POSITIONS,
     VOCAB_SIZE,
@@ -67,7 +68,6 @@ from outrider.reference import target_dir
 
 ALONE_WAY, TWO, MID, THREE = "target alone", "draft, target", "mid, target", "draft, mid, target"
 WAYS: Final = (ALONE_WAY, TWO, MID, THREE)
-_COUNTERS: Final = ("provisional", "confirmed", "contradicted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +177,11 @@ async def texts(
             return [await agent.generate(request) for request in requests]
 
 
-def counted(url: str) -> dict[str, float]:
-    """The cascade's counters."""
+def counted(url: str) -> list[float]:
+    """The cascade's counters: tokens confirmed and contradicted."""
     text = httpx.get(url + "/metrics", timeout=30.0).text
-    return {
-        kind: float(text.split(f'outrider_cascade_tokens_total{{kind="{kind}"}} ')[1].split()[0]) for kind in _COUNTERS
-    }
+    kinds = ("confirmed", "contradicted")
+    return [sum(values_of(text, "outrider_cascade_tokens_total", f'kind="{kind}"')) for kind in kinds]
 
 
 def cell(
@@ -208,15 +207,15 @@ def measure(options: argparse.Namespace) -> list[Cell]:
                     for way in WAYS:
                         is_direct = way in (ALONE_WAY, TWO)
                         draft = drafter if way in (TWO, THREE) else None
-                        before = counted(mid)
+                        had = counted(mid)
                         where, rtt_ms = (url, device_ms + upstream_ms) if is_direct else (mid, device_ms)
                         results = asyncio.run(texts(where, rtt_ms, cores, requests, draft))
                         shown = cell(way, rtts, results, truth)
                         if not is_direct:
-                            after = counted(mid)
-                            made = {kind: after[kind] - before[kind] for kind in _COUNTERS}
-                            share = made["confirmed"] / max(1.0, made["confirmed"] + made["contradicted"])
-                            shown = Cell(**{**asdict(shown), "confirmed": share})
+                            confirmed, contradicted = (
+                                after - before for before, after in zip(had, counted(mid), strict=True)
+                            )
+                            shown = replace(shown, confirmed=confirmed / max(1.0, confirmed + contradicted))
                         found.append(shown)
                         print(shown, file=sys.stderr, flush=True)
     return found

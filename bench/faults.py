@@ -112,11 +112,14 @@ class Struck:
 
 
 @contextmanager
-def running(scene: Scene, num_clouds: int = 1) -> Iterator[tuple[list[Program], Program]]:
-    """Verifiers, and an agent that knows them."""
+def running(
+    scene: Scene, num_clouds: int = 1, fault: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[list[Program], Program]]:
+    """Verifiers, and an agent that knows them. environment: of all."""
     with ExitStack() as stack:
-        clouds = [stack.enter_context(started(scene.cloud())) for _ in range(num_clouds)]
-        yield clouds, stack.enter_context(started(scene.agent([cloud.url for cloud in clouds])))
+        clouds = [stack.enter_context(started(scene.cloud(environment=environment))) for _ in range(num_clouds)]
+        agent = scene.agent([cloud.url for cloud in clouds], fault, environment)
+        yield clouds, stack.enter_context(started(agent))
 
 
 def strike(scene: Scene, agent: Program, *faults: Callable[[], None]) -> Struck:
@@ -170,9 +173,7 @@ def _drafting(counts: Mapping[str, float]) -> str:
 
 def runtime_raises(scene: Scene, fault: str = "call") -> Iterator[Row]:
     """The draft's runtime raises, once or for good; then the next text."""
-    with ExitStack() as stack:
-        cloud = stack.enter_context(started(scene.cloud()))
-        agent = stack.enter_context(started(scene.agent([cloud.url], fault)))
+    with running(scene, fault=fault) as (_, agent):
         struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
         agent.signal(signal.SIGUSR2)
         following = strike(scene, agent)
@@ -321,9 +322,7 @@ def link_throttled(scene: Scene) -> Iterator[Row]:
 
 def posts_disordered(scene: Scene) -> Iterator[Row]:
     """Half of the drafts arrive twice, and half up to 200 ms late, behind later ones."""
-    with ExitStack() as stack:
-        cloud = stack.enter_context(started(scene.cloud()))
-        agent = stack.enter_context(started(scene.agent([cloud.url], "posts")))
+    with running(scene, fault="posts") as (_, agent):
         struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
         agent.signal(signal.SIGUSR2)
         read_text(agent.url, {**scene.body, "max_tokens": 4})
@@ -345,9 +344,7 @@ def clock_jumps(scene: Scene) -> Iterator[Row]:
         with clock.open("r+b") as place:
             place.write(struct.pack("<q", seconds))
 
-    with ExitStack() as stack:
-        cloud = stack.enter_context(started(scene.cloud(environment=environment)))
-        agent = stack.enter_context(started(scene.agent([cloud.url], environment=environment)))
+    with running(scene, environment=environment) as ([cloud], agent):
         struck = strike(scene, agent, lambda: jump_to(HOUR_S), lambda: jump_to(-HOUR_S))
         clocks = [read_text(url, {**scene.body, "max_tokens": 4}).created_s for url in (agent.url, cloud.url)]
         offsets = [seconds - time.time() for seconds in clocks]

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
@@ -35,11 +34,11 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
-import httpx
 from bench.emulated import Emulation, emulated_cloud, emulated_draft
 from bench.processes import announce, endpoint_arguments
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import in_turn
+from bench.wire import Wire
 from rich.console import Console
 from rich.progress import Progress
 
@@ -158,7 +157,7 @@ def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
     return ask
 
 
-def ask_endpoint(http: httpx.AsyncClient) -> Ask:
+def ask_endpoint(url: str) -> Ask:
     """A streamed completion of the local endpoint."""
 
     async def ask(question: Question) -> Call:
@@ -174,10 +173,9 @@ def ask_endpoint(http: httpx.AsyncClient) -> Ask:
         pieces: list[str] = []
         first_s, num_accepted = 0.0, 0
         began = time.perf_counter()
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                raise SystemExit(f"the endpoint answered {response.status_code}: {(await response.aread()).decode()}")
-            async for event in _events(response):
+        async with Wire(url) as wire:
+            await wire.post("/v1/completions", body)
+            while (event := await wire.event()) is not None:
                 if "error" in event:
                     raise SystemExit(f"the endpoint's stream ended with an error: {event['error']}")
                 piece = "".join(choice["text"] for choice in event["choices"])
@@ -186,15 +184,10 @@ def ask_endpoint(http: httpx.AsyncClient) -> Ask:
                 pieces.append(piece)
                 if (usage := event.get("usage")) is not None:
                     num_accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
-        return Call("".join(pieces), first_s, time.perf_counter() - began, num_accepted)
+            total_s = time.perf_counter() - began
+        return Call("".join(pieces), first_s, total_s, num_accepted)
 
     return ask
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 # -- the pair ----------------------------------------------------------------------------------------------------------
@@ -275,12 +268,11 @@ async def open_ways(subject: Subject, rtt_ms: float) -> AsyncIterator[Mapping[st
         url = stack.enter_context(network(subject.url, rtt_ms, subject.cores.agent))
         serving = child_process(subject.endpoint(url), ready_prefix=READY_PREFIX, cores=subject.cores.agent)
         local = stack.enter_context(serving)
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=local, timeout=None, trust_env=False))
         agents = {}
         for mode, drafter in ((Mode.CLOUD_ONLY, None), (Mode.STREAM, subject.drafter)):
             client = await stack.enter_async_context(VerifierClient(url))
             agents[mode] = ask_agent(make_agent(mode, Endpoints([client]), drafter), subject.tokenizer)
-        yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(http)}
+        yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(local)}
 
 
 async def measure(
@@ -334,8 +326,8 @@ def misses(place: Place) -> list[str]:
 
 def show(console: Console, places: Sequence[Place]) -> None:
     """Prints the table."""
-    names = ("RTT ms", "cloud-only tok/s", "direct", "served", "served/direct")
-    names += ("first token ms: cloud-only", "direct", "served", "accepted: direct", "served", "texts")
+    ratios = ("direct", "served", "served/direct", "first token ms: cloud-only", "direct", "served")
+    names = ("RTT ms", "cloud-only tok/s", *ratios, "accepted: direct", "served", "texts")
     table = figures_table("tokens/s, prompt included; medians of the runs (lowest run)", *names)
     for place in places:
         ways = place.ways

@@ -116,7 +116,8 @@ def open_models(options: argparse.Namespace) -> tuple[BatchRuntime, ModelDrafter
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {options.core})
     if pair is None:
-        emulation = Emulation(*options.emulate, 0.0, temperature=options.temperature)
+        step_ms, extra_ms = options.emulate
+        emulation = Emulation(step_ms, extra_ms, 0.0, temperature=options.temperature)
         return EmulatedTarget(emulation), ModelDrafter(EmulatedDraft(emulation))
     target, draft = Bundle.open(pair.target), Bundle.open(pair.draft)
     loading = RuntimeOptions(num_threads=1, is_batch_invariant=options.form is not TreeForm.TREE)

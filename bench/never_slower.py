@@ -52,7 +52,7 @@ from bench.round_trips import (
     measured_extra_ms,
 )
 from bench.simulate import patient
-from bench.tree_beside import Beside, beside
+from bench.tree_beside import beside
 from rich.console import Console
 from rich.progress import Progress
 
@@ -225,7 +225,8 @@ def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[C
     if ranks is not None:
         within = ", ".join(f"{width}: {ranks.hits(width):.3f}" for width in (1, 2, 4, 8))
         console.print(f"the target's pick is among the draft's best {within}", highlight=False)
-        if near := _beside_computed(ranks, comparisons):
+        if (computed := comparisons[0].computed) is not None:
+            near = beside(ranks, computed.times)
             console.print(f"computed beside: {near.fixed:.2f}x (depth {near.depth}), by gaps {near.by_gap:.2f}x")
     for found in comparisons:
         if found.computed is not None:
@@ -241,27 +242,20 @@ def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[C
             )
 
 
-def _beside_computed(ranks: Ranks, comparisons: Sequence[Comparison]) -> Beside | None:
-    computed = comparisons[0].computed
-    return beside(ranks, computed.times) if computed is not None else None
-
-
 def show_traffic(console: Console, places: Sequence[Place]) -> None:
     """What each mode sends, drafts and verifies, per token."""
     names = ("RTT ms", "mode", "bytes up", "of drafts", "bytes down", "posts", "drafted", "sent", "verified", "passes")
     table = figures_table("per token (bytes of bodies)", *names, "hits by rank", left=("mode", "hits by rank"))
     for place in places:
-        opening = place.cells[CLOUD_ONLY].traffic.bytes_up
+        opening = place.cells[CLOUD_ONLY].traffic["bytes_up"]
         for name, cell in place.cells.items():
             t = cell.traffic
             table.add_row(
                 f"{place.rtt_ms:g}",
                 name,
-                f"{t.bytes_up:.1f}",
-                f"{t.bytes_up - opening:.1f}",
-                f"{t.bytes_down:.1f}",
-                *(f"{count:.2f}" for count in (t.posts, t.drafted, t.sent, t.verified, t.passes)),
-                " ".join(f"{rank}: {share:.3f}" for rank, share in t.hits.items()),
+                *(f"{count:.1f}" for count in (t["bytes_up"], t["bytes_up"] - opening, t["bytes_down"])),
+                *(f"{t[name]:.2f}" for name in ("posts", "drafted", "sent", "verified", "passes")),
+                " ".join(f"{rank}: {share:.3f}" for rank, share in cell.hits.items()),
             )
     console.print(table)
 
@@ -313,7 +307,7 @@ def as_json(measured: Measured, comparisons: Sequence[Comparison]) -> dict[str, 
                         "tokens_per_s": cell.rates,
                         "ms_per_token": cell.ms_per_token,
                         "acceptance": cell.acceptance,
-                        "per_token": asdict(cell.traffic),
+                        "per_token": {**cell.traffic, "hits": cell.hits},
                         "num_different": cell.num_different,
                         "server": asdict(cell.times),
                     }

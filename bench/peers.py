@@ -34,12 +34,11 @@ from typing import Any, Final, Protocol
 
 from bench.peer_engines import HUGE_PAGES, READY, STEP_TOKENS, Batch, Done, done_of
 from bench.peer_servers import Streamed, open_servers
-from bench.processes import pass_niceness
+from bench.processes import PausedProcess
 from bench.report import TO_JSON, option, parser, verdict
 from rich.console import Console
 from rich.table import Table
 
-from outrider.edge.lab.cores import running_on
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.source.widen import widen
 from outrider.models.errors import RuntimeUnavailable
@@ -57,17 +56,14 @@ class Rates(Protocol):
     @property
     def rate(self) -> float:
         """Prompts included."""
-        ...
 
     @property
     def decode_rate(self) -> float:
         """Once every text has begun."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Of all texts."""
-        ...
 
 
 class Contestant(Protocol):
@@ -77,63 +73,39 @@ class Contestant(Protocol):
 
     def run(self, batch: Batch) -> Rates:
         """Blocking."""
-        ...
 
     def pause(self) -> None:
         """Stops its processes."""
-        ...
 
     def go_on(self) -> None:
         """Lets them run."""
-        ...
 
 
-class EngineProcess:
+class EngineProcess(PausedProcess):
     """One kind of `bench.peer_engines` in a process of its own."""
 
     def __init__(self, name: str, kind: str, target: Path, threads: int, num_blocks: int) -> None:
         """Starts it; returns once the model is loaded. Raises RuntimeUnavailable."""
         self.name = name
-        cores = frozenset(sorted(os.sched_getaffinity(0))[:threads])
         command = [sys.executable, "-m", "bench.peer_engines", kind, str(target), "--threads", str(threads)]
-        with running_on(cores):
-            self._process = subprocess.Popen(
-                [*command, "--blocks", str(num_blocks)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | HUGE_PAGES,
-                start_new_session=True,
-            )
-        pass_niceness(self._process.pid)
+        cores, pipe = frozenset(sorted(os.sched_getaffinity(0))[:threads]), subprocess.PIPE
+        command += ["--blocks", str(num_blocks)]
+        super().__init__(command, cores, stdin=pipe, stdout=pipe, env=os.environ | HUGE_PAGES)
         self._expect(READY)
 
     def run(self, batch: Batch) -> Done:
         """Sends it and waits for the figures."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(batch)) + "\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asdict(batch)) + "\n")
+        self.process.stdin.flush()
         return done_of(self._expect("{"))
 
     def _expect(self, start: str) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line.startswith(start):
             raise RuntimeUnavailable(f"{self.name} ended; its last lines are above")
         return line
-
-    def pause(self) -> None:
-        """Stops it."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Lets it run."""
-        os.killpg(self._process.pid, signal.SIGCONT)
-
-    def close(self) -> None:
-        """Ends it."""
-        self._process.kill()
-        self._process.communicate()
 
 
 @dataclass(frozen=True, slots=True)

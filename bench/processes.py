@@ -69,6 +69,29 @@ def end_group(process: subprocess.Popen[Any]) -> None:
         process.stdout.close()
 
 
+class PausedProcess:
+    """A command in a process group of its own, which may be stopped for a while. options: of `Popen`."""
+
+    def __init__(self, command: Sequence[str], cores: Cores = None, **options: Any) -> None:
+        with running_on(cores):
+            self.process: subprocess.Popen[str] = subprocess.Popen(
+                command, text=True, start_new_session=True, **options
+            )
+        pass_niceness(self.process.pid)
+
+    def pause(self) -> None:
+        """Stops it."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Lets it run."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Ends it."""
+        end_group(self.process)
+
+
 class Program:
     """A command that announces its URL, in a process group of its own. A port that it once had is its own for good.
 

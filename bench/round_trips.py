@@ -105,37 +105,27 @@ class Cell:
         return self.per_token(lambda text: text.num_passes)
 
     @property
-    def traffic(self) -> Traffic:
-        """What the mode sent and drafted."""
+    def traffic(self) -> dict[str, float]:
+        """What the mode sent and drafted, per token. bytes: of bodies, prompt included. drafted: positions at which the
+        draft guessed. sent, verified: guesses.
+        """
+        return {
+            "bytes_up": self.per_token(lambda text: text.wire.body_up),
+            "bytes_down": self.per_token(lambda text: text.wire.body_down),
+            "posts": self.per_token(lambda text: text.num_posts),
+            "drafted": self.per_token(lambda text: text.num_drafted),
+            "sent": self.per_token(lambda text: text.num_sent),
+            "verified": self.times.proposed / self.num_tokens,
+            "passes": self.passes_per_token,
+        }
+
+    @property
+    def hits(self) -> dict[int, float]:
+        """Share of tokens that the device had guessed, by rank (8: prompt lookup's)."""
         hits: Counter[int] = Counter()
         for text in self.texts:
             hits.update(text.hits)
-        return Traffic(
-            bytes_up=self.per_token(lambda text: text.wire.body_up),
-            bytes_down=self.per_token(lambda text: text.wire.body_down),
-            posts=self.per_token(lambda text: text.num_posts),
-            drafted=self.per_token(lambda text: text.num_drafted),
-            sent=self.per_token(lambda text: text.num_sent),
-            verified=self.times.proposed / self.num_tokens,
-            passes=self.passes_per_token,
-            hits={rank: count / self.num_tokens for rank, count in sorted(hits.items())},
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Per token of the text. bytes: of bodies, prompt included. drafted: positions at which the draft guessed. sent,
-    verified: guesses. hits: share of tokens that the device had guessed, by rank (8: prompt lookup's).
-    """
-
-    bytes_up: float
-    bytes_down: float
-    posts: float
-    drafted: float
-    sent: float
-    verified: float
-    passes: float
-    hits: dict[int, float]
+        return {rank: count / self.num_tokens for rank, count in sorted(hits.items())}
 
 
 @dataclass(slots=True)
@@ -272,11 +262,6 @@ def stream_agent(
     return StreamAgent(endpoints, drafter, CostModelDepth(estimates), estimates, options), estimates
 
 
-def path_options() -> AgentOptions:
-    """Drafts of one path."""
-    return AgentOptions(tree=TreeLimits(width=1))
-
-
 async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, left_out: Collection[str]) -> Place:
     """The modes at one round trip."""
     endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
@@ -284,7 +269,7 @@ async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, lef
     del modes[STREAM]
     wrong = AlwaysWrongDrafter(subject.drafter, subject.vocab_size)
     streams: dict[str, tuple[StreamAgent, Estimates]] = {
-        PATH: stream_agent(endpoints, subject.drafter, path_options()),
+        PATH: stream_agent(endpoints, subject.drafter, AgentOptions(tree=TreeLimits(width=1))),
         TREE: stream_agent(endpoints, subject.drafter),
         WRONG: stream_agent(endpoints, wrong, AgentOptions(tree=TreeLimits(width=WRONG_WIDTH))),
     }

@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Final, cast
@@ -36,6 +36,7 @@ from typing import Any, Final, cast
 import httpx
 import numpy as np
 import uvloop
+from bench.attacks.exchange import values_of
 from bench.attacks.tree_bytes import varint
 from bench.processes import announce
 from bench.report import TO_JSON, option, parser, verdict
@@ -223,15 +224,12 @@ class Posts(asyncio.Protocol):
     """The connection on which one session posts its drafts."""
 
     def __init__(self, headers: bytes, bodies: Bodies) -> None:
-        self._headers = headers
-        self._bodies = bodies
+        self._headers, self._bodies = headers, bodies
         self._num_nodes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keeps the transport."""
-        transport = cast(asyncio.Transport, transport)  # uvloop registers no class
-        self._transport = transport
-        self.num_sent = self.num_answered = self.num_taken = 0
+        self._transport = cast(asyncio.Transport, transport)  # uvloop registers no class
 
     def post(self, session: bytes, base: int, last_token: int) -> None:
         """Sends the drafts after `last_token`."""
@@ -241,12 +239,6 @@ class Posts(asyncio.Protocol):
             b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nPrefer: return=minimal\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (session, self._headers, media_type, len(body), body)
         )
-        self.num_sent += 1
-
-    def data_received(self, data: bytes) -> None:
-        """Counts answers."""
-        self.num_answered += data.count(b"HTTP/1.1 ")
-        self.num_taken += data.count(b"HTTP/1.1 204")
 
 
 class Stream(asyncio.Protocol):
@@ -255,11 +247,8 @@ class Stream(asyncio.Protocol):
     _EVENT = re.compile(rb'data: \{"base":(\d+),"tokens":\[([\d,]+)\]')
 
     def __init__(self, posts: Posts, headers: bytes, prompt: Sequence[int]) -> None:
-        self._posts = posts
-        self._headers = headers
-        self._prompt = prompt
-        self._rest = b""
-        self._session = b""
+        self._posts, self._headers, self._prompt = posts, headers, prompt
+        self._rest = self._session = b""
         self.num_commits = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -292,43 +281,23 @@ class Stream(asyncio.Protocol):
             self._posts.post(self._session, int(base) + len(known), int(known[-1]))
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Totals since the server's start; the difference of two is what a window took."""
+Counters = dict[str, float]
+"""Totals since the server's start; the difference of two is what a window took."""
 
-    process_s: float
-    engine_s: float
-    loop_s: float
-    overhead_s: float
-    steps: float
-    passes: float
-    committed: float
-    proposed: float
-    posts: float
-    wall_s: float
 
-    def __sub__(self, other: Counters) -> Counters:
-        return Counters(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
-
-    @classmethod
-    async def read(cls, http: httpx.AsyncClient) -> Counters:
-        """Reads /cpu and /metrics."""
-        cpu = (await http.get("/cpu")).json()
-        text = (await http.get("/metrics")).text
-
-        def total(pattern: str) -> float:
-            return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
-
-        return cls(
-            **cpu,
-            overhead_s=total("outrider_engine_overhead_seconds_total"),
-            steps=total("outrider_engine_steps_total"),
-            passes=total("outrider_target_passes_total"),
-            committed=total("outrider_generation_tokens_total"),
-            proposed=total("outrider_spec_decode_num_draft_tokens_total"),
-            posts=total(r'outrider_http_requests_total\{.*drafts.*status="204".*\}'),
-            wall_s=time.perf_counter(),
-        )
+async def _read(http: httpx.AsyncClient) -> Counters:
+    """Reads /cpu and /metrics."""
+    cpu: Counters = (await http.get("/cpu")).json()
+    text = (await http.get("/metrics")).text
+    names = {
+        "overhead_s": "outrider_engine_overhead_seconds_total",
+        "steps": "outrider_engine_steps_total",
+        "passes": "outrider_target_passes_total",
+        "committed": "outrider_generation_tokens_total",
+    }
+    found = {name: sum(values_of(text, metric)) for name, metric in names.items()}
+    posts = sum(values_of(text, "outrider_http_requests_total", "drafts", 'status="204"'))
+    return {**cpu, **found, "posts": posts, "wall_s": time.perf_counter()}
 
 
 async def _measure(
@@ -359,9 +328,10 @@ async def _measure(
             for kind in kinds:
                 bodies.kind = kind
                 await steps_until(min(stream.num_commits for stream in streams) + SETTLE_STEPS)
-                before = await Counters.read(http)
+                before = await _read(http)
                 await steps_until(min(stream.num_commits for stream in streams) + num_steps)
-                windows[kind].append(await Counters.read(http) - before)
+                after = await _read(http)
+                windows[kind].append({name: after[name] - before[name] for name in after})
     return windows
 
 
@@ -386,7 +356,7 @@ class Row:
         """CPU times are per session and step, the engine's wall time and the step's time per step."""
 
         def middle(name: str, over: str, scale: float = 1.0) -> float:
-            return float(median(getattr(window, name) / getattr(window, over) * scale for window in windows))
+            return float(median(window[name] / window[over] * scale for window in windows))
 
         return cls(
             sessions,
@@ -399,7 +369,7 @@ class Row:
             middle("posts", "passes"),
             middle("committed", "passes"),
             middle("passes", "steps"),
-            int(sum(window.steps for window in windows)),
+            int(sum(window["steps"] for window in windows)),
         )
 
     def missed(self) -> list[str]:
@@ -471,7 +441,8 @@ def main() -> int:
 def _ratio(trees: Sequence[Counters], paths: Sequence[Counters]) -> float:
     """CPU per pass over that of the window of paths beside it, the median."""
     return median(
-        (tree.process_s / tree.passes) / (path.process_s / path.passes) for tree, path in zip(trees, paths, strict=True)
+        (tree["process_s"] / tree["passes"]) / (path["process_s"] / path["passes"])
+        for tree, path in zip(trees, paths, strict=True)
     )
 
 

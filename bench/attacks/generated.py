@@ -168,7 +168,9 @@ def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
     send("routes without a body", others, times=50)
     num_pairs = 0
     for route in with_body:
-        alone = send(route, [case for case in requests.singles(route) for _ in range(_times_alone(case))])
+        # A field's largest value so often that all in flight are the same.
+        often = ((1 if any(number for _, number in case.values) else 4, case) for case in requests.singles(route))
+        alone = send(route, [case for count, case in often for _ in range(count)])
         pairs = list(requests.pairs(route))
         num_pairs += len(pairs)
         if pairs:
@@ -177,11 +179,6 @@ def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
     largest = [max(requests.singles(route), key=requests.size) for route in with_body]
     send("without a key, large", largest, None, times=4)
     yield from _judged(number, what, plain, groups, before_mb, num_pairs)
-
-
-def _times_alone(case: Case) -> int:
-    """How often one field's value is sent: its largest one so that all in flight are the same."""
-    return 1 if any(number for _, number in case.values) else 4
 
 
 def _sent(place: Place, plain: Seen, before_mb: float, name: str, cases: list[Case], key: str | None) -> Group:

@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from bench.attacks.exchange import HOST
@@ -31,86 +32,71 @@ class Ways:
     answer: Callable[[Any], bytes] | None = None
 
 
-class HostileServer:
+class HostileServer(ThreadingHTTPServer):
     """Answers every request as `ways` says. paths: what was asked for."""
 
+    request_queue_size = 128
+
     def __init__(self) -> None:
+        super().__init__((HOST, 0), _Handler)
         self.ways = Ways(b"")
         self.num_sessions = 0
         self.paths: list[str] = []
-        self._socket = socket.create_server((HOST, 0))
-        self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        self.url = f"http://{HOST}:{self.server_port}"
 
-    def close(self) -> None:
-        """Stops listening."""
-        self._socket.close()
+    def sent_to(self, path: str, read: Callable[[], Any]) -> tuple[bytes, bytes]:
+        """The answer's first bytes, and those that follow without end. read: gives the request's body."""
+        ways = self.ways
+        self.paths.append(path)
+        if path == "/v1/sessions":
+            self.num_sessions += 1
+            return (ways.session if ways.answer is None else ways.answer(read())), ways.more
+        if path.startswith("/health/ready"):
+            return ways.ready or as_answer({"status": "ready", "model": "m"}), b""
+        return ways.others.get(path, (b"HTTP/1.1 204 No Content\r\n\r\n", b""))
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        with suppress(OSError, ValueError), connection:
-            head = _head(connection)
-            ways, path = self.ways, head.split(b" ")[1].decode("latin-1")
-            self.paths.append(path)
-            if path == "/v1/sessions":
-                self.num_sessions += 1
-                first = ways.session if ways.answer is None else ways.answer(_body(connection, head))
-                _send_all(connection, first, ways.more)
-            elif path in ways.others:
-                _send_all(connection, *ways.others[path])
-            elif b"/health/ready" in head:
-                connection.sendall(self.ways.ready or as_answer({"status": "ready", "model": "m"}))
-            else:
-                connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
-            # The agent's end first: what it has not read yet would be lost by a reset.
-            connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(5.0)
-            while connection.recv(65536):
-                time.sleep(0)
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections that break are no news."""
 
 
-def _send_all(connection: socket.socket, first: bytes, more: bytes) -> None:
-    connection.sendall(first)
-    sent = 0
-    while more and sent < MAX_SENT:
-        connection.sendall(more)
-        sent += len(more)
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request of a connection."""
 
+    server: HostileServer
+    timeout = 30.0
 
-def _body(connection: socket.socket, head: bytes) -> Any:
-    head, _, body = head.partition(b"\r\n\r\n")
-    lengths = [line.split(b":")[1] for line in head.lower().splitlines() if line.startswith(b"content-length:")]
-    while len(body) < int(lengths[0]):
-        body += connection.recv(65536)
-    return json.loads(body)
+    def answer(self) -> None:
+        """To any method."""
+        first, more = self.server.sent_to(self.path, self._body)
+        self.wfile.write(first)
+        sent = 0
+        while more and sent < MAX_SENT:
+            self.wfile.write(more)
+            sent += len(more)
+        # The agent's end first: what it has not read yet would be lost by a reset.
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(5.0)
+        while self.connection.recv(65536):
+            time.sleep(0)
 
+    do_GET = do_POST = do_DELETE = answer
 
-def _head(connection: socket.socket) -> bytes:
-    data = b""
-    connection.settimeout(30.0)
-    while b"\r\n\r\n" not in data:
-        more = connection.recv(65536)
-        if not more:
-            raise ConnectionResetError
-        data += more
-    return data
+    def _body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
 
 
 @contextmanager
 def hostile_server() -> Iterator[HostileServer]:
     """A server that ends with the context."""
-    server = HostileServer()
-    try:
-        yield server
-    finally:
-        server.close()
+    with HostileServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
 
 
 def as_answer(body: Any, status: str = "200 OK") -> bytes:
@@ -122,5 +108,4 @@ def as_answer(body: Any, status: str = "200 OK") -> bytes:
 
 def as_stream(*events: Any) -> bytes:
     """An event stream's head and its first events."""
-    encode: Callable[[Any], str] = lambda event: json.dumps(event, ensure_ascii=False)  # noqa: E731
-    return _STREAM + b"".join(b"data: " + encode(event).encode() + b"\n\n" for event in events)
+    return _STREAM + b"".join(b"data: %s\n\n" % json.dumps(event, ensure_ascii=False).encode() for event in events)

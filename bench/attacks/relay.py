@@ -8,25 +8,28 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
-from bench.attacks.exchange import HOST
+from bench.attacks.exchange import HOST, connect
 
 
-class Relay:
-    """Listens on a port of its own. Set `delays` (path -> seconds before the request is passed on) and `is_away`."""
+class Relay(ThreadingHTTPServer):
+    """Listens on a port of its own. Set `delays`: path -> seconds before the request is passed on."""
+
+    request_queue_size = 1024
 
     def __init__(self, port: int) -> None:
+        super().__init__((HOST, 0), _Handler)
         self.delays: Mapping[str, float] = {}
         self.seen: Counter[str] = Counter()
         self.at_once: Counter[str] = Counter()
         self.most_at_once: Counter[str] = Counter()
-        self._port = port
+        self.upstream_port = port
+        self.url = f"http://{HOST}:{self.server_port}"
+        self.lock = threading.Lock()
+        self.connections: set[socket.socket] = set()
         self._is_away = False
-        self._lock = threading.Lock()
-        self._connections: set[socket.socket] = set()
-        self._socket = socket.create_server((HOST, 0), backlog=1024)
-        self.url = f"http://{HOST}:{self._socket.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
 
     @property
     def is_away(self) -> bool:
@@ -36,86 +39,82 @@ class Relay:
     @is_away.setter
     def is_away(self, is_away: bool) -> None:
         self._is_away = is_away
-        if is_away:
-            with self._lock:
-                cut = list(self._connections)
-            for connection in cut:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        with self.lock:
+            cut = list(self.connections) if is_away else []
+        for connection in cut:
+            _end(connection)
 
-    def close(self) -> None:
-        """Stops listening and cuts all connections."""
-        self._socket.close()
-        self.is_away = True
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether a new connection is served."""
+        return not self._is_away
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            if self._is_away:
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections that break are no news."""
 
-    def _serve(self, connection: socket.socket) -> None:
-        with suppress(OSError), connection, socket.create_connection((HOST, self._port)) as upstream:
-            for each in (connection, upstream):
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._connections |= {connection, upstream}
-            back = threading.Thread(target=_pump, args=(upstream, connection), daemon=True)
-            back.start()
-            try:
-                self._pass_on(connection, upstream)
-            finally:
-                with self._lock:
-                    self._connections -= {connection, upstream}
-                for each in (connection, upstream):
-                    with suppress(OSError):
-                        each.shutdown(socket.SHUT_RDWR)
-                back.join()
 
-    def _pass_on(self, connection: socket.socket, upstream: socket.socket) -> None:
-        unread = b""
-        while True:
-            while b"\r\n\r\n" not in unread:
-                if not (more := connection.recv(65536)):
-                    return
-                unread += more
-            head, _, unread = unread.partition(b"\r\n\r\n")
-            line, *fields = head.split(b"\r\n")
-            length = next((int(f.split(b":")[1]) for f in fields if f.lower().startswith(b"content-length:")), 0)
-            while len(unread) < length:
-                if not (more := connection.recv(65536)):
-                    return
-                unread += more
-            body, unread = unread[:length], unread[length:]
-            path = line.split(b" ")[1].decode("latin-1")
-            with self._lock:
-                self.seen[path] += 1
-                self.at_once[path] += 1
-                self.most_at_once[path] = max(self.most_at_once[path], self.at_once[path])
-            time.sleep(self.delays.get(path, 0.0))
-            with self._lock:
-                self.at_once[path] -= 1
-            upstream.sendall(head + b"\r\n\r\n" + body)
+class _Handler(BaseHTTPRequestHandler):
+    server: Relay
+    protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        """Connects to the verifier, whose bytes go back as they come."""
+        super().setup()
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._upstream = connect(self.server.upstream_port)
+        with self.server.lock:
+            self.server.connections |= {self.connection, self._upstream}
+        self._back = threading.Thread(target=_pump, args=(self._upstream, self.connection), daemon=True)
+        self._back.start()
+
+    def pass_on(self) -> None:
+        """Any method."""
+        server, path = self.server, self.path
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        with server.lock:
+            server.seen[path] += 1
+            server.at_once[path] += 1
+            server.most_at_once[path] = max(server.most_at_once[path], server.at_once[path])
+        time.sleep(server.delays.get(path, 0.0))
+        with server.lock:
+            server.at_once[path] -= 1
+        fields = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+        self._upstream.sendall(f"{self.requestline}\r\n{fields}\r\n".encode("latin-1") + body)
+
+    do_GET = do_POST = do_DELETE = pass_on
+
+    def finish(self) -> None:
+        """Ends both connections."""
+        with self.server.lock:
+            self.server.connections -= {self.connection, self._upstream}
+        for each in (self.connection, self._upstream):
+            _end(each)
+        self._back.join()
+        self._upstream.close()
+        super().finish()
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+def _end(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    with suppress(OSError):
+        connection.shutdown(how)
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_RDWR)
+    _end(target, socket.SHUT_WR)
 
 
 @contextmanager
 def relay_to(port: int) -> Iterator[Relay]:
     """A relay that ends with the context."""
-    relay = Relay(port)
-    try:
-        yield relay
-    finally:
-        relay.close()
+    with Relay(port) as relay:
+        threading.Thread(target=relay.serve_forever, daemon=True).start()
+        try:
+            yield relay
+        finally:
+            relay.is_away = True
+            relay.shutdown()
