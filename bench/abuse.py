@@ -48,10 +48,9 @@ from bench.attacks.local_hostile import local_hostile
 from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
 from bench.attacks.pages import foreign_pages, local_pages
-from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_prompts, long_sessions, unequal_owners
-from bench.attacks.subject import EMBEDDED, VLLM, Subject
+from bench.attacks.subject import EMBEDDED, VLLM, Row, Subject
 from bench.attacks.terminal import escapes, huge_answers
 from bench.attacks.traces import hostile_contexts
 from bench.attacks.trees import large_trees, malformed_trees, orphan_flood, sure_wrong_trees

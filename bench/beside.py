@@ -33,7 +33,7 @@ from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, 
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
 
 MOST_DRAFTED: Final = 24
-"""Tokens of a round at most, as the simulation of drafts beside a target has it (`tree_beside`)."""
+"""Tokens of a round at most, as the simulation of drafts beside a target has it (`simulate_trees`)."""
 GUESSES: Final = 16
 _START_TIMEOUT_S: Final = 300.0
 

@@ -52,7 +52,7 @@ from bench.round_trips import (
     measured_extra_ms,
 )
 from bench.simulate import patient
-from bench.tree_beside import beside
+from bench.simulate_trees import beside
 from rich.console import Console
 from rich.progress import Progress
 

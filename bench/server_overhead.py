@@ -28,7 +28,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Final, cast
@@ -335,56 +334,36 @@ async def _measure(
     return windows
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The medians of one number of sessions."""
+FIGURES: Final = {
+    "cpu_ms": ("process_s", "passes", 1e3),
+    "engine_cpu_ms": ("engine_s", "passes", 1e3),
+    "loop_cpu_ms": ("loop_s", "passes", 1e3),
+    "engine_wall_ms": ("overhead_s", "steps", 1e3),
+    "step_ms": ("wall_s", "steps", 1e3),
+    "posts_per_pass": ("posts", "passes", 1.0),
+    "tokens_per_pass": ("committed", "passes", 1.0),
+    "passes_per_step": ("passes", "steps", 1.0),
+}
+"""By name: a counter, over which other, scaled: CPU times per session and step, times by the clock per step."""
 
-    sessions: int
-    drafts: str
-    cpu_ms: float
-    engine_cpu_ms: float
-    loop_cpu_ms: float
-    engine_wall_ms: float
-    step_ms: float
-    posts_per_pass: float
-    tokens_per_pass: float
-    passes_per_step: float
-    steps: int
 
-    @classmethod
-    def of(cls, sessions: int, drafts: str, windows: Sequence[Counters]) -> Row:
-        """CPU times are per session and step, the engine's wall time and the step's time per step."""
+def figures_of(windows: Sequence[Counters]) -> dict[str, float]:
+    """The medians of the windows."""
+    return {
+        name: median(window[what] / window[over] * scale for window in windows)
+        for name, (what, over, scale) in FIGURES.items()
+    }
 
-        def middle(name: str, over: str, scale: float = 1.0) -> float:
-            return float(median(window[name] / window[over] * scale for window in windows))
 
-        return cls(
-            sessions,
-            drafts,
-            middle("process_s", "passes", 1e3),
-            middle("engine_s", "passes", 1e3),
-            middle("loop_s", "passes", 1e3),
-            middle("overhead_s", "steps", 1e3),
-            middle("wall_s", "steps", 1e3),
-            middle("posts", "passes"),
-            middle("committed", "passes"),
-            middle("passes", "steps"),
-            int(sum(window["steps"] for window in windows)),
-        )
-
-    def missed(self) -> list[str]:
-        """The bounds that are missed, in words."""
-        found = []
-        if self.sessions >= 16 and self.drafts == PATHS and self.cpu_ms > MAX_CPU_MS:
-            found.append(
-                f"{self.sessions} sessions: {self.cpu_ms:.3f} ms of CPU per session and step, over {MAX_CPU_MS}"
-            )
-        bound = MAX_ENGINE_MS.get(self.sessions)
-        if bound is not None and self.drafts == PATHS and self.engine_wall_ms > bound:
-            found.append(
-                f"{self.sessions} sessions: the engine takes {self.engine_wall_ms:.1f} ms per step, over {bound}"
-            )
-        return found
+def misses(sessions: int, drafts: str, figures: dict[str, float]) -> list[str]:
+    """The bounds that are missed, in words."""
+    found = []
+    if sessions >= 16 and drafts == PATHS and figures["cpu_ms"] > MAX_CPU_MS:
+        found.append(f"{sessions} sessions: {figures['cpu_ms']:.3f} ms of CPU per session and step, over {MAX_CPU_MS}")
+    bound, wall_ms = MAX_ENGINE_MS.get(sessions), figures["engine_wall_ms"]
+    if bound is not None and drafts == PATHS and wall_ms > bound:
+        found.append(f"{sessions} sessions: the engine takes {wall_ms:.1f} ms per step, over {bound}")
+    return found
 
 
 def main() -> int:
@@ -407,20 +386,21 @@ def main() -> int:
         return 0
     names = ("sessions", "drafts", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
     table = Table(*names, title="ms of CPU per session and step; ms per step by the clock")
-    rows = []
+    rows: list[dict[str, Any]] = []
     ratios: list[dict[str, Any]] = []
+    missed: list[str] = []
     for num_sessions in options.sessions:
         command = ["-m", "bench.server_overhead", "--serve", str(options.step_ms), "--sessions", str(num_sessions)]
         with child_process(command, ready_prefix=READY_PREFIX) as url:
             measuring = _measure(url, num_sessions, options.steps, options.windows, options.drafts)
             windows = uvloop.run(measuring)
         for kind, found in windows.items():
-            row = Row.of(num_sessions, kind, found)
-            rows.append(row)
-            cells = (row.cpu_ms, row.engine_cpu_ms, row.loop_cpu_ms)
-            walls = (f"{row.engine_wall_ms:.2f}", f"{row.step_ms:.1f}")
-            counts = (f"{row.posts_per_pass:.2f}", f"{row.tokens_per_pass:.2f}")
-            table.add_row(str(row.sessions), kind, *(f"{cell:.3f}" for cell in cells), *walls, *counts)
+            figures = figures_of(found)
+            rows.append({"sessions": num_sessions, "drafts": kind, **figures})
+            missed += misses(num_sessions, kind, figures)
+            digits = (3, 3, 3, 2, 1, 2, 2)
+            cells = (f"{value:.{places}f}" for value, places in zip(figures.values(), digits, strict=False))
+            table.add_row(str(num_sessions), kind, *cells)
             if kind != PATHS and PATHS in windows:
                 ratio = _ratio(found, windows[PATHS])
                 ratios.append({"sessions": num_sessions, "drafts": kind, "cpu_over_paths": ratio})
@@ -428,13 +408,12 @@ def main() -> int:
     console.print(table)
     for each in ratios:
         console.print(f"{each['sessions']} sessions: {each['drafts']} take {each['cpu_over_paths']:.2f}x of paths' CPU")
-    missed = [line for row in rows for line in row.missed()]
     missed += [
         f"16 sessions: trees32 take {each['cpu_over_paths']:.2f}x of paths' CPU, over {MAX_TREE_RATIO}"
         for each in ratios
         if each["sessions"] == 16 and each["drafts"] == "trees32" and each["cpu_over_paths"] > MAX_TREE_RATIO
     ]
-    document = {"step_ms": options.step_ms, "rows": [asdict(row) for row in rows], "ratios": ratios}
+    document = {"step_ms": options.step_ms, "rows": rows, "ratios": ratios}
     return verdict(console, missed, options.json, document)
 
 

@@ -14,8 +14,7 @@ from typing import Any
 from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
 from bench.attacks.exchange import Answer, ask, request_bytes
-from bench.attacks.rows import Row, middle, seconds
-from bench.attacks.subject import COMPLETIONS, KEYS, Server, Subject
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, seconds
 
 CAP_S = 20.0
 FLOOD_S = 8.0

@@ -16,8 +16,7 @@ from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.grammars import TEMPLATE, hostile_grammars
 from bench.attacks.local import ATTACKER, CHAT, GENERATE, MIN_RATE, VERIFY, endpoint_and_idle, honest_texts
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
-from bench.attacks.rows import Row
-from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Subject, wait_for
+from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Row, Subject, wait_for
 from bench.changed_bundle import change_bundle
 
 SIZE: Final = (1 << 20) - 512

@@ -13,8 +13,7 @@ from typing import Any
 
 from bench.attacks.crowd import first_token_s, prompt_of
 from bench.attacks.exchange import ask
-from bench.attacks.rows import Row, seconds
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, seconds
 
 FIRST, SECOND = KEYS
 LENGTH = 800

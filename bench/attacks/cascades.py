@@ -11,8 +11,7 @@ from bench.attacks.caches import cached
 from bench.attacks.crowd import Crowd, crowd_of, prompt_of
 from bench.attacks.exchange import ask
 from bench.attacks.probes import MAX_HEALTH_S, health_of
-from bench.attacks.rows import Row
-from bench.attacks.subject import KEYS, NotMeasured, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Row, Subject
 
 FIRST, SECOND = KEYS
 NUM_TEXTS: Final = 32

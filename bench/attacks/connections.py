@@ -14,8 +14,7 @@ from bench.attacks.attackers import attacking, hold, huge_header, pipeline, tric
 from bench.attacks.exchange import request_bytes
 from bench.attacks.local import ATTACKER, GENERATE, WELL, endpoint_and_idle, text_body
 from bench.attacks.probes import beside, health_of
-from bench.attacks.rows import Row
-from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject
 
 NUM_TRICKLES: Final = 1500
 TRICKLE_LIMIT_S: Final = 30.0

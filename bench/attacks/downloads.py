@@ -20,8 +20,7 @@ from bench.attacks.attackers import attacking, fetch, hold
 from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.hostile_server import Ways, as_answer, hostile_server
 from bench.attacks.probes import beside
-from bench.attacks.rows import Row, listed, seconds
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, listed, seconds
 
 PAD_BYTES: Final = 64 << 20
 PAD: Final = "/v1/drafts/draft/pad.txt"

@@ -8,8 +8,7 @@ from statistics import median
 from bench.attacks.attackers import attacking, draft_bytes, pipeline
 from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
 from bench.attacks.devices import Devices, run_devices
-from bench.attacks.rows import Row, middle, seconds
-from bench.attacks.subject import Server, Subject
+from bench.attacks.subject import Row, Server, Subject, middle, seconds
 
 CAP_S = 20.0
 LONG = 300

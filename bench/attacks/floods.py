@@ -18,8 +18,7 @@ from bench.attacks.crowd import first_token_s, prompt_of
 from bench.attacks.exchange import HOST, ask, read_answer, request_bytes
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
-from bench.attacks.rows import Row, middle
-from bench.attacks.subject import KEYS, Server, Subject
+from bench.attacks.subject import KEYS, Row, Server, Subject, middle
 
 ATTACKER, OTHER = KEYS
 MAX_FIRST: Final = 2.0

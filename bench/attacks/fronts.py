@@ -16,8 +16,7 @@ import psutil
 from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.crowd import crowd_of, prompt_of
 from bench.attacks.exchange import HOST, ask, request_bytes
-from bench.attacks.rows import Row
-from bench.attacks.subject import KEYS, Server, Subject
+from bench.attacks.subject import KEYS, Row, Server, Subject
 
 CLIENT, SCRAPER = KEYS
 NUM_REPLICAS: Final = 2

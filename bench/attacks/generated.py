@@ -33,8 +33,7 @@ from bench.attacks.grammars import TEMPLATE
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.noticed import ATTACKER, CAP_S, NUM_TEXTS, Place, Seen, watched
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S
-from bench.attacks.rows import Row, percentile
-from bench.attacks.subject import KEYS, VLLM, Server, Subject
+from bench.attacks.subject import KEYS, VLLM, Row, Server, Subject, percentile
 from bench.changed_bundle import change_bundle
 
 MAX_FIRST: Final = 2.0

@@ -15,8 +15,7 @@ from typing import Any, Final
 import numpy as np
 from bench.attacks.agents import agent
 from bench.attacks.exchange import ask
-from bench.attacks.rows import Row, seconds
-from bench.attacks.subject import NotMeasured, Server, Subject
+from bench.attacks.subject import NotMeasured, Row, Server, Subject, seconds
 
 _PROMPT: Final = "def walk(path):"
 _TEXT: Final = ("--mode", "cloud-only", "--temperature", "0", "--ignore-eos", "--max-tokens", "500", "--", _PROMPT)

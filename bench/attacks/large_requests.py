@@ -14,8 +14,7 @@ from bench.attacks.attackers import attacking, repeat
 from bench.attacks.crowd import crowd_of, prompt_of
 from bench.attacks.exchange import OTHER_ADDRESS, ask, request_bytes
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
-from bench.attacks.rows import Row, middle, seconds
-from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Server, Subject
+from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Row, Server, Subject, middle, seconds
 
 CAP_S: Final = 30.0
 NUM_SESSIONS: Final = 31

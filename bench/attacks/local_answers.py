@@ -11,8 +11,7 @@ from bench.attacks.exchange import Answer, ask
 from bench.attacks.local import ATTACKER, HONEST, MAX_OWN, PLACES, VERIFY, warm_up
 from bench.attacks.probes import MAX_GROWTH_MB, memory_of
 from bench.attacks.relay import Relay, relay_to
-from bench.attacks.rows import Row
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject, wait_for
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, wait_for
 
 _NUM_ANSWERS: Final = 150
 _MAX_KEPT: Final = 64

@@ -27,8 +27,7 @@ from bench.attacks.local import (
     warm_up,
 )
 from bench.attacks.probes import beside
-from bench.attacks.rows import Row, middle, seconds
-from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Server, Subject, wait_for
+from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject, middle, seconds, wait_for
 
 CAP_S: Final = 20.0
 _NUM_CONNECTIONS: Final = 64

@@ -14,8 +14,7 @@ from bench.attacks.exchange import Answer, ask
 from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.local import CHAT, GENERATE, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import COMPLETIONS, NotMeasured, Server, Subject, wait_for
+from bench.attacks.subject import COMPLETIONS, NotMeasured, Row, Server, Subject, listed, wait_for
 from bench.attacks.terminal import ESCAPES, HOSTILE, USAGE, endless_sessions, opened_event, tokens_of
 
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"

@@ -27,8 +27,7 @@ from bench.attacks.local import (
 )
 from bench.attacks.probes import beside
 from bench.attacks.relay import relay_to
-from bench.attacks.rows import Row, seconds
-from bench.attacks.subject import COMPLETIONS, KEYS, Subject
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Subject, seconds
 from bench.changed_bundle import TURNS, change_bundle
 
 _DELAY_S: Final = 10.0

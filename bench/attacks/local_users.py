@@ -10,8 +10,7 @@ from typing import Final
 from bench.attacks.attackers import as_user, attacking
 from bench.attacks.exchange import request_bytes
 from bench.attacks.local import BODIES, CHAT, VERIFY
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, listed
 
 _ROOT: Final = 0
 _NOBODY: Final = 65534

@@ -16,8 +16,7 @@ from bench.attacks.attackers import attacking, sweep
 from bench.attacks.bounds import Case, Requests
 from bench.attacks.crowd import crowd_of, first_token_s
 from bench.attacks.probes import MAX_HEALTH_S, Latency, Memory, health_of, memory_of
-from bench.attacks.rows import percentile
-from bench.attacks.subject import KEYS, Server
+from bench.attacks.subject import KEYS, Server, percentile
 
 ATTACKER, OTHER = KEYS
 NUM_TEXTS: Final = 2

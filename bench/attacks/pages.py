@@ -10,8 +10,7 @@ from typing import Final
 
 from bench.attacks.exchange import HOST, Answer, ask
 from bench.attacks.local import BODIES, CHAT, VERIFY
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import COMPLETIONS, KEYS, Server, Subject
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, listed
 
 _BODY: Final = {"prompt": "a", "max_tokens": 1}
 _JSON: Final = {"Content-Type": "application/json"}

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bench.attacks.prober import the_prober
-from bench.attacks.rows import percentile
-from bench.attacks.subject import Server
+from bench.attacks.subject import Server, percentile
 
 MAX_HEALTH_S: Final = 0.05
 MAX_GROWTH_MB: Final = 64.0

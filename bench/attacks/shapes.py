@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.attacks.exchange import ask
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import Server, Subject
+from bench.attacks.subject import Row, Server, Subject, listed
 
 
 def booleans(subject: Subject) -> Iterator[Row]:

@@ -12,8 +12,7 @@ from typing import Any
 from bench.attacks.attackers import attacking, once, repeat
 from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
 from bench.attacks.exchange import HOST, OTHER_ADDRESS, Answer, ask, request_bytes
-from bench.attacks.rows import Row, middle, percentile, seconds
-from bench.attacks.subject import COMPLETIONS, NotMeasured, Server, Subject
+from bench.attacks.subject import COMPLETIONS, NotMeasured, Row, Server, Subject, middle, percentile, seconds
 
 CAP_S = 20.0
 STEP_MS = 20.0

@@ -11,8 +11,7 @@ from typing import Any, Final
 from bench.attacks.agents import agent
 from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.probes import MAX_GROWTH_MB
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import NotMeasured, Subject
+from bench.attacks.subject import NotMeasured, Row, Subject, listed
 
 ESCAPES: Final = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\x1b\\", "\x08\x08", "\x7f")
 """A title, a cleared screen, a question that the terminal answers as if typed, C1 codes, a device string, BS, DEL."""

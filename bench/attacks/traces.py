@@ -14,8 +14,7 @@ from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.crowd import crowd_of, prompt_of
 from bench.attacks.exchange import HOST, OTHER_ADDRESS, request_bytes
 from bench.attacks.probes import memory_of
-from bench.attacks.rows import Row
-from bench.attacks.subject import NotMeasured, Server, Subject
+from bench.attacks.subject import NotMeasured, Row, Server, Subject
 
 ATTACK_S: Final = 5.0
 MAX_GROWTH_MB: Final = 16.0

@@ -16,8 +16,7 @@ from bench.attacks.devices import Devices, run_devices
 from bench.attacks.drafts import texts_of
 from bench.attacks.exchange import Answer, ask
 from bench.attacks.probes import MAX_GROWTH_MB, beside, memory_of
-from bench.attacks.rows import Row
-from bench.attacks.subject import NotMeasured, Server, Subject
+from bench.attacks.subject import NotMeasured, Row, Server, Subject
 from bench.attacks.tree_bytes import MAX_NODES, MEDIA_TYPE, chain, fan, post_bytes, tree_bytes, varint, wrong_trees
 
 ATTACK_S: Final = 8.0
