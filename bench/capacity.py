@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -34,7 +34,7 @@ from typing import Final
 
 from bench.beside import Beside, RealPair, Stop, Written, open_beside
 from bench.load import make_orders
-from bench.load_devices import Connection, Order, Recorded
+from bench.load_devices import Connection, Order, Recorded, Session
 from bench.pairs import BUNDLE_OPTIONS, open_draft, pair_of, widened_draft
 from bench.report import TO_JSON, option, parser, verdict
 from bench.round_trips import rate_of
@@ -72,19 +72,7 @@ class Costs:
         return 1.0 + self.gamma * self.draft_s / self.verify_s
 
 
-@dataclass(slots=True)
-class Text:
-    """One text of /v1/verify. arrival_s: of each answer, by the clock, and its tokens."""
-
-    commits: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All of them."""
-        return tuple(token for _, tokens in self.commits for token in tokens)
-
-
-def saturated_rate(texts: Sequence[Text]) -> float:
+def saturated_rate(texts: Sequence[Session]) -> float:
     """Tokens/s while all clients ask: from the last one's first answer to the first one's last."""
     begin, end = max(text.commits[0][0] for text in texts), min(text.commits[-1][0] for text in texts)
     count = sum(len(tokens) for text in texts for at, tokens in text.commits if begin < at <= end)
@@ -101,13 +89,13 @@ def block(recorded: Recorded, num_known: int, gamma: int) -> list[int]:
     return path
 
 
-async def verify_all(url: str, orders: Sequence[Order], drafts: Sequence[Recorded], gamma: int) -> list[Text]:
+async def verify_all(url: str, orders: Sequence[Order], drafts: Sequence[Recorded], gamma: int) -> list[Session]:
     """All texts at once, each block after block."""
     return list(await asyncio.gather(*(_verify(url, o, d, gamma) for o, d in zip(orders, drafts, strict=True))))
 
 
-async def _verify(url: str, order: Order, drafts: Recorded, gamma: int) -> Text:
-    text, known, prefix_hash = Text(), list[int](), None
+async def _verify(url: str, order: Order, drafts: Recorded, gamma: int) -> Session:
+    text, known, prefix_hash = Session(), list[int](), None
     async with Connection(url) as connection:
         while (left := order.max_tokens - len(known)) > 0:
             drafted = block(drafts, len(known), min(gamma, left - 1)) if known else []
@@ -195,7 +183,7 @@ def measure(subject: Subject, orders: Sequence[Order], gamma: int, num_runs: int
                     block(recorded[-1], num_known, gamma)
         for name, url in ((DEVICES, subject.one), (BATCHED, subject.batched)):
             texts = asyncio.run(verify_all(url, orders, recorded, gamma))
-            found.num_different += sum(a.tokens != b.tokens for a, b in zip(texts, written, strict=True))
+            found.num_different += sum(a.text != b.tokens for a, b in zip(texts, written, strict=True))
             if index:
                 found.rates[name].append(saturated_rate(texts))
         if index:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -188,11 +189,6 @@ def runtime_raises(scene: Scene, fault: str = "call") -> Iterator[Row]:
         row.is_equal = row.is_equal and following.text.text == scene.whole
         row.is_met = row.is_equal and num_struck > 0 and following.counts["accepted"] > 0
         yield row
-
-
-def runtime_gone(scene: Scene) -> Iterator[Row]:
-    """Every call raises, until the text's end."""
-    yield from runtime_raises(scene, "runtime")
 
 
 def agent_killed(scene: Scene) -> Iterator[Row]:
@@ -370,23 +366,20 @@ def verifier_asleep(scene: Scene) -> Iterator[Row]:
         yield row_of(scene, f"the verifier is asleep for {ASLEEP_S:g} s", struck)
 
 
-FAULTS: Final = {
-    fault.__name__: fault
-    for fault in (
-        runtime_raises,
-        runtime_gone,
-        agent_killed,
-        verifier_restarted,
-        verifier_failed_over,
-        verifier_replaced,
-        network_refuses,
-        network_silent,
-        link_throttled,
-        posts_disordered,
-        clock_jumps,
-        agent_asleep,
-        verifier_asleep,
-    )
+FAULTS: Final[dict[str, Callable[[Scene], Iterator[Row]]]] = {
+    "runtime_raises": runtime_raises,
+    "runtime_gone": partial(runtime_raises, fault="runtime"),
+    "agent_killed": agent_killed,
+    "verifier_restarted": verifier_restarted,
+    "verifier_failed_over": verifier_failed_over,
+    "verifier_replaced": verifier_replaced,
+    "network_refuses": network_refuses,
+    "network_silent": network_silent,
+    "link_throttled": link_throttled,
+    "posts_disordered": posts_disordered,
+    "clock_jumps": clock_jumps,
+    "agent_asleep": agent_asleep,
+    "verifier_asleep": verifier_asleep,
 }
 
 

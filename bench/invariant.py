@@ -23,7 +23,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
@@ -227,11 +226,6 @@ def exercised(
     }
 
 
-def as_json(counts: dict[str, dict[str, Count]]) -> dict[str, Any]:
-    """The counts as plain data."""
-    return {sampling: {mode: asdict(c) for mode, c in by_mode.items()} for sampling, by_mode in counts.items()}
-
-
 def main() -> int:
     """The command."""
     options = parser(
@@ -278,9 +272,8 @@ def main() -> int:
         is_held = False
     took_s = time.monotonic() - started
     console.print(f"{took_s:.0f} s", style="dim", highlight=False)
-    write_json(
-        options.json, {"is_held": is_held, "took_s": round(took_s, 1), "engine": engine, "counts": as_json(counts)}
-    )
+    told = {sampling: {mode: asdict(c) for mode, c in by_mode.items()} for sampling, by_mode in counts.items()}
+    write_json(options.json, {"is_held": is_held, "took_s": round(took_s, 1), "engine": engine, "counts": told})
     return 0 if is_held else 1
 
 

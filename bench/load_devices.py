@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from bench.wire import Wire
+from bench.bare_http import Wire
 
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Calibration, Guess
@@ -113,7 +113,6 @@ class Session:
     """What one session received. commits: the arrival of each, by the clock, and its tokens."""
 
     commits: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    posts: int = 0
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -148,7 +147,6 @@ async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> 
                     device.on_commit(event["base"], event["tokens"])
                     body = device.answer()
                     if body is not None:
-                        session.posts += 1
                         path = f"/v1/sessions/{number}/drafts"
                         post = asyncio.create_task(drafts.post_draft(rtt_ms / 1e3, path, body))
                         posts.add(post)

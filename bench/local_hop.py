@@ -29,16 +29,16 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
+from bench.bare_http import Wire
 from bench.emulated import Emulation, emulated_cloud, emulated_draft
 from bench.processes import announce, endpoint_arguments
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import in_turn
-from bench.wire import Wire
 from rich.console import Console
 from rich.progress import Progress
 
@@ -347,21 +347,6 @@ def _with_lowest(ratios: Sequence[float]) -> str:
     return f"{median(ratios):.3f} ({min(ratios):.3f})"
 
 
-def as_json(place: Place) -> dict[str, Any]:
-    """One round trip as plain data."""
-    return {
-        "rtt_ms": place.rtt_ms,
-        "served_over_direct": median(place.over(SERVED, DIRECT)),
-        "served_over_cloud_only": median(place.over(SERVED, CLOUD_ONLY)),
-        "direct_over_cloud_only": median(place.over(DIRECT, CLOUD_ONLY)),
-        "num_different": place.num_different,
-        "ways": {
-            name: {"tokens_per_s": way.rates, "first_token_ms": way.first_ms, "accepted_per_token": way.accepted}
-            for name, way in place.ways.items()
-        },
-    }
-
-
 def main() -> int:
     """Measures, prints a table, and returns the exit code."""
     options = parser(
@@ -393,7 +378,17 @@ def main() -> int:
     show(console, places)
     missed = [miss for place in places for miss in misses(place)]
     facts = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
-    return verdict(console, missed, options.json, {**facts, "round_trips": [as_json(place) for place in places]})
+    found = [
+        {
+            "rtt_ms": place.rtt_ms,
+            "served_over_direct": median(place.over(SERVED, DIRECT)),
+            "served_over_cloud_only": median(place.over(SERVED, CLOUD_ONLY)),
+            "direct_over_cloud_only": median(place.over(DIRECT, CLOUD_ONLY)),
+            "ways": {name: asdict(way) for name, way in place.ways.items()},
+        }
+        for place in places
+    ]
+    return verdict(console, missed, options.json, {**facts, "round_trips": found})
 
 
 if __name__ == "__main__":

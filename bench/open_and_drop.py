@@ -32,10 +32,10 @@ from typing import Any, Final
 
 import httpx
 import psutil
+from bench.bare_http import Wire
 from bench.processes import ANY_PORT, Program, read_text, source_path, started
 from bench.report import TO_JSON, option, parser, verdict
 from bench.watched_server import WATCH_FILE
-from bench.wire import Wire
 from rich.console import Console
 
 from outrider.export.make.reference_pair import export_reference_pair

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from bench.bare_http import Wire
 from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch
 from bench.processes import PausedProcess, source_path
-from bench.wire import Wire
 
 from outrider.models.errors import RuntimeUnavailable
 

@@ -31,18 +31,19 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final
 
 from bench.report import TO_JSON, figures_table, option, parser, verdict
+from bench.round_trips import Cell
 from rich.console import Console
 
-from outrider.edge.lab.laboratory import ALIKE, Lab, connected, interleave, open_lab
+from outrider.edge.lab.laboratory import ALIKE, CLOUD_ONLY, Lab, connected, interleave, open_lab
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent, make_options
 from outrider.edge.modes.stream import AgentOptions
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.results import GenerationRequest, Mode
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.reference_export import export_reference_pair
 from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
@@ -52,43 +53,29 @@ from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
 from outrider.reference import load_prompts
 
-CLOUD_ONLY: Final = "cloud-only"
 COUPLED: Final = ("tree", "path", "blocks")
 SERVER: Final = (*ALIKE, "--no-lookup", "--allow-tolerance")
 
 
-@dataclass(slots=True)
-class Cell:
-    """A rule at one round trip. ratios: tokens/s over cloud-only's, by run."""
+def acceptance_of(cell: Cell) -> float | None:
+    """Accepted over tested drafted tokens; None where nothing was drafted."""
+    return cell.acceptance if any(text.num_tested for text in cell.texts) else None
 
-    ratios: list[float] = field(default_factory=list)
-    texts: list[GenerationResult] = field(default_factory=list)
 
-    @property
-    def acceptance(self) -> float:
-        """Accepted over tested drafted tokens; NaN where nothing was drafted."""
-        tested = sum(text.num_tested for text in self.texts)
-        return sum(text.num_accepted for text in self.texts) / tested if tested else math.nan
+def bytes_up(cell: Cell, alone: Cell) -> float:
+    """Of drafts, per token."""
+    return max(0.0, cell.traffic["bytes_up"] - alone.traffic["bytes_up"])
 
-    def bytes_up(self, alone: Cell) -> float:
-        """Of drafts, per token."""
-        sent = sum(text.wire.body_up for text in self.texts) - sum(text.wire.body_up for text in alone.texts)
-        return max(0.0, sent) / sum(len(text.tokens) for text in self.texts)
 
-    @property
-    def passes(self) -> float:
-        """Target passes per token."""
-        return sum(text.num_passes for text in self.texts) / sum(len(text.tokens) for text in self.texts)
-
-    def as_json(self, alone: Cell) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "speed": median(self.ratios),
-            "ratios": self.ratios,
-            "acceptance": None if math.isnan(self.acceptance) else self.acceptance,
-            "passes_per_token": self.passes,
-            "bytes_up_per_token": self.bytes_up(alone),
-        }
+def as_json(cell: Cell, alone: Cell) -> dict[str, Any]:
+    """A rule at one round trip as plain data."""
+    return {
+        "speed": cell.ratio,
+        "ratios": cell.ratios,
+        "acceptance": acceptance_of(cell),
+        "passes_per_token": cell.passes_per_token,
+        "bytes_up_per_token": bytes_up(cell, alone),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +158,14 @@ def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: M
     table = figures_table("tokens/s over cloud-only's, by round trip", *names, left=("rule",))
     for rtt_ms, cells in found.items():
         for name, cell in cells.items():
+            accepted = acceptance_of(cell)
             table.add_row(
                 f"{rtt_ms:g}",
                 name,
-                f"{median(cell.ratios):.2f}x ({min(cell.ratios):.2f})",
-                "-" if math.isnan(cell.acceptance) else f"{cell.acceptance:.3f}",
-                f"{cell.passes:.3f}",
-                f"{cell.bytes_up(cells[CLOUD_ONLY]):.0f}",
+                f"{cell.ratio:.2f}x ({min(cell.ratios):.2f})",
+                "-" if accepted is None else f"{accepted:.3f}",
+                f"{cell.passes_per_token:.3f}",
+                f"{bytes_up(cell, cells[CLOUD_ONLY]):.0f}",
             )
     console.print(table)
     table = figures_table("quality", "rule", "perplexity", "texts equal", "shared beginning", left=("rule",))
@@ -225,7 +213,7 @@ def main() -> int:
     show(console, found, quality)
     document = {
         "rules": {
-            f"{rtt_ms:g}": {name: cell.as_json(cells[CLOUD_ONLY]) for name, cell in cells.items()}
+            f"{rtt_ms:g}": {name: as_json(cell, cells[CLOUD_ONLY]) for name, cell in cells.items()}
             for rtt_ms, cells in found.items()
         },
         "quality": {name: asdict(each) for name, each in quality.items()},

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import psutil
 import typer
+from bench.bare_http import Wire
 from bench.open_and_drop import OPEN, Visit, at_rest, deleted, while_streaming
-from bench.wire import Wire
 from rich.console import Console
 
 from outrider.edge.lab.laboratory import Lab, open_lab, three_modes

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.attacks.exchange import HOST
-from bench.wire import Wire
+from bench.bare_http import Wire
 
 from outrider.models.errors import CloudError
 

@@ -73,7 +73,6 @@ def escapes(subject: Subject) -> Iterator[Row]:
 def huge_answers(subject: Subject) -> Iterator[Row]:
     """Sends events, ids, commits and errors without end; the agent must end, without growing."""
     ways = endless_sessions()
-    grown: dict[str, float] = {}
     unclear: list[str] = []
     raw: dict[str, Any] = {}
     with hostile_server() as server:
@@ -85,18 +84,18 @@ def huge_answers(subject: Subject) -> Iterator[Row]:
                 is_over = running.finish(ENDS_S) is not None
                 status, growth = running.process.returncode, running.peak_mb - plain_mb
                 errors = running.errors.decode(errors="replace")
-            raw[what] = {"status": status, "growth_mb": growth, "took_s": time.monotonic() - began_s}
-            raw[what]["errors"] = errors[-300:]
-            grown[what] = growth
+            took_s = time.monotonic() - began_s
+            raw[what] = {"status": status, "growth_mb": growth, "took_s": took_s, "errors": errors[-300:]}
             if not is_over or status == 0 or "Traceback" in errors:
                 unclear.append(f"{what} ({'runs on' if not is_over else f'exit {status}'})")
-    worst = max(grown, key=lambda what: grown[what])
+    worst = max(raw, key=lambda what: raw[what]["growth_mb"])
+    growth = raw[worst]["growth_mb"]
     yield Row(
         "15",
         f"answers without end or sense, {len(ways)} kinds: the agent's memory",
-        f"+{grown[worst]:.0f} MB, most with: {worst}",
+        f"+{growth:.0f} MB, most with: {worst}",
         f"+{MAX_GROWTH_MB:.0f} MB",
-        grown[worst] <= MAX_GROWTH_MB,
+        growth <= MAX_GROWTH_MB,
         {"plain_mb": plain_mb, "kinds": raw},
     )
     yield Row(
