@@ -32,10 +32,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from bench.beside import Beside, RealPair, Stop, Written, open_beside
+from bench.beside import Beside, RealPair, Stop, Written, open_beside, open_draft
 from bench.load import make_orders
 from bench.load_devices import Connection, Order, Recorded, Session
-from bench.pairs import BUNDLE_OPTIONS, open_draft, pair_of, widened_draft
+from bench.pairs import BUNDLE_OPTIONS, pair_of, widened_draft
 from bench.report import TO_JSON, option, parser, verdict
 from bench.round_trips import rate_of
 from rich.console import Console

@@ -31,9 +31,10 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Final
 
+from bench.beside import open_draft
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.load_devices import Device, Order, Recorded, Session, run_sessions
-from bench.pairs import BUNDLE_OPTIONS, open_draft, pair_of
+from bench.pairs import BUNDLE_OPTIONS, pair_of
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
 from rich.progress import Progress

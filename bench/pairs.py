@@ -20,7 +20,6 @@ from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
-from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
@@ -29,8 +28,6 @@ from outrider.export.report.simulation.world import Form
 from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.runtimes import open_sequence_runtime, sequence_kind
-from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import draft_dir, load_prompts, target_dir
 
@@ -71,14 +68,6 @@ def pair_of(options: argparse.Namespace, verifier: Verifier | None = None) -> Pa
         return PairPaths(options.draft, options.target)
     pair = (verifier or Verifier()).pair(options.widen or None)
     return PairPaths(options.draft or pair.draft, options.target or pair.target)
-
-
-def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
-    """A draft bundle on one thread, in the runtime that checked it; and how many ids it may propose."""
-    bundle = open_draft_bundle(path)
-    kind = sequence_kind(bundle.manifest.runtime, bundle.manifest.device)
-    runtime = open_sequence_runtime(kind, bundle.model_file, RuntimeOptions(num_threads=1))
-    return runtime, bundle.manifest.architecture.tokenizer_size
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class Program:
         self._arguments = [python, *arguments]
         self._cores, self._directory, self._limit_s = cores, directory, start_s
         self._environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(environment or {})}
-        self._process: subprocess.Popen[str] | None = None
+        self._running: PausedProcess | None = None
         self.log = log
         self.url = ""
         self.start_s = 0.0
@@ -126,30 +126,29 @@ class Program:
     @property
     def pid(self) -> int:
         """Of the process that runs."""
-        assert self._process is not None, "it does not run"
-        return self._process.pid
+        assert self._running is not None, "it does not run"
+        return self._running.process.pid
 
     def start(self) -> None:
         """Returns once it is ready. Raises RuntimeUnavailable with its last lines where it ends before that."""
         began_s = time.monotonic()
-        with self.log.open("a") as errors, running_on(self._cores):
-            self._process = subprocess.Popen(
+        with self.log.open("a") as errors:
+            self._running = PausedProcess(
                 [*self._arguments, *(("--port", str(self.port)) if self.url else ())],
+                self._cores,
                 cwd=self._directory,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
-                start_new_session=True,
             )
-        pass_niceness(self._process.pid)
-        assert self._process.stdout is not None
+        process = self._running.process
+        assert process.stdout is not None
         # Ends the loop below; the whole group, because a child of it would keep the pipe open.
         watchdog = threading.Timer(self._limit_s, self.signal, (signal.SIGKILL,))
         watchdog.start()
         try:
-            for line in self._process.stdout:
+            for line in process.stdout:
                 if line.startswith(READY_PREFIX):
                     self.url = line.removeprefix(READY_PREFIX).strip()
                     self.start_s = time.monotonic() - began_s
@@ -165,10 +164,9 @@ class Program:
 
     def kill(self) -> None:
         """Ends it at once, also where it is stopped; may be called twice."""
-        if self._process is None:
-            return
-        end_group(self._process)
-        self._process = None
+        if self._running is not None:
+            self._running.close()
+        self._running = None
 
     def said(self, since: int = 0) -> str:
         """Its log from a character on."""

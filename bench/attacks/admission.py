@@ -12,9 +12,8 @@ from statistics import median
 from typing import Any
 
 from bench.attacks.attackers import attacking, received, repeat
-from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
-from bench.attacks.exchange import Answer, ask, request_bytes
-from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, seconds
+from bench.attacks.exchange import Answer, request_bytes
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, prompt_of, seconds
 
 CAP_S = 20.0
 FLOOD_S = 8.0
@@ -53,14 +52,14 @@ def borrowed_priority(subject: Subject) -> Iterator[Row]:
     """Opens many sessions that ask for priority 100 with a key of priority 0; a key of priority 5 comes in."""
     lines = [_line(FLOODER, "name=flooder priority=0"), _line(VICTIM, "name=urgent priority=5")]
     with subject.serve("--max-running", "8", keys=lines) as server:
-        alone = [first_token_s(server.port, {"prompt": prompt_of(200 + i)}, CAP_S, key=VICTIM) for i in range(5)]
+        alone = [server.first_token_s({"prompt": prompt_of(200 + i)}, CAP_S, key=VICTIM) for i in range(5)]
         bodies = [
             {"prompt": prompt_of(i), "max_tokens": 300, "ignore_eos": True, "priority": 100}
             for i in range(_NUM_SESSIONS)
         ]
-        with crowd_of(server.port, bodies, keeps=True, key=FLOODER) as crowd:
+        with server.crowd(bodies, keeps=True, key=FLOODER) as crowd:
             crowd.wait(lambda: sum(bool(s.commits) for s in crowd.streams) >= _NUM_SESSIONS // 2, CAP_S)
-            took = [first_token_s(server.port, {"prompt": prompt_of(100 + i)}, CAP_S, key=VICTIM) for i in range(5)]
+            took = [server.first_token_s({"prompt": prompt_of(100 + i)}, CAP_S, key=VICTIM) for i in range(5)]
             turn_s = median(crowd.gaps_s())
     # Places go round: a flooder's session runs in one step of six.
     limit_s = 2.0 * turn_s + middle(alone, CAP_S)
@@ -155,7 +154,7 @@ def _small(server: Server, index: int) -> Answer:
     """The victim's request: a token."""
     prompt = prompt_of(10_000 + index + int(time.perf_counter() * 1e3))
     try:
-        return ask(server.port, "POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, key=VICTIM, timeout_s=CAP_S)
+        return server.ask("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, key=VICTIM, timeout_s=CAP_S)
     except TimeoutError:
         return Answer(0, b"", CAP_S)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, received, received_for, repeat
-from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.grammars import TEMPLATE, hostile_grammars
 from bench.attacks.local import ATTACKER, CHAT, GENERATE, MIN_RATE, VERIFY, endpoint_and_idle, honest_texts
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
@@ -147,13 +146,13 @@ def wrong_elements(subject: Subject) -> Iterator[Row]:
                 ("/v1/sessions", b"{}"),
                 (COMPLETIONS, b'{"prompt":"a","max_tokens":64,"temperature":1}'),
             ):
-                request = request_bytes(server.port, "POST", path, body)
+                request = server.request("POST", path, body)
                 with attacking(repeat, server.port, [request], 4, 20.0) as reports:
                     for _ in range(160):  # memory that any use takes is not the attack's
                         reports.recv()
             before_mb = server.memory_mb()
             for name, (path, body) in hostile_bodies().items():
-                requests = [request_bytes(server.port, "POST", path, body)]
+                requests = [server.request("POST", path, body)]
                 server.wait_until_awake()
                 with (
                     beside(server, idle) as seen,
@@ -191,11 +190,11 @@ def _beside_texts(subject: Subject, what: str, bodies: Bodies) -> Iterator[Row]:
     raw: dict[str, dict[str, float]] = {}
     statuses: list[int] = []
     with endpoint_and_idle(subject) as (endpoint, idle), honest_texts(endpoint, _NUM_TEXTS) as texts:
-        if ask(endpoint.port, "POST", COMPLETIONS, _documents("abcde fghij\n" * 2000), key=ATTACKER).status != 200:
+        if endpoint.ask("POST", COMPLETIONS, _documents("abcde fghij\n" * 2000), key=ATTACKER).status != 200:
             raise NotMeasured("the endpoint takes no documents: pip install bm25s")
         before_mb = endpoint.memory_mb()  # with what finding passages takes at its first use
         for name, (path, body) in bodies.items():
-            requests = [request_bytes(endpoint.port, "POST", path, body, ATTACKER)]
+            requests = [endpoint.request("POST", path, body, ATTACKER)]
             alone = texts.tokens_per_s(2.0)
             with beside(endpoint, idle) as seen, attacking(repeat, endpoint.port, requests, IN_FLIGHT, 60.0) as reports:
                 during = texts.tokens_per_s(4.0)

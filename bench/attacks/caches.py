@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from bench.attacks.crowd import first_token_s, prompt_of
-from bench.attacks.exchange import ask
-from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, seconds
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, prompt_of, seconds
 
 FIRST, SECOND = KEYS
 LENGTH = 800
@@ -27,7 +25,7 @@ def others_prompts(subject: Subject) -> Iterator[Row]:
     """Asks with one key whether another key's prompt was seen before: by usage, and by the clock."""
     with subject.serve(keys=KEYS) as server:
         prompt = prompt_of(1, LENGTH)
-        ask(server.port, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1}, key=FIRST)
+        server.ask("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1}, key=FIRST)
         own, other = (cached(server, prompt, key) for key in (FIRST, SECOND))
         yield Row(
             "4",
@@ -40,9 +38,9 @@ def others_prompts(subject: Subject) -> Iterator[Row]:
         took: dict[str, list[float]] = {"fresh": [], "seen": []}
         for i in range(7):
             seen, fresh = prompt_of(100 + i, LENGTH), prompt_of(200 + i, LENGTH)
-            ask(server.port, "POST", "/v1/completions", {"prompt": seen, "max_tokens": 1}, key=FIRST)
+            server.ask("POST", "/v1/completions", {"prompt": seen, "max_tokens": 1}, key=FIRST)
             for kind, tokens in (("fresh", fresh), ("seen", seen)):
-                found = first_token_s(server.port, {"prompt": tokens}, 10.0, key=SECOND)
+                found = server.first_token_s({"prompt": tokens}, 10.0, key=SECOND)
                 if found is None:
                     raise NotMeasured("a prompt of 800 tokens had no first token after 10 s")
                 took[kind].append(found)
@@ -187,7 +185,7 @@ def _other_salts(server: Server) -> Iterator[Row]:
 
 def session(server: Server, key: str, body: dict[str, Any]) -> dict[str, Any]:
     """The last event of a session, or the error that refused it."""
-    answer = ask(server.port, "POST", "/v1/sessions", body, key=key or None)
+    answer = server.ask("POST", "/v1/sessions", body, key=key or None)
     if answer.status != 200:
         return dict(answer.json)
     events = [line for line in answer.body.decode().splitlines() if line.startswith("data: ")]
@@ -218,7 +216,7 @@ def _held(server: Server, name: str) -> list[float]:
 
 
 def _verify(server: Server, key: str, **item: Any) -> dict[str, Any]:
-    answer = ask(server.port, "POST", "/v1/verify", {"items": [item]}, key=key)
+    answer = server.ask("POST", "/v1/verify", {"items": [item]}, key=key)
     results: list[dict[str, Any]] = answer.json.get("results", [])
     return results[0] if results else {"error": answer.json}
 

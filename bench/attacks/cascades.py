@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from bench.attacks.caches import cached
-from bench.attacks.crowd import Crowd, crowd_of, prompt_of
-from bench.attacks.exchange import ask
 from bench.attacks.probes import MAX_HEALTH_S, health_of
-from bench.attacks.subject import KEYS, NotMeasured, Row, Subject
+from bench.attacks.subject import KEYS, Crowd, NotMeasured, Row, Subject, prompt_of
 
 FIRST, SECOND = KEYS
 NUM_TEXTS: Final = 32
@@ -33,14 +31,14 @@ def cascades(subject: Subject) -> Iterator[Row]:
             {"cached": found},
         )
         body = {"prompt": prompt, "max_tokens": 8, "provisional": True, "cache_salt": "x" * 65}
-        refused = ask(mid.port, "POST", "/v1/sessions", body, key=FIRST).status
+        refused = mid.ask("POST", "/v1/sessions", body, key=FIRST).status
         yield Row(
             "39", "a cache_salt of 65 characters", f"status {refused}", "400", refused == 400, {"status": refused}
         )
         # Sampled: a greedy text may repeat itself, is drafted from itself, and is over before the last has begun.
         texts: dict[str, Any] = {"max_tokens": 900, "temperature": 1.0, "ignore_eos": True}
         bodies = [{"prompt": prompt_of(10 + i, 20), "seed": i, **texts} for i in range(NUM_TEXTS)]
-        with crowd_of(mid.port, bodies, key=FIRST) as crowd:
+        with mid.crowd(bodies, key=FIRST) as crowd:
             if not crowd.wait(lambda: crowd.num_running() == NUM_TEXTS, 60.0):
                 raise NotMeasured(f"{crowd.num_running()} of {NUM_TEXTS} texts ran at once, {_ends(crowd)}")
             target.signal(signal.SIGSTOP)

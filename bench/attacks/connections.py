@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, hold, huge_header, pipeline, trickle
-from bench.attacks.exchange import request_bytes
 from bench.attacks.local import ATTACKER, GENERATE, WELL, endpoint_and_idle, text_body
 from bench.attacks.probes import beside, health_of
 from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject
@@ -50,14 +49,14 @@ def trickled_requests(subject: Subject) -> Iterator[Row]:
 def pipelined_requests(subject: Subject) -> Iterator[Row]:
     """Pipelines POSTs on one connection for ten seconds, without a key and without reading the answers."""
     with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
-        request = request_bytes(server.port, "POST", "/v1/sessions", b"{}")
+        request = server.request("POST", "/v1/sessions", b"{}")
         yield _pipelines("9", server, idle, "pipelined POSTs on one connection, no key", request, 1)
 
 
 def unread_answers(subject: Subject) -> Iterator[Row]:
     """Asks on 64 connections for the largest answer that needs no key, again and again, and reads nothing."""
     with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
-        request = request_bytes(server.port, "GET", "/openapi.json")
+        request = server.request("GET", "/openapi.json")
         yield _pipelines("9", server, idle, "64 connections that never read their answers", request, 64)
 
 
@@ -66,7 +65,7 @@ def local_connections(subject: Subject) -> Iterator[Row]:
     _require_open_files(NUM_TRICKLES + 500)
     with endpoint_and_idle(subject) as (endpoint, idle):
         yield from _trickles("26", endpoint)
-        script = request_bytes(endpoint.port, "GET", "/page/page.js")
+        script = endpoint.request("GET", "/page/page.js")
         for what, count in (
             ("pipelined GETs of the page's script on one connection, no key", 1),
             ("64 connections that never read the page's script, no key", 64),
@@ -75,7 +74,7 @@ def local_connections(subject: Subject) -> Iterator[Row]:
             yield _pipelines("26", endpoint, idle, what, script, count)
         endpoint.wait_until_awake()
         body = json.dumps(text_body(1, 1500)).encode()
-        request = request_bytes(endpoint.port, "POST", GENERATE, body, ATTACKER)
+        request = endpoint.request("POST", GENERATE, body, ATTACKER)
         with beside(endpoint, idle) as seen, attacking(hold, endpoint.port, request, 64):
             time.sleep(10.0)
     yield Row("26", "64 unread streams of the page", str(seen), WELL, seen.is_well, seen.raw)
@@ -84,7 +83,7 @@ def local_connections(subject: Subject) -> Iterator[Row]:
 def _trickles(number: str, server: Server) -> Iterator[Row]:
     """Trickled headers and bodies at a server with KEYS."""
     header = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    body = request_bytes(server.port, "POST", COMPLETIONS, b" " * 1000, KEYS[0])[:-1000]
+    body = server.request("POST", COMPLETIONS, b" " * 1000, KEYS[0])[:-1000]
     with (
         attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
         health_of(server, reconnects=True, timeout_s=5.0) as health,

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bench.attacks.exchange import HOST, connect, request_bytes
-from bench.attacks.subject import wait_for
+from bench.attacks.exchange import HOST, connect, request_bytes, wait_for
 
 
 @dataclass(eq=False, slots=True)
@@ -191,8 +190,3 @@ def first_token_s(port: int, body: dict[str, Any], cap_s: float, **options: Any)
         stream = crowd.streams[0]
         crowd.wait(lambda: bool(stream.commits) or stream.is_over, cap_s)
         return stream.first_token_s
-
-
-def prompt_of(index: int, length: int = 16) -> list[int]:
-    """A prompt that no other index shares."""
-    return [1 + (index * 7919 + position * 104729) % 4000 for position in range(length)]

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch, hold
-from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.hostile_server import Ways, as_answer, hostile_server
 from bench.attacks.probes import beside
 from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, listed, seconds
@@ -45,7 +44,7 @@ def _offering(subject: Subject) -> Iterator[tuple[Server, Path]]:
         (place / "unlisted.md").write_bytes(SECRET)
         (place.parent / "secret.txt").write_bytes(SECRET)
         with subject.serve("--drafts", str(place.parent), keys=KEYS) as server:
-            if ask(server.port, "GET", "/v1/drafts", key=KEYS[0]).status != 200:
+            if server.ask("GET", "/v1/drafts", key=KEYS[0]).status != 200:
                 raise NotMeasured("the server offers no drafts")
             yield server, place
 
@@ -59,12 +58,12 @@ def other_paths(subject: Subject) -> Iterator[Row]:
     ]
     paths += ["/v1/drafts/draft/../../../../../../etc/passwd", "/v1/drafts/./draft/config.json", "/v1/drafts/draft/"]
     with _offering(subject) as (server, place):
-        answers = {path: ask(server.port, "GET", path, key=KEYS[0]) for path in paths}
+        answers = {path: server.ask("GET", path, key=KEYS[0]) for path in paths}
         link = place / "config.json"
         link.unlink()
         link.symlink_to(place.parent / "secret.txt")
-        answers["a link in place of config.json"] = ask(server.port, "GET", "/v1/drafts/draft/config.json", key=KEYS[0])
-        answers["no key"] = ask(server.port, "GET", PAD)
+        answers["a link in place of config.json"] = server.ask("GET", "/v1/drafts/draft/config.json", key=KEYS[0])
+        answers["no key"] = server.ask("GET", PAD)
     wrong = [path for path, answer in answers.items() if answer.status not in (400, 401, 404, 410) or not answer.json]
     leaked = [path for path, answer in answers.items() if SECRET in answer.body or b"root:" in answer.body]
     yield Row(
@@ -89,10 +88,10 @@ def greedy_downloads(subject: Subject) -> Iterator[Row]:
 
 def _beside(subject: Subject, what: str, *, reads: bool) -> Iterator[Row]:
     with _offering(subject) as (server, _), subject.serve(keys=KEYS) as idle:
-        request, attack = request_bytes(server.port, "GET", PAD, key=KEYS[0]), fetch if reads else hold
+        request, attack = server.request("GET", PAD, key=KEYS[0]), fetch if reads else hold
         with beside(server, idle) as seen, attacking(attack, server.port, request, NUM_CONNECTIONS):
             time.sleep(ATTACK_S / 2)
-            other = ask(server.port, "GET", PAD, key=KEYS[1], timeout_s=ATTACK_S)
+            other = server.ask("GET", PAD, key=KEYS[1], timeout_s=ATTACK_S)
             time.sleep(ATTACK_S / 2)
     is_whole = other.status == 200 and len(other.body) == PAD_BYTES
     yield Row(

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from statistics import median
 
 from bench.attacks.attackers import attacking, draft_bytes, pipeline
-from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
 from bench.attacks.devices import Devices, run_devices
-from bench.attacks.subject import Row, Server, Subject, middle, seconds
+from bench.attacks.subject import Row, Server, Subject, middle, prompt_of, seconds
 
 CAP_S = 20.0
 LONG = 300
@@ -23,11 +22,11 @@ def long_hints(subject: Subject) -> Iterator[Row]:
             for kind, hint in (("none", {}), ("hint", {"draft_lag_ms": 60_000})):
                 server.wait_until_idle()
                 bodies = [{"prompt": prompt_of(i), "max_tokens": LONG, "ignore_eos": True, **hint} for i in range(33)]
-                with crowd_of(server.port, bodies, keeps=True) as crowd:
+                with server.crowd(bodies, keeps=True) as crowd:
                     for i in range(3):
                         # Sessions end together and are opened again; a newcomer between would find free places.
                         crowd.require("32 of 33 sessions did not run", lambda: crowd.num_running() >= 32, 30.0)
-                        took[kind].append(first_token_s(server.port, {"prompt": prompt_of(100 + i)}, CAP_S))
+                        took[kind].append(server.first_token_s({"prompt": prompt_of(100 + i)}, CAP_S))
                         if took[kind][-1] is None:
                             break
     hinted, plain = (middle(took[kind], CAP_S) for kind in ("hint", "none"))
@@ -72,8 +71,8 @@ def draft_flood(subject: Subject) -> Iterator[Row]:
             server.wait_until_idle()
             bodies = [{"prompt": prompt_of(i), "max_tokens": 1500, "ignore_eos": True} for i in range(4)]
             with (
-                crowd_of(server.port, bodies, keeps=True) as crowd,
-                crowd_of(server.port, [{**bodies[0], "prompt": prompt_of(9), "patience_ms": 0}]) as flooded,
+                server.crowd(bodies, keeps=True) as crowd,
+                server.crowd([{**bodies[0], "prompt": prompt_of(9), "patience_ms": 0}]) as flooded,
             ):
                 session = flooded.running()
                 if not is_flooded:
@@ -98,7 +97,7 @@ def texts_of(server: Server, num_devices: int, num_tokens: int) -> list[tuple[li
     prompts = [prompt_of(i) for i in range(num_devices)]
     common = {"max_tokens": num_tokens, "ignore_eos": True, "patience_ms": 0}
     bodies = [{"prompt": prompt, **common} for prompt in prompts]
-    with crowd_of(server.port, bodies) as crowd:
+    with server.crowd(bodies) as crowd:
         what = f"the texts of {num_devices} sessions were not complete"
         crowd.require(what, lambda: all(len(s.tokens) == num_tokens for s in crowd.streams), 60.0)
         return [(prompt, stream.tokens) for prompt, stream in zip(prompts, crowd.streams, strict=True)]

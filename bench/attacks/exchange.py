@@ -1,4 +1,4 @@
-"""Speaks HTTP over plain sockets: requests to the byte, from a chosen address, with any header."""
+"""Speaks HTTP over plain sockets: requests to the byte, from a chosen address, with any header; and waits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 HOST: Final = "127.0.0.1"
 OTHER_ADDRESS: Final = "127.0.0.2"
 """Another client's address on this machine: another owner where there are no keys."""
+
+
+class NotMeasured(Exception):
+    """Says why a row could not be measured."""
+
+
+def wait_for(what: str, is_reached: Callable[[], bool], timeout_s: float, every_s: float = 0.05) -> None:
+    """Returns once it is reached. what: ends a sentence, such as "run". Raises NotMeasured."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_reached():
+        if time.monotonic() > deadline_s:
+            raise NotMeasured(f"{what} within {timeout_s:g} s")
+        time.sleep(every_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,10 @@ from itertools import count
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch
-from bench.attacks.crowd import first_token_s, prompt_of
-from bench.attacks.exchange import HOST, ask, read_answer, request_bytes
+from bench.attacks.exchange import HOST, read_answer, request_bytes
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
-from bench.attacks.subject import KEYS, Row, Server, Subject, middle
+from bench.attacks.subject import KEYS, Row, Server, Subject, middle, prompt_of
 
 ATTACKER, OTHER = KEYS
 MAX_FIRST: Final = 2.0
@@ -82,7 +81,7 @@ def _rows(number: str, server: Server, cases: list[_Flood], newcomer: Any, where
         ends_s = time.monotonic() + _ENOUGH_S
         while len(found) < _NUM_FIRST and time.monotonic() < ends_s:
             body, options = newcomer()
-            found.append(first_token_s(server.port, body, _CAP_S, key=OTHER, **options))
+            found.append(server.first_token_s(body, _CAP_S, key=OTHER, **options))
         return found
 
     firsts()
@@ -111,11 +110,11 @@ def large_answers(subject: Subject) -> Iterator[Row]:
         plain = {"prompt": prompt_of(1), "max_tokens": 300, "ignore_eos": True, "temperature": 1.0}
         body = plain | {"logprobs": 20}
         # What the runtime takes for as many texts is not the answer's.
-        ask(server.port, "POST", "/v1/completions", plain | {"n": 128}, key=ATTACKER, timeout_s=_LARGE_S)
+        server.ask("POST", "/v1/completions", plain | {"n": 128}, key=ATTACKER, timeout_s=_LARGE_S)
         for num_choices in (64, 128):
             with beside(server, idle) as seen:
                 sent = body | {"n": num_choices}
-                answer = ask(server.port, "POST", "/v1/completions", sent, key=ATTACKER, timeout_s=_LARGE_S)
+                answer = server.ask("POST", "/v1/completions", sent, key=ATTACKER, timeout_s=_LARGE_S)
             size_mb = len(answer.body) / 1e6
             num_tokens = sum(len(each["logprobs"]["tokens"]) for each in answer.json.get("choices", ()))
             is_quick = seen.is_steady and seen.health.worst < MAX_HEALTH_S + seen.idle.worst

@@ -14,9 +14,8 @@ from typing import Final
 
 import psutil
 from bench.attacks.attackers import attacking, received, repeat
-from bench.attacks.crowd import crowd_of, prompt_of
 from bench.attacks.exchange import HOST, ask, request_bytes
-from bench.attacks.subject import KEYS, Row, Server, Subject
+from bench.attacks.subject import KEYS, Row, Server, Subject, prompt_of
 
 CLIENT, SCRAPER = KEYS
 NUM_REPLICAS: Final = 2
@@ -56,7 +55,7 @@ def _forged(server: Server) -> Row:
     """Headers such as the front sends to its replicas, sent to the front."""
     digest = hashlib.sha256(CLIENT.encode()).hexdigest()
     headers = _forgeries(digest)
-    statuses = [ask(server.port, "POST", "/v1/completions", _TEXT, headers=each).status for each in headers]
+    statuses = [server.ask("POST", "/v1/completions", _TEXT, headers=each).status for each in headers]
     num_answered = sum(status != 401 for status in statuses)
     return Row(
         "37",
@@ -95,7 +94,7 @@ def _other_targets(server: Server) -> Row:
     """Texts that name a target which no replica has."""
 
     def text(headers: Mapping[str, str]) -> object:
-        answer = ask(server.port, "POST", "/v1/completions", _TEXT, key=CLIENT, headers=headers)
+        answer = server.ask("POST", "/v1/completions", _TEXT, key=CLIENT, headers=headers)
         return answer.json["choices"][0]["text"] if answer.status == 200 else answer.status
 
     expected = text({})
@@ -131,7 +130,7 @@ def _odd_targets(server: Server) -> Row:
 
 def _scrapes(server: Server) -> Iterator[Row]:
     """Floods of /metrics with a key for metrics only, beside floods of /health/live; four sessions of another key."""
-    floods = {path: [request_bytes(server.port, "GET", path, key=SCRAPER)] for path in ("/health/live", "/metrics")}
+    floods = {path: [server.request("GET", path, key=SCRAPER)] for path in ("/health/live", "/metrics")}
     rates: dict[str, list[float]] = {path: [] for path in floods}
     statuses: dict[str, list[int]] = {path: [] for path in floods}
     num_before, began_s = _scraped(server), time.monotonic()
@@ -139,7 +138,7 @@ def _scrapes(server: Server) -> Iterator[Row]:
     for path in (*floods, *floods):
         server.wait_until_idle()
         with (
-            crowd_of(server.port, bodies, keeps=True, key=CLIENT) as crowd,
+            server.crowd(bodies, keeps=True, key=CLIENT) as crowd,
             attacking(repeat, server.port, floods[path], NUM_SCRAPERS, 20.0) as reports,
         ):
             crowd.wait(lambda: crowd.num_running() == len(bodies), 20.0)

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 from bench.attacks.agents import agent
-from bench.attacks.exchange import ask
 from bench.attacks.subject import NotMeasured, Row, Server, Subject, seconds
 
 _PROMPT: Final = "def walk(path):"
@@ -123,12 +122,12 @@ def _joined(text: bytes) -> bytes:
 def _targets(server: Server) -> dict[str, Any]:
     """The target's identity in each answer that should carry it."""
     body = {"prompt": [1, 2, 3], "max_tokens": 1}
-    opened = ask(server.port, "POST", "/v1/sessions", body).body.partition(b"data: ")[2].partition(b"\n")[0]
-    verified = ask(server.port, "POST", "/v1/verify", {"items": [{"prefix": [1, 2, 3]}]}).json
+    opened = server.ask("POST", "/v1/sessions", body).body.partition(b"data: ")[2].partition(b"\n")[0]
+    verified = server.ask("POST", "/v1/verify", {"items": [{"prefix": [1, 2, 3]}]}).json
     return {
         "open": json.loads(opened).get("target"),
         "verify": verified.get("target") or (verified.get("results") or [{}])[0].get("target"),
-        "ready": ask(server.port, "GET", "/health/ready").json.get("target"),
+        "ready": server.ask("GET", "/health/ready").json.get("target"),
     }
 
 

@@ -11,10 +11,9 @@ from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, repeat
-from bench.attacks.crowd import crowd_of, prompt_of
-from bench.attacks.exchange import OTHER_ADDRESS, ask, request_bytes
+from bench.attacks.exchange import OTHER_ADDRESS, NotMeasured, ask
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
-from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Row, Server, Subject, middle, seconds
+from bench.attacks.subject import COMPLETIONS, VLLM, Row, Server, Subject, middle, prompt_of, seconds
 
 CAP_S: Final = 30.0
 NUM_SESSIONS: Final = 31
@@ -58,11 +57,11 @@ def heavy_rules(subject: Subject) -> Iterator[Row]:
                 server.wait_until_idle()
                 common = {"max_tokens": LONG, "ignore_eos": True, "patience_ms": 0}
                 bodies = [{"prompt": prompt_of(i), **common, **rules} for i in range(NUM_SESSIONS)]
-                with memory_of(server) as memory, crowd_of(server.port, bodies, keeps=True) as crowd:
+                with memory_of(server) as memory, server.crowd(bodies, keeps=True) as crowd:
                     crowd.require("few sessions ran", lambda: crowd.num_running() >= NUM_SESSIONS - 1, CAP_S)
                     # A new prompt each time: a repeated one is drafted from its earlier text.
                     body = {"prompt": prompt_of(100 + len(peaks_mb)), **asked}
-                    answer = ask(server.port, "POST", COMPLETIONS, body, address=OTHER_ADDRESS, timeout_s=CAP_S)
+                    answer = server.ask("POST", COMPLETIONS, body, address=OTHER_ADDRESS, timeout_s=CAP_S)
                     took[kind].append(answer.took_s if answer.status == 200 else None)
                 peaks_mb.append(memory.peak_mb)
     plain, worst = (middle(took[kind], CAP_S) for kind in ("none", "worst"))
@@ -108,13 +107,13 @@ def false_distributions(subject: Subject) -> Iterator[Row]:
             text = json.dumps({"items": [ITEM | {"draft_q": "@"}]}).replace(
                 '"@"', q if isinstance(q, str) else json.dumps(q)
             )
-            answer = ask(server.port, "POST", "/v1/verify", text.encode())
+            answer = server.ask("POST", "/v1/verify", text.encode())
             codes[name] = f"{answer.status} {json.loads(answer.body).get('error', {}).get('code')}"
         largest = largest_items()
-        taken = ask(server.port, "POST", "/v1/verify", largest)
+        taken = server.ask("POST", "/v1/verify", largest)
         if taken.status != 200:
             raise NotMeasured(f"the largest items got {taken.status}: {taken.body[:200]!r}")
-        requests = [request_bytes(server.port, "POST", "/v1/verify", largest)]
+        requests = [server.request("POST", "/v1/verify", largest)]
         with (
             memory_of(server) as memory,
             health_of(server) as health,
@@ -147,7 +146,7 @@ def many_choices(subject: Subject) -> Iterator[Row]:
     with subject.emulated(step_ms=10.0) as server:
         body: dict[str, Any] = {"prompt": prompt_of(3), "n": NUM_CHOICES, "max_tokens": 2000, "ignore_eos": True}
         body |= {"logprobs": 20, "stop": _STOPS, "temperature": 1.0}
-        probe = ask(server.port, "POST", COMPLETIONS, body | {"max_tokens": 1})
+        probe = server.ask("POST", COMPLETIONS, body | {"max_tokens": 1})
         if probe.status != 200:
             raise NotMeasured(f"n: {NUM_CHOICES} got status {probe.status}: this version has no choices")
         plain: dict[str, Any] = {
@@ -157,7 +156,7 @@ def many_choices(subject: Subject) -> Iterator[Row]:
             "temperature": 1.0,
         }
         calls = {
-            is_attacked: request_bytes(server.port, "POST", COMPLETIONS, json.dumps(each).encode())
+            is_attacked: server.request("POST", COMPLETIONS, each)
             for is_attacked, each in ((False, plain), (True, body))
         }
         rates: dict[bool, list[float]] = {False: [], True: []}
@@ -165,7 +164,7 @@ def many_choices(subject: Subject) -> Iterator[Row]:
         for is_attacked in (False, True) * 2:
             server.wait_until_idle()
             bodies = [{"prompt": prompt_of(i), "max_tokens": 1500, "ignore_eos": True} for i in range(4)]
-            with crowd_of(server.port, bodies, address=OTHER_ADDRESS, keeps=True) as crowd:
+            with server.crowd(bodies, address=OTHER_ADDRESS, keeps=True) as crowd:
                 crowd.require("four sessions had no token", lambda: all(s.commits for s in crowd.streams), 20.0)
                 in_flight = 2 if is_attacked else 4
                 with attacking(repeat, server.port, [calls[is_attacked]], in_flight, 60.0), health_of(server) as health:
@@ -194,5 +193,5 @@ def _verified(port: int) -> list[int]:
 
 
 def _refusal(server: Server, body: dict[str, Any]) -> tuple[str | None, str | None]:
-    error = ask(server.port, "POST", COMPLETIONS, body).json.get("error", {})
+    error = server.ask("POST", COMPLETIONS, body).json.get("error", {})
     return error.get("code"), error.get("param")

@@ -8,8 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from bench.attacks.crowd import Crowd, crowd_of
-from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import COMPLETIONS, KEYS, Crowd, NotMeasured, Server, Subject
 
 CHAT: Final = "/v1/chat/completions"
 GENERATE: Final = "/v1/outrider/generate"
@@ -76,7 +75,7 @@ def texts_of(
 ) -> Iterator[Crowd]:
     """Texts of one client. keeps: those that end begin again."""
     bodies = [text_body(index, max_tokens, **more) for index in range(count)]
-    with crowd_of(endpoint.port, bodies, key=key, path=GENERATE, keeps=keeps) as crowd:
+    with endpoint.crowd(bodies, key=key, path=GENERATE, keeps=keeps) as crowd:
         yield crowd
 
 

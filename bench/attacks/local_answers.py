@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Final
 
-from bench.attacks.exchange import Answer, ask
 from bench.attacks.local import ATTACKER, HONEST, MAX_OWN, PLACES, VERIFY, warm_up
 from bench.attacks.probes import MAX_GROWTH_MB, memory_of
 from bench.attacks.relay import Relay, relay_to
-from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, wait_for
+from bench.attacks.subject import KEYS, Answer, NotMeasured, Row, Server, Subject, wait_for
 
 _NUM_ANSWERS: Final = 150
 _MAX_KEPT: Final = 64
@@ -98,7 +97,7 @@ def _written(endpoint: Server, key: str, num_tokens: int = 4) -> str:
 
 
 def _verify(endpoint: Server, key: str | None, name: str) -> Answer:
-    return ask(endpoint.port, "POST", VERIFY, {"id": name}, key=key)
+    return endpoint.ask("POST", VERIFY, {"id": name}, key=key)
 
 
 def _wait_for_cloud(endpoint: Server) -> None:

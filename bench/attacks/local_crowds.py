@@ -10,8 +10,6 @@ from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, hold
-from bench.attacks.crowd import first_token_s
-from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.local import (
     ATTACKER,
     GENERATE,
@@ -45,7 +43,7 @@ def greedy_texts(subject: Subject) -> Iterator[Row]:
     with endpoint_and_idle(subject, extra_ms=_EXTRA_MS) as (endpoint, idle), ExitStack() as stack:
         _read_long_texts(endpoint)
         seen = stack.enter_context(beside(endpoint, idle))
-        request = request_bytes(endpoint.port, "POST", COMPLETIONS, json.dumps(_LONG).encode(), ATTACKER)
+        request = endpoint.request("POST", COMPLETIONS, _LONG, ATTACKER)
         for number in range(_ROUNDS):
             _measure(endpoint, rates["alone"], took["alone"], number)
             with attacking(hold, endpoint.port, request, _NUM_CONNECTIONS):
@@ -66,7 +64,7 @@ def _read_long_texts(endpoint: Server) -> None:
     """The draft's caches for texts of this length are there before: what they take is bounded by --draft-context."""
     with ThreadPoolExecutor(MAX_OWN) as pool:
         body = {**_LONG, "stream": False, "max_tokens": 100}
-        answers = list(pool.map(lambda _: ask(endpoint.port, "POST", COMPLETIONS, body, key=ATTACKER), range(MAX_OWN)))
+        answers = list(pool.map(lambda _: endpoint.ask("POST", COMPLETIONS, body, key=ATTACKER), range(MAX_OWN)))
     if any(answer.status != 200 for answer in answers):
         raise NotMeasured(f"the endpoint refused long texts: {answers[0].body[-200:]!r}")
 
@@ -80,7 +78,7 @@ def _measure(endpoint: Server, rates: list[float], took: list[float | None], num
         rates.append(texts.tokens_per_s(5.0))
         for i in range(3):
             body = text_body(1000 + 10 * number + i)
-            took.append(first_token_s(endpoint.port, body, CAP_S, key=HONEST, path=GENERATE))
+            took.append(endpoint.first_token_s(body, CAP_S, key=HONEST, path=GENERATE))
 
 
 def delayed_texts(subject: Subject) -> Iterator[Row]:
@@ -141,7 +139,7 @@ def _row(number: str, what: str, rates: dict[str, list[float]], took: dict[str, 
 
 def _round_trip_ms(endpoint: Server, index: int) -> float:
     """What is measured for a text of the other key. Raises NotMeasured."""
-    answer = ask(endpoint.port, "POST", GENERATE, text_body(index, 60), key=HONEST)
+    answer = endpoint.ask("POST", GENERATE, text_body(index, 60), key=HONEST)
     events = [json.loads(line[6:]) for line in answer.body.splitlines() if line.startswith(b"data: ")]
     found = [event["round_trip_ms"] for event in events if event.get("round_trip_ms")]
     if not found:

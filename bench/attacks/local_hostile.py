@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from bench.attacks.exchange import Answer, ask
 from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.local import CHAT, GENERATE, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
-from bench.attacks.subject import COMPLETIONS, NotMeasured, Row, Server, Subject, listed, wait_for
+from bench.attacks.subject import COMPLETIONS, Answer, NotMeasured, Row, Server, Subject, listed, wait_for
 from bench.attacks.terminal import ESCAPES, HOSTILE, USAGE, endless_sessions, opened_event, tokens_of
 
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
@@ -121,7 +120,7 @@ def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
     prompts = [[7, *tokens_of(subject.bundles[1], letter)] for letter in "abcdefgh"]
 
     def text_of(prompt: list[int]) -> str:
-        answer = ask(endpoint.port, "POST", COMPLETIONS, {"prompt": prompt, "max_tokens": _NUM_TOKENS})
+        answer = endpoint.ask("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": _NUM_TOKENS})
         return str(answer.json["choices"][0]["text"]) if answer.status == 200 else f"HTTP {answer.status}"
 
     alone = [text_of(prompt) for prompt in prompts]
@@ -141,15 +140,15 @@ def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
 
 def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
     """Names and errors with escapes: in the endpoint's log, its answers, and what its page shows."""
-    ask(endpoint.port, "POST", COMPLETIONS, {"prompt": "a", "model": _NAME, "max_tokens": 1})
+    endpoint.ask("POST", COMPLETIONS, {"prompt": "a", "model": _NAME, "max_tokens": 1})
     error = {"code": "invalid_parameter", "message": _NAME, "type": "invalid_request_error", "param": _NAME}
     server.ways = Ways(as_answer({"error": error}, "400 Bad Request"), others=server.ways.others)
-    refused = ask(endpoint.port, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})
-    models = ask(endpoint.port, "GET", "/v1/models")
-    page = ask(endpoint.port, "POST", GENERATE, text_body(1, 5))
+    refused = endpoint.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    models = endpoint.ask("GET", "/v1/models")
+    page = endpoint.ask("POST", GENERATE, text_body(1, 5))
     end = {"type": "end", "reason": "error", "usage": USAGE, "error": {**error, "code": "shutting_down"}}
     server.ways = Ways(as_stream(opened_event(), end), others=server.ways.others)
-    ended = ask(endpoint.port, "POST", GENERATE, text_body(1, 5))
+    ended = endpoint.ask("POST", GENERATE, text_body(1, 5))
     shown = [
         f"{where}: {escape!r}"
         for where, words in {
@@ -228,7 +227,7 @@ def _honest(server: HostileServer, endpoint: Server, good: dict[str, tuple[bytes
     end = {"type": "end", "reason": "stop", "usage": USAGE}
     server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end), others=good)
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
-        answer = ask(endpoint.port, "POST", path, {**body, "max_tokens": 5})
+        answer = endpoint.ask("POST", path, {**body, "max_tokens": 5})
         if answer.status != 200:
             raise NotMeasured(f"the endpoint refused an honest verifier's text: {answer.body[-300:]!r}")
 
@@ -236,7 +235,7 @@ def _honest(server: HostileServer, endpoint: Server, good: dict[str, tuple[bytes
 def _asked(endpoint: Server, path: str, body: dict[str, Any]) -> Answer:
     began_s = time.monotonic()
     try:
-        return ask(endpoint.port, "POST", path, body, timeout_s=_ENDS_S)
+        return endpoint.ask("POST", path, body, timeout_s=_ENDS_S)
     except TimeoutError:
         return Answer(0, b"", time.monotonic() - began_s)
 

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 from bench.attacks.attackers import attacking, repeat
 from bench.attacks.crowd import first_token_s
-from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.local import (
     ATTACKER,
     CHAT,
@@ -58,12 +57,12 @@ def slow_verifier(subject: Subject) -> Iterator[Row]:
             ),
         ):
             requests = [
-                request_bytes(endpoint.port, method, to, json.dumps(body).encode() if body else b"", ATTACKER)
+                endpoint.request(method, to, json.dumps(body).encode() if body else b"", ATTACKER)
                 for method, to, body in asked
             ]
             with honest_texts(endpoint) as texts:
                 alone, alone_s = texts.tokens_per_s(4.0), _first(endpoint.port)
-                models_s = ask(endpoint.port, "GET", "/v1/models", key=HONEST).took_s
+                models_s = endpoint.ask("GET", "/v1/models", key=HONEST).took_s
                 relay.delays = {path: _DELAY_S, "/health/ready": _DELAY_S}
                 relay.most_at_once.clear()
                 with (
@@ -73,7 +72,7 @@ def slow_verifier(subject: Subject) -> Iterator[Row]:
                     time.sleep(2.0)
                     during = texts.tokens_per_s(4.0)
                     during_s = _first(endpoint.port)
-                    during_models_s = ask(endpoint.port, "GET", "/v1/models", key=HONEST).took_s
+                    during_models_s = endpoint.ask("GET", "/v1/models", key=HONEST).took_s
                 relay.delays = {}
             most = relay.most_at_once[path]
             limit_s = 1.0 + (alone_s or _CAP_S)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Final
 
 from bench.attacks.attackers import as_user, attacking
-from bench.attacks.exchange import request_bytes
 from bench.attacks.local import BODIES, CHAT, VERIFY
 from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, listed
 
@@ -64,9 +62,7 @@ def other_users(subject: Subject) -> Iterator[Row]:
 
 def _codes(server: Server, user: int, key: str | None = None) -> dict[str, list[int]]:
     """The statuses that this user gets at each route, in the order of `_WAYS`."""
-    requests = [
-        request_bytes(server.port, "POST", path, json.dumps(body).encode(), key) for path, body in BODIES.items()
-    ]
+    requests = [server.request("POST", path, body, key) for path, body in BODIES.items()]
     with attacking(as_user, user, server.port, requests) as reports:
         codes: list[list[int]] = reports.recv()
     server.wait_until_idle()

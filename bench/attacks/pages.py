@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Final
 
-from bench.attacks.exchange import HOST, Answer, ask
 from bench.attacks.local import BODIES, CHAT, VERIFY
-from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, listed
+from bench.attacks.subject import COMPLETIONS, HOST, KEYS, Answer, Row, Server, Subject, listed
 
 _BODY: Final = {"prompt": "a", "max_tokens": 1}
 _JSON: Final = {"Content-Type": "application/json"}
@@ -51,7 +50,7 @@ def foreign_pages(subject: Subject) -> Iterator[Row]:
         # Refused for what they are, not because there is no such session: then the status is 404.
         for method, path in (("DELETE", "/v1/sessions/none"), ("POST", "/v1/sessions/none/drafts")):
             draft = {"base": 0, "paths": [[1]]} if method == "POST" else None
-            if ask(server.port, method, path, draft, headers={**_JSON, "Origin": _FOREIGN}).status == 404:
+            if server.ask(method, path, draft, headers={**_JSON, "Origin": _FOREIGN}).status == 404:
                 taken.append(f"a foreign Origin ({method} {path})")
         honest = {
             "JSON without an Origin": {},
@@ -61,11 +60,11 @@ def foreign_pages(subject: Subject) -> Iterator[Row]:
             "the Origin of another port here": {**_JSON, "Origin": "http://127.0.0.1:1"},
         }
         wrong = [what for what, sent in honest.items() if _post(server, COMPLETIONS, _BODY, sent).status != 200]
-        if ask(server.port, "GET", "/health/live", headers={"Host": "probe.example"}).status != 200:
+        if server.ask("GET", "/health/live", headers={"Host": "probe.example"}).status != 200:
             wrong.append("health by any Host")
     with subject.serve(keys=KEYS) as server:
         headers = {"Host": "verifier.example"}
-        if ask(server.port, "POST", COMPLETIONS, _BODY, key=KEYS[0], headers=headers).status != 200:
+        if server.ask("POST", COMPLETIONS, _BODY, key=KEYS[0], headers=headers).status != 200:
             wrong.append("with a key, any Host where no --allowed-host is given")
     yield _taken_row(
         "11",
@@ -118,7 +117,7 @@ def _wrong_row(number: str, what: str, wrong: list[str]) -> Row:
 
 
 def _post(server: Server, path: str, body: object, headers: Mapping[str, str]) -> Answer:
-    return ask(server.port, "POST", path, json.dumps(body).encode(), headers=headers)
+    return server.ask("POST", path, json.dumps(body).encode(), headers=headers)
 
 
 def _read(server: Server, paths: tuple[str, ...], where: str = "") -> list[str]:
@@ -126,7 +125,7 @@ def _read(server: Server, paths: tuple[str, ...], where: str = "") -> list[str]:
     return [
         f"a foreign Host (GET {path}{where})"
         for path in paths
-        if ask(server.port, "GET", path, headers={"Host": "evil.example"}).status == 200
+        if server.ask("GET", path, headers={"Host": "evil.example"}).status == 200
     ]
 
 

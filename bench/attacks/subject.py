@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,8 +17,21 @@ from statistics import median
 from typing import Any, Final
 
 import psutil
-from bench.attacks.exchange import Answer, ask, values_of
+from bench.attacks.crowd import Crowd, Stream, crowd_of, first_token_s
+from bench.attacks.exchange import (
+    HOST,
+    OTHER_ADDRESS,
+    Answer,
+    NotMeasured,
+    ask,
+    request_bytes,
+    values_of,
+    wait_for,
+)
 from bench.processes import ANY_PORT, Program, started
+
+# What attacks take from here, though it is made elsewhere.
+__all__ = ["HOST", "OTHER_ADDRESS", "Answer", "Crowd", "NotMeasured", "Stream", "wait_for"]
 
 EMBEDDED: Final = "embedded"
 VLLM: Final = "vllm"
@@ -77,21 +91,30 @@ def listed(names: Sequence[str], word: str) -> str:
     return f"{len(names)} {word}" + (f": {', '.join(names)}" if names else "")
 
 
-class NotMeasured(Exception):
-    """Says why a row could not be measured."""
-
-
-def wait_for(what: str, is_reached: Callable[[], bool], timeout_s: float, every_s: float = 0.05) -> None:
-    """Returns once it is reached. what: ends a sentence, such as "run". Raises NotMeasured."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_reached():
-        if time.monotonic() > deadline_s:
-            raise NotMeasured(f"{what} within {timeout_s:g} s")
-        time.sleep(every_s)
+def prompt_of(index: int, length: int = 16) -> list[int]:
+    """A prompt that no other index shares."""
+    return [1 + (index * 7919 + position * 104729) % 4000 for position in range(length)]
 
 
 class Server(Program):
     """A server under attack."""
+
+    def ask(self, method: str, path: str, body: object = None, **options: Any) -> Answer:
+        """One request on a connection of its own, as `exchange.ask`."""
+        return ask(self.port, method, path, body, **options)
+
+    def request(self, method: str, path: str, body: object = None, key: str | None = None) -> bytes:
+        """The same request as bytes."""
+        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        return request_bytes(self.port, method, path, content, key)
+
+    def crowd(self, bodies: list[dict[str, Any]], **options: Any) -> AbstractContextManager[Crowd]:
+        """Sessions that are open at once, as `crowd_of`."""
+        return crowd_of(self.port, bodies, **options)
+
+    def first_token_s(self, body: dict[str, Any], cap_s: float, **options: Any) -> float | None:
+        """A newcomer's time to its first token, as `crowd.first_token_s`."""
+        return first_token_s(self.port, body, cap_s, **options)
 
     def memory_mb(self) -> float:
         """Resident memory of the server and its children."""
@@ -103,11 +126,11 @@ class Server(Program):
 
     def metrics(self, name: str, *labels: str, key: str | None = None) -> list[float]:
         """The values of a metric that have `labels`: several where replicas are behind a front."""
-        return values_of(ask(self.port, "GET", "/metrics", key=key).body.decode(), name, *labels)
+        return values_of(self.ask("GET", "/metrics", key=key).body.decode(), name, *labels)
 
     def readiness(self) -> Answer:
         """Of /health/ready."""
-        return ask(self.port, "GET", "/health/ready", timeout_s=10.0)
+        return self.ask("GET", "/health/ready", timeout_s=10.0)
 
     def num_running(self) -> int:
         """Texts in work."""
@@ -115,7 +138,7 @@ class Server(Program):
 
     def complete(self, body: dict[str, Any], key: str | None = None) -> Any:
         """The answer to a completion. Raises NotMeasured where it is refused."""
-        answer = ask(self.port, "POST", COMPLETIONS, body, key=key)
+        answer = self.ask("POST", COMPLETIONS, body, key=key)
         if answer.status != 200:
             raise NotMeasured(f"a completion got status {answer.status}: {answer.body[:200]!r}")
         return answer.json
@@ -127,7 +150,7 @@ class Server(Program):
             if time.monotonic() > deadline_s:
                 raise NotMeasured(f"the server's health took long {timeout_s:g} s after the attack had ended")
             try:
-                answer = ask(self.port, "GET", "/health/live", timeout_s=timeout_s)
+                answer = self.ask("GET", "/health/live", timeout_s=timeout_s)
             except TimeoutError:
                 continue
             num_quick = num_quick + 1 if answer.took_s < 0.03 else 0

@@ -11,10 +11,9 @@ from statistics import median
 from typing import Final
 
 from bench.attacks.attackers import attacking, received, repeat
-from bench.attacks.crowd import crowd_of, prompt_of
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, request_bytes
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, NotMeasured, request_bytes
 from bench.attacks.probes import memory_of
-from bench.attacks.subject import NotMeasured, Row, Server, Subject
+from bench.attacks.subject import Row, Server, Subject, prompt_of
 
 ATTACK_S: Final = 5.0
 MAX_GROWTH_MB: Final = 16.0
@@ -43,7 +42,7 @@ def _measured(server: Server) -> Iterator[Row]:
         bodies = [{"prompt": prompt_of(i), "max_tokens": 900, "ignore_eos": True} for i in range(4)]
         requests = [_request(server.port, index, is_traced=is_traced) for index in range(64)]
         with (
-            crowd_of(server.port, bodies, keeps=True, address=OTHER_ADDRESS) as crowd,
+            server.crowd(bodies, keeps=True, address=OTHER_ADDRESS) as crowd,
             memory_of(server) as memory,
             attacking(repeat, server.port, requests, 2, 20.0) as reports,
         ):

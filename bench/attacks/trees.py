@@ -11,12 +11,10 @@ from typing import Any, Final
 
 import psutil
 from bench.attacks.attackers import attacking, pipeline, received, received_for, repeat
-from bench.attacks.crowd import Stream, crowd_of, prompt_of
 from bench.attacks.devices import Devices, run_devices
 from bench.attacks.drafts import texts_of
-from bench.attacks.exchange import Answer, ask
 from bench.attacks.probes import MAX_GROWTH_MB, beside, memory_of
-from bench.attacks.subject import NotMeasured, Row, Server, Subject
+from bench.attacks.subject import Answer, NotMeasured, Row, Server, Stream, Subject, prompt_of
 from bench.attacks.tree_bytes import MAX_NODES, MEDIA_TYPE, chain, fan, post_bytes, tree_bytes, varint, wrong_trees
 
 ATTACK_S: Final = 8.0
@@ -59,7 +57,7 @@ def orphan_flood(subject: Subject) -> Iterator[Row]:
     with (
         subject.emulated(step_ms=10.0) as server,
         subject.serve() as idle,
-        crowd_of(server.port, [{"prompt": prompt_of(1), **LONG}]) as crowd,
+        server.crowd([{"prompt": prompt_of(1), **LONG}]) as crowd,
     ):
         stream = crowd.running()
         # Parents a million numbers back: no message has them.
@@ -106,7 +104,7 @@ def large_trees(subject: Subject) -> Iterator[Row]:
         process = psutil.Process(server.pid)
         for name, nodes_of in shapes.items():
             server.wait_until_idle()
-            with crowd_of(server.port, [{"prompt": prompt_of(3), **LONG}]) as crowd:
+            with server.crowd([{"prompt": prompt_of(3), **LONG}]) as crowd:
                 stream, first = crowd.running(), 0
                 before_s, took_s = 0.0, list[float]()
                 for index in range(WARM_UP_MESSAGES + NUM_MESSAGES):
@@ -143,7 +141,7 @@ def malformed_trees(subject: Subject) -> Iterator[Row]:
     statuses: dict[str, int] = {}
     with (
         subject.emulated(step_ms=10.0) as server,
-        crowd_of(server.port, [{"prompt": prompt_of(4), **LONG}]) as crowd,
+        server.crowd([{"prompt": prompt_of(4), **LONG}]) as crowd,
     ):
         stream = crowd.running()
         good = _post(server, stream, tree_bytes(len(stream.tokens), 0, [(1, 0)])).status
@@ -204,7 +202,7 @@ def _malformed() -> dict[str, bytes]:
 
 def _post(server: Server, stream: Stream, body: bytes) -> Answer:
     path = f"/v1/sessions/{stream.session}/drafts"
-    return ask(server.port, "POST", path, body, headers={"Content-Type": MEDIA_TYPE})
+    return server.ask("POST", path, body, headers={"Content-Type": MEDIA_TYPE})
 
 
 def _post_within_budget(server: Server, stream: Stream, body: bytes) -> int:
