@@ -35,6 +35,7 @@ import psutil
 from bench.bare_http import Wire
 from bench.processes import ANY_PORT, Program, read_text, source_path, started
 from bench.report import TO_JSON, option, parser, verdict
+from bench.verifier import VLLM, Verifier
 from bench.watched_server import WATCH_FILE
 from rich.console import Console
 
@@ -323,8 +324,7 @@ def make_server(vllm_python: str | None, place: Path, watch: Path) -> Program:
     arguments = ["-m", "bench.watched_server", "serve"]
     environment = {WATCH_FILE: str(watch)}
     if vllm_python:
-        arguments += [str(target_dir()), "--engine", "vllm", "--vllm-option", "dtype=float32"]
-        arguments += ["--vllm-option", "enforce_eager=true"]
+        arguments += [str(target_dir()), *Verifier(VLLM).options]
         environment["PYTHONPATH"] = source_path()
     else:
         arguments += [str(export_reference_pair().target)]

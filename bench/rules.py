@@ -126,29 +126,33 @@ async def measure(options: argparse.Namespace, lab: Lab, requests: Sequence[Gene
     return found
 
 
-def perplexity_of(target: BatchRuntime, prompt: Sequence[int], text: Sequence[int]) -> tuple[float, int]:
-    """Sum of -log p of the text's tokens under the target, temperature 1, and their number."""
+def nats_of(target: BatchRuntime, prompt: Sequence[int], text: Sequence[int]) -> float:
+    """Sum of -log p of the text's tokens under the target, temperature 1."""
     tokens = [*prompt, *text[:-1]]
     blocks = range(-(-len(tokens) // target.block_size))
     rows = target.forward([SequenceSlice(tokens, 0, list(blocks), len(text))])
     params = SamplingParams(temperature=1.0)
-    return -sum(log_probability(row, params, token) for row, token in zip(rows, text, strict=True)), len(text)
+    return -sum(log_probability(row, params, token) for row, token in zip(rows, text, strict=True))
 
 
-def judge(target: BatchRuntime, requests: Sequence[GenerationRequest], cells: Sequence[Mapping[str, Cell]]) -> Any:
+def shared_part(text: Sequence[int], truth: Sequence[int]) -> float:
+    """The share of a text before its first other token."""
+    same = next((i for i, (a, b) in enumerate(zip(text, truth, strict=False)) if a != b), len(truth))
+    return same / len(truth)
+
+
+def judge(
+    target: BatchRuntime, requests: Sequence[GenerationRequest], cells: Sequence[Mapping[str, Cell]]
+) -> dict[str, Quality]:
     """The quality of each rule's texts, over all round trips."""
-    found: dict[str, Quality] = {}
     truth = [text.tokens for text in cells[0][CLOUD_ONLY].texts[: len(requests)]]
+    found: dict[str, Quality] = {}
     for name in cells[0]:
-        nats, num_tokens, num_equal, shared, num_texts = 0.0, 0, 0, 0.0, 0
-        for text_index, text in ((i, text) for each in cells for i, text in enumerate(each[name].texts)):
-            index = text_index % len(requests)
-            own, count = perplexity_of(target, requests[index].prompt, text.tokens)
-            nats, num_tokens, num_texts = nats + own, num_tokens + count, num_texts + 1
-            same = next((i for i, (a, b) in enumerate(zip(text.tokens, truth[index], strict=False)) if a != b), None)
-            num_equal += same is None
-            shared += 1.0 if same is None else same / len(truth[index])
-        found[name] = Quality(math.exp(nats / num_tokens), num_equal, num_texts, shared / num_texts)
+        texts = [(i % len(requests), text.tokens) for each in cells for i, text in enumerate(each[name].texts)]
+        nats = sum(nats_of(target, requests[index].prompt, tokens) for index, tokens in texts)
+        shares = [shared_part(tokens, truth[index]) for index, tokens in texts]
+        perplexity = math.exp(nats / sum(len(tokens) for _, tokens in texts))
+        found[name] = Quality(perplexity, shares.count(1.0), len(texts), sum(shares) / len(texts))
     return found
 
 
