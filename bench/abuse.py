@@ -42,11 +42,10 @@ from bench.attacks.fronts import replicas_front
 from bench.attacks.generated import generated_local, generated_requests
 from bench.attacks.identity import another_model, stopped_server
 from bench.attacks.large_requests import false_distributions, heavy_rules, many_choices
-from bench.attacks.local_answers import kept_answers
 from bench.attacks.local_crowds import delayed_texts, greedy_texts
 from bench.attacks.local_hostile import local_hostile
-from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
+from bench.attacks.local_verifiers import kept_answers, slow_verifier
 from bench.attacks.pages import foreign_pages, local_pages
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_prompts, long_sessions, unequal_owners

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch, hold
-from bench.attacks.hostile_server import Ways, as_answer, hostile_server
+from bench.attacks.false_verifiers import Ways, as_answer, hostile_server
 from bench.attacks.probes import beside
 from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, listed, seconds
 

@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, repeat
-from bench.attacks.bodies import SIZE
+from bench.attacks.bodies import SIZE, TEMPLATE
 from bench.attacks.bounds import Case, Field, Requests
-from bench.attacks.grammars import TEMPLATE
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.noticed import ATTACKER, CAP_S, NUM_TEXTS, Place, Seen, watched
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.local import CHAT, GENERATE, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
 from bench.attacks.subject import COMPLETIONS, Answer, NotMeasured, Row, Server, Subject, listed, wait_for

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.agents import agent
-from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.probes import MAX_GROWTH_MB
 from bench.attacks.subject import NotMeasured, Row, Subject, listed
 

@@ -1,17 +1,117 @@
-"""Passes an agent's requests on to a verifier: away when told, slow on chosen paths, and counts what passes."""
+"""Stands in a verifier's place: a server that attacks its agents with terminal escapes and answers of any size, and a
+relay that is away when told, slow on chosen paths, and counts what passes.
+"""
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Final
 
 from bench.attacks.exchange import HOST, connect
+
+_STREAM: Final = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+MAX_SENT: Final = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """What it sends to open a session (the bytes, then `more` again and again, up to 512 MiB), and for readiness.
+
+    others: for GET and POST of these paths, the same. answer: makes the bytes for a session from the request's body.
+    """
+
+    session: bytes
+    more: bytes = b""
+    ready: bytes | None = None
+    others: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    answer: Callable[[Any], bytes] | None = None
+
+
+class HostileServer(ThreadingHTTPServer):
+    """Answers every request as `ways` says. paths: what was asked for."""
+
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__((HOST, 0), _Hostile)
+        self.ways = Ways(b"")
+        self.num_sessions = 0
+        self.paths: list[str] = []
+        self.url = f"http://{HOST}:{self.server_port}"
+
+    def sent_to(self, path: str, read: Callable[[], Any]) -> tuple[bytes, bytes]:
+        """The answer's first bytes, and those that follow without end. read: gives the request's body."""
+        ways = self.ways
+        self.paths.append(path)
+        if path == "/v1/sessions":
+            self.num_sessions += 1
+            return (ways.session if ways.answer is None else ways.answer(read())), ways.more
+        if path.startswith("/health/ready"):
+            return ways.ready or as_answer({"status": "ready", "model": "m"}), b""
+        return ways.others.get(path, (b"HTTP/1.1 204 No Content\r\n\r\n", b""))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Connections that break are no news."""
+
+
+class _Hostile(BaseHTTPRequestHandler):
+    """Answers one request of a connection."""
+
+    server: HostileServer
+    timeout = 30.0
+
+    def answer(self) -> None:
+        """To any method."""
+        first, more = self.server.sent_to(self.path, self._body)
+        self.wfile.write(first)
+        sent = 0
+        while more and sent < MAX_SENT:
+            self.wfile.write(more)
+            sent += len(more)
+        # The agent's end first: what it has not read yet would be lost by a reset.
+        self.connection.shutdown(socket.SHUT_WR)
+        self.connection.settimeout(5.0)
+        while self.connection.recv(65536):
+            time.sleep(0)
+
+    do_GET = do_POST = do_DELETE = answer
+
+    def _body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["content-length"])))
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def hostile_server() -> Iterator[HostileServer]:
+    """A server that ends with the context."""
+    with HostileServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+def as_answer(body: Any, status: str = "200 OK") -> bytes:
+    """A plain JSON answer."""
+    content = json.dumps(body, ensure_ascii=False).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    return (head + "Connection: close\r\n\r\n").encode() + content
+
+
+def as_stream(*events: Any) -> bytes:
+    """An event stream's head and its first events."""
+    return _STREAM + b"".join(b"data: %s\n\n" % json.dumps(event, ensure_ascii=False).encode() for event in events)
 
 
 class Relay(ThreadingHTTPServer):
@@ -20,7 +120,7 @@ class Relay(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(self, port: int) -> None:
-        super().__init__((HOST, 0), _Handler)
+        super().__init__((HOST, 0), _PassingOn)
         self.delays: Mapping[str, float] = {}
         self.seen: Counter[str] = Counter()
         self.at_once: Counter[str] = Counter()
@@ -52,7 +152,7 @@ class Relay(ThreadingHTTPServer):
         """Connections that break are no news."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PassingOn(BaseHTTPRequestHandler):
     server: Relay
     protocol_version = "HTTP/1.1"
 
