@@ -324,30 +324,30 @@ def main(given: Sequence[str] | None = None) -> int:
             console.print(f"{mode}: {where} sessions", highlight=False)
     console.print(f"{num_late} guesses were drafted while the clock ran", style="dim", highlight=False)
     is_memory_bound = bool(options.emulate) and options.emulate[1] <= MEMORY_BOUND * options.emulate[0]
-    return verdict(console, misses(cells, is_memory_bound), options.json, as_json(options, cells, found))
-
-
-def as_json(options: argparse.Namespace, cells: Cells, found: Mapping[str, float | None]) -> dict[str, Any]:
-    """The table as plain data, with every run."""
-    return {
-        "widen_mb": None if options.emulate or options.target else options.widen,
-        "target": str(options.target) if options.target else None,
-        "emulated": options.emulate,
-        "rtt_ms": options.rtt_ms,
-        "temperature": options.temperature,
-        "crossover_sessions": found,
-        "sessions": {
-            count: {
-                mode: {
-                    "speed_up": speed_up(modes, mode),
-                    "runs": [asdict(run) for run in cell.runs],
-                    "num_different": cell.num_different,
+    return verdict(
+        console,
+        misses(cells, is_memory_bound),
+        options.json,
+        {
+            "widen_mb": None if options.emulate or options.target else options.widen,
+            "target": str(options.target) if options.target else None,
+            "emulated": options.emulate,
+            "rtt_ms": options.rtt_ms,
+            "temperature": options.temperature,
+            "crossover_sessions": found,
+            "sessions": {
+                count: {
+                    mode: {
+                        "speed_up": speed_up(modes, mode),
+                        "runs": [asdict(run) for run in cell.runs],
+                        "num_different": cell.num_different,
+                    }
+                    for mode, cell in modes.items()
                 }
-                for mode, cell in modes.items()
-            }
-            for count, modes in cells.items()
+                for count, modes in cells.items()
+            },
         },
-    }
+    )
 
 
 if __name__ == "__main__":

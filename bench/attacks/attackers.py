@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from bench.attacks.bounds import Case, Requests
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, connect, read_answer, request_bytes
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, answer_status, connect, read_answer, request_bytes
 
 _MP = multiprocessing.get_context("spawn")
 
@@ -70,7 +70,7 @@ def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: i
     def one(offset: int) -> None:
         index = offset
         while True:
-            status = _answer_status(port, requests[index % len(requests)], timeout_s)
+            status = answer_status(port, requests[index % len(requests)], timeout_s)
             index += num_connections
             with lock:
                 report.send(status)
@@ -141,7 +141,7 @@ def once(report: Any, port: int, requests: Sequence[bytes], timeout_s: float) ->
     """Sends every request at once, each on its own connection; reports how long all took, then ends."""
     statuses: list[int] = []
     began_s = time.perf_counter()
-    _run(report, lambda number: statuses.append(_answer_status(port, requests[number], timeout_s)), len(requests))
+    _run(report, lambda number: statuses.append(answer_status(port, requests[number], timeout_s)), len(requests))
     report.send((time.perf_counter() - began_s, statuses))
     time.sleep(3600)
 
@@ -284,7 +284,7 @@ def as_user(report: Any, user: int, port: int, requests: Sequence[bytes]) -> Non
 
 
 def _four_ways(port: int, request: bytes) -> list[int]:
-    statuses = [_answer_status(port, request, 30.0)]
+    statuses = [answer_status(port, request, 30.0)]
     with suppress(OSError), socket.create_connection((HOST, port), 30.0) as connection:
         connection.sendall(request)
     statuses.append(0)
@@ -303,13 +303,3 @@ def draft_bytes(port: int, session: str, key: str | None = None) -> bytes:
     """The largest draft message: 8 paths of 64 tokens."""
     body = json.dumps({"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]})
     return request_bytes(port, "POST", f"/v1/sessions/{session}/drafts", body.encode(), key)
-
-
-def _answer_status(port: int, request: bytes, timeout_s: float) -> int:
-    """The status of the answer; 0 without one."""
-    try:
-        with socket.create_connection((HOST, port), timeout_s) as connection:
-            connection.sendall(request)
-            return read_answer(connection)
-    except OSError:
-        return 0

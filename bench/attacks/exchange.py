@@ -114,6 +114,16 @@ def read_answer(connection: socket.socket) -> int:
     return int(status.split(b" ")[1])
 
 
+def answer_status(port: int, request: bytes, timeout_s: float = 30.0) -> int:
+    """The status of the answer; 0 without one."""
+    try:
+        with socket.create_connection((HOST, port), timeout_s) as connection:
+            connection.sendall(request)
+            return read_answer(connection)
+    except OSError:
+        return 0
+
+
 def values_of(metrics: str, name: str, *labels: str) -> list[float]:
     """The values of a metric, by its text form, that have `labels`: several where replicas are behind a front."""
     lines = (line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{")))

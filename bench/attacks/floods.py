@@ -5,7 +5,6 @@ read in another way.
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from itertools import count
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch
-from bench.attacks.exchange import HOST, read_answer, request_bytes
+from bench.attacks.exchange import HOST, answer_status, request_bytes
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
 from bench.attacks.subject import KEYS, Row, Server, Subject, middle, prompt_of
@@ -139,14 +138,14 @@ def strange_headers(subject: Subject) -> Iterator[Row]:
         key = f"Authorization: Bearer {ATTACKER}\r\n".encode()
         chunked, codings = b"Transfer-Encoding: chunked\r\n\r\n", b"Transfer-Encoding: gzip, chunked\r\n\r\n"
         found = {
-            "a key in a trailer": _status(server, head + chunked + chunk + key + b"\r\n"),
-            "gzip, chunked": _status(server, head + key + codings + chunk + b"\r\n"),
+            "a key in a trailer": answer_status(server.port, head + chunked + chunk + key + b"\r\n"),
+            "gzip, chunked": answer_status(server.port, head + key + codings + chunk + b"\r\n"),
         }
     expected = {"a key in a trailer": 401, "gzip, chunked": 501}
     with subject.serve() as server:
         for host in ("[::1]evil.com", f"localhost:{server.port}:evil.com", "localhost@evil.com", "evil.com"):
             head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
-            found[f"Host: {host}"] = _status(server, head)
+            found[f"Host: {host}"] = answer_status(server.port, head)
     wrong = [f"{what}: {status}" for what, status in found.items() if status != expected.get(what, 403)]
     yield Row(
         "45",
@@ -156,13 +155,3 @@ def strange_headers(subject: Subject) -> Iterator[Row]:
         not wrong,
         found,
     )
-
-
-def _status(server: Server, request: bytes) -> int:
-    """The status of an answer to these bytes; 0 where the connection is closed without one."""
-    with socket.create_connection((HOST, server.port), 30.0) as connection:
-        connection.sendall(request)
-        try:
-            return read_answer(connection)
-        except OSError:
-            return 0

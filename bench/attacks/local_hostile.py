@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,7 +12,7 @@ from typing import Any, Final
 from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.local import CHAT, GENERATE, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
-from bench.attacks.subject import COMPLETIONS, Answer, NotMeasured, Row, Server, Subject, listed, wait_for
+from bench.attacks.subject import COMPLETIONS, NotMeasured, Row, Server, Subject, listed, wait_for
 from bench.attacks.terminal import ESCAPES, HOSTILE, USAGE, endless_sessions, opened_event, tokens_of
 
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
@@ -67,7 +66,7 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
     for what, (ways, path, body) in kinds.items():
         server.ways = ways
         with memory_of(endpoint) as memory, health_of(endpoint) as health:
-            answer = _asked(endpoint, path, body)
+            answer = endpoint.ask_in_time("POST", path, body, _ENDS_S)
         server.ways = Ways(b"", others=good)
         raw[what] = {
             "status": answer.status,
@@ -230,14 +229,6 @@ def _honest(server: HostileServer, endpoint: Server, good: dict[str, tuple[bytes
         answer = endpoint.ask("POST", path, {**body, "max_tokens": 5})
         if answer.status != 200:
             raise NotMeasured(f"the endpoint refused an honest verifier's text: {answer.body[-300:]!r}")
-
-
-def _asked(endpoint: Server, path: str, body: dict[str, Any]) -> Answer:
-    began_s = time.monotonic()
-    try:
-        return endpoint.ask("POST", path, body, timeout_s=_ENDS_S)
-    except TimeoutError:
-        return Answer(0, b"", time.monotonic() - began_s)
 
 
 def _head(length: int) -> bytes:

@@ -103,6 +103,13 @@ class Server(Program):
         """One request on a connection of its own, as `exchange.ask`."""
         return ask(self.port, method, path, body, **options)
 
+    def ask_in_time(self, method: str, path: str, body: object, timeout_s: float, **options: Any) -> Answer:
+        """The same; a status of 0 where there is no answer in that time."""
+        try:
+            return self.ask(method, path, body, timeout_s=timeout_s, **options)
+        except TimeoutError:
+            return Answer(0, b"", timeout_s)
+
     def request(self, method: str, path: str, body: object = None, key: str | None = None) -> bytes:
         """The same request as bytes."""
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
