@@ -6,7 +6,6 @@ import http.client
 import json
 import multiprocessing
 import select
-import selectors
 import socket
 import threading
 import time
@@ -148,59 +147,41 @@ def once(report: Any, port: int, requests: Sequence[bytes], timeout_s: float) ->
 
 def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: bool) -> None:
     """Sends `block` again and again on each connection as fast as it is taken; reads answers only if `reads`."""
-    selector = selectors.DefaultSelector()
-    unsent: dict[socket.socket, bytes] = {}
 
-    def connect() -> None:
-        connection = socket.create_connection((HOST, port))
-        connection.setblocking(False)
-        if not reads:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        unsent[connection] = block
-        selector.register(connection, selectors.EVENT_WRITE | (selectors.EVENT_READ if reads else 0))
+    def read(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while connection.recv(1 << 20):
+                pass
 
-    for _ in range(num_connections):
-        connect()
-    report.send("begun")
-    while True:
-        for key, events in selector.select(0.1):
-            connection: Any = key.fileobj
-            try:
-                if events & selectors.EVENT_READ and not connection.recv(1 << 20):
-                    raise ConnectionResetError
-                if events & selectors.EVENT_WRITE:
-                    sent = connection.send(unsent[connection])
-                    unsent[connection] = unsent[connection][sent:] or block
-            except BlockingIOError:
-                continue
-            except OSError:
-                selector.unregister(connection)
-                connection.close()
-                del unsent[connection]
-                with suppress(OSError):
-                    connect()
-        if not unsent:
+    def one(_: int) -> None:
+        while True:
+            with suppress(OSError), socket.create_connection((HOST, port)) as connection:
+                if reads:
+                    threading.Thread(target=read, args=(connection,), daemon=True).start()
+                else:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                while True:
+                    connection.sendall(block)
             time.sleep(0.05)
-            with suppress(OSError):
-                connect()
+
+    _run(report, one, num_connections)
 
 
 def hold(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` once on each connection and reads nothing; replaces connections that are closed."""
-    poll, held = select.poll(), dict[int, socket.socket]()
-    report.send("begun")
-    while True:
-        with suppress(OSError):
-            while len(held) < num_connections:
-                connection = socket.socket()
+
+    def one(_: int) -> None:
+        while True:
+            with suppress(OSError), socket.socket() as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.connect((HOST, port))
                 connection.sendall(request)
-                held[connection.fileno()] = connection
-                poll.register(connection, select.POLLRDHUP)  # bytes that arrive stay unread
-        for descriptor, _ in poll.poll(50):
-            poll.unregister(descriptor)
-            held.pop(descriptor).close()
+                closed = select.poll()
+                closed.register(connection, select.POLLRDHUP)  # bytes that arrive stay unread
+                closed.poll()
+            time.sleep(0.05)
+
+    _run(report, one, num_connections)
 
 
 def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
