@@ -25,42 +25,34 @@ from typing import Annotated, Final
 
 import typer
 from bench.attacks.admission import audit_flood, borrowed_priority, deadline_flood, little_budget
-from bench.attacks.bodies import wrong_elements
-from bench.attacks.browser import foreign_pages
-from bench.attacks.caches import guessed_hash, kept_sessions, others_prompts, session_hash
+from bench.attacks.bodies import local_bodies, local_documents, wrong_elements
+from bench.attacks.caches import guessed_hash, kept_sessions, others_prompts, recent_texts, session_hash
 from bench.attacks.cascades import cascades
 from bench.attacks.connections import (
     large_header,
+    local_connections,
     pipelined_requests,
     trickled_requests,
     unread_answers,
 )
 from bench.attacks.downloads import greedy_downloads, large_offers, other_paths, unread_downloads
-from bench.attacks.drafts import draft_flood
+from bench.attacks.drafts import draft_flood, late_drafts, long_hints
 from bench.attacks.floods import floods, large_answers, local_floods, strange_headers
 from bench.attacks.fronts import replicas_front
 from bench.attacks.generated import generated_local, generated_requests
-from bench.attacks.heavy_rules import heavy_rules
 from bench.attacks.identity import another_model, stopped_server
-from bench.attacks.local_answers import kept_answers
-from bench.attacks.local_bodies import local_bodies, local_documents
-from bench.attacks.local_connections import local_connections
+from bench.attacks.large_requests import false_distributions, heavy_rules, many_choices
 from bench.attacks.local_crowds import delayed_texts, greedy_texts
 from bench.attacks.local_hostile import local_hostile
-from bench.attacks.local_pages import local_pages
-from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
-from bench.attacks.many_choices import many_choices
-from bench.attacks.recent import recent_texts
-from bench.attacks.rows import Row
-from bench.attacks.rules import false_distributions
+from bench.attacks.local_verifiers import kept_answers, slow_verifier
+from bench.attacks.pages import foreign_pages, local_pages
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_prompts, long_sessions, unequal_owners
-from bench.attacks.subject import EMBEDDED, VLLM, Subject
+from bench.attacks.subject import EMBEDDED, VLLM, Row, Subject
 from bench.attacks.terminal import escapes, huge_answers
 from bench.attacks.traces import hostile_contexts
 from bench.attacks.trees import large_trees, malformed_trees, orphan_flood, sure_wrong_trees
-from bench.attacks.waiting import late_drafts, long_hints
 from bench.report import write_json
 from rich.console import Console
 from rich.markup import escape

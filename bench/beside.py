@@ -33,7 +33,7 @@ from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, 
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
 
 MOST_DRAFTED: Final = 24
-"""Tokens of a round at most, as the simulation of drafts beside a target has it (`tree_beside`)."""
+"""Tokens of a round at most, as the simulation of drafts beside a target has it (`simulate_trees`)."""
 GUESSES: Final = 16
 _START_TIMEOUT_S: Final = 300.0
 
@@ -73,12 +73,21 @@ def target_options(target: Bundle) -> RuntimeOptions:
     return made.runtime_options(device)
 
 
+def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
+    """A draft bundle on one thread, in the runtime that checked it; and how many ids it may propose."""
+    bundle = open_draft_bundle(path)
+    manifest = bundle.manifest
+    device = place_draft(manifest, AS_BUNDLED).open_on
+    options = RuntimeOptions(device=device, num_threads=1, static_shapes=manifest.static_shapes)
+    runtime = open_sequence_runtime(sequence_kind(manifest.runtime, manifest.device), bundle.model_file, options)
+    return runtime, manifest.architecture.tokenizer_size
+
+
 class Opener(Protocol):
     """Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them."""
 
     def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
         """Called once, in that process."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +102,10 @@ class RealPair:
 
     def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
         """Loads both."""
-        target, draft = Bundle.open(self.target), open_draft_bundle(self.draft)
+        target = Bundle.open(self.target)
         options = replace(target_options(target), num_threads=1, is_batch_invariant=self.is_batch_invariant)
-        manifest = draft.manifest
-        device = place_draft(manifest, AS_BUNDLED).open_on
-        return (
-            open_batch_runtime(target.manifest.runtime, target.model_file, options),
-            open_sequence_runtime(
-                sequence_kind(manifest.runtime, manifest.device),
-                draft.model_file,
-                RuntimeOptions(device=device, num_threads=1, static_shapes=manifest.static_shapes),
-            ),
-            manifest.architecture.tokenizer_size,
-        )
+        draft, num_ids = open_draft(self.draft)
+        return open_batch_runtime(target.manifest.runtime, target.model_file, options), draft, num_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,15 +25,13 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final
 
-from bench.pairs import NO_LOOKUP, add_real_options, make_requests
-from bench.report import write_json
+from bench.pairs import NO_LOOKUP, REAL_OPTIONS, make_requests
+from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import TREE, rate_of, stream_agent
 from bench.verifier import verifier_of
 from rich.console import Console
-from rich.table import Table
 
 from outrider.edge.lab.cores import CorePlan, running_on
 from outrider.edge.lab.laboratory import ALIKE, CLOUD_ONLY, Lab, cloud_process, connected, interleave, open_lab
@@ -152,10 +150,8 @@ def misses(phases: Sequence[Phase]) -> list[str]:
 
 def show(console: Console, phases: Sequence[Phase]) -> None:
     """Prints the table."""
-    table = Table(box=None)
     names = ("phase", "speed-up", "cloud-only/s", "drafts/s", "texts", "step ms", "token ms", "the agent's")
-    for name in names:
-        table.add_column(name, justify="left" if name == "phase" else "right")
+    table = figures_table("", *names, left=("phase",))
     for phase in phases:
         told = (phase.step_ms, phase.draft_token_ms, phase.known_token_ms)
         table.add_row(
@@ -171,15 +167,14 @@ def show(console: Console, phases: Sequence[Phase]) -> None:
 
 def main() -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_real_options(cli)
-    cli.add_argument("--spell", type=float, default=60.0, metavar="SECONDS", help="of other work")
-    cli.add_argument("--recover", type=float, default=30.0, metavar="SECONDS", help="between it and the measurement")
-    cli.add_argument("--work", type=int, default=2, help="processes of other work on each core")
-    cli.add_argument("--rtt-ms", type=float, default=10.0)
-    cli.add_argument("--runs", type=int, default=3, help="of all texts, before and after")
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    runs = {
+        "--spell": option(60.0, "of other work", metavar="SECONDS"),
+        "--recover": option(30.0, "between it and the measurement", metavar="SECONDS"),
+        "--work": option(2, "processes of other work on each core"),
+        "--rtt-ms": option(10.0),
+        "--runs": option(3, "of all texts, before and after"),
+    }
+    options = parser(__doc__, {**REAL_OPTIONS, **runs, **TO_JSON}).parse_args()
     console, verifier = Console(width=None if sys.stdout.isatty() else 120), verifier_of(options)
     pair, cloud_options = verifier.pair(options.widen or None), (*ALIKE, *verifier.options, NO_LOOKUP)
     with ExitStack() as stack:
@@ -191,11 +186,8 @@ def main() -> int:
         console.print(lab.cores.note, highlight=False)
         phases = asyncio.run(measure(options, lab, cloud_options, make_requests(options)))
     show(console, phases)
-    missed = misses(phases)
-    for miss in missed:
-        console.print(miss, style="red", highlight=False)
-    write_json(options.json, {"spell_s": options.spell, "misses": missed, "phases": [asdict(each) for each in phases]})
-    return 1 if missed else 0
+    document = {"spell_s": options.spell, "phases": [asdict(each) for each in phases]}
+    return verdict(console, misses(phases), options.json, document)
 
 
 if __name__ == "__main__":

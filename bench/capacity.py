@@ -26,18 +26,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Final
 
-from bench.beside import Beside, RealPair, Stop, Written, open_beside
+from bench.beside import Beside, RealPair, Stop, Written, open_beside, open_draft
 from bench.load import make_orders
-from bench.load_devices import Connection, Order, Recorded
-from bench.pairs import add_bundle_options, open_draft, pair_of, widened_draft
-from bench.report import write_json
+from bench.load_devices import Connection, Order, Recorded, Session
+from bench.pairs import BUNDLE_OPTIONS, pair_of, widened_draft
+from bench.report import TO_JSON, option, parser, verdict
 from bench.round_trips import rate_of
 from rich.console import Console
 from rich.table import Table
@@ -73,19 +72,7 @@ class Costs:
         return 1.0 + self.gamma * self.draft_s / self.verify_s
 
 
-@dataclass(slots=True)
-class Text:
-    """One text of /v1/verify. arrival_s: of each answer, by the clock, and its tokens."""
-
-    commits: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """All of them."""
-        return tuple(token for _, tokens in self.commits for token in tokens)
-
-
-def saturated_rate(texts: Sequence[Text]) -> float:
+def saturated_rate(texts: Sequence[Session]) -> float:
     """Tokens/s while all clients ask: from the last one's first answer to the first one's last."""
     begin, end = max(text.commits[0][0] for text in texts), min(text.commits[-1][0] for text in texts)
     count = sum(len(tokens) for text in texts for at, tokens in text.commits if begin < at <= end)
@@ -102,15 +89,14 @@ def block(recorded: Recorded, num_known: int, gamma: int) -> list[int]:
     return path
 
 
-async def verify_all(url: str, orders: Sequence[Order], drafts: Sequence[Recorded], gamma: int) -> list[Text]:
+async def verify_all(url: str, orders: Sequence[Order], drafts: Sequence[Recorded], gamma: int) -> list[Session]:
     """All texts at once, each block after block."""
     return list(await asyncio.gather(*(_verify(url, o, d, gamma) for o, d in zip(orders, drafts, strict=True))))
 
 
-async def _verify(url: str, order: Order, drafts: Recorded, gamma: int) -> Text:
-    text, known, prefix_hash = Text(), list[int](), None
-    address = urlsplit(url)
-    async with Connection(address.hostname or "", address.port or 80) as connection:
+async def _verify(url: str, order: Order, drafts: Recorded, gamma: int) -> Session:
+    text, known, prefix_hash = Session(), list[int](), None
+    async with Connection(url) as connection:
         while (left := order.max_tokens - len(known)) > 0:
             drafted = block(drafts, len(known), min(gamma, left - 1)) if known else []
             item = {**order.body, "max_tokens": left, "draft": drafted}
@@ -197,7 +183,7 @@ def measure(subject: Subject, orders: Sequence[Order], gamma: int, num_runs: int
                     block(recorded[-1], num_known, gamma)
         for name, url in ((DEVICES, subject.one), (BATCHED, subject.batched)):
             texts = asyncio.run(verify_all(url, orders, recorded, gamma))
-            found.num_different += sum(a.tokens != b.tokens for a, b in zip(texts, written, strict=True))
+            found.num_different += sum(a.text != b.tokens for a, b in zip(texts, written, strict=True))
             if index:
                 found.rates[name].append(saturated_rate(texts))
         if index:
@@ -217,18 +203,21 @@ def as_table(found: Found, client_rate: float) -> Table:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--widen-draft", type=float, default=400.0, help="MB of the draft in FP32; 0: as it is")
-    add_bundle_options(cli)
-    cli.add_argument("--gamma", type=int, default=4, help="drafted tokens of a round")
-    cli.add_argument("--clients", type=int, default=4)
-    cli.add_argument("--client-rate", type=float, default=5.0, help="tokens/s of one client")
-    cli.add_argument("--runs", type=int, default=3)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args(given)
+    options = parser(
+        __doc__,
+        {
+            "--widen": option(1200.0, "MB of the widened FP32 target; 0: as it is"),
+            "--widen-draft": option(400.0, "MB of the draft in FP32; 0: as it is"),
+            **BUNDLE_OPTIONS,
+            "--gamma": option(4, "drafted tokens of a round"),
+            "--clients": option(4),
+            "--client-rate": option(5.0, "tokens/s of one client"),
+            "--runs": option(3),
+            "--max-tokens": option(64),
+            "--temperature": option(0.8),
+            **TO_JSON,
+        },
+    ).parse_args(given)
     console = Console(width=100)
     orders = make_orders(options.clients, options.max_tokens, options.temperature)
     with open_subject(options) as subject:
@@ -240,24 +229,20 @@ def main(given: Sequence[str] | None = None) -> int:
         f"{found.computed:.3f}x, measured {found.over_beside(DEVICES):.3f}x",
         highlight=False,
     )
-    for miss in found.misses:
-        console.print(miss, style="red", highlight=False)
-    write_json(options.json, as_json(options, found))
-    return 1 if found.misses else 0
-
-
-def as_json(options: argparse.Namespace, found: Found) -> dict[str, Any]:
-    """The figures as plain data."""
-    return {
-        "widen_mb": None if options.target else options.widen,
-        "widen_draft_mb": options.widen_draft,
-        "clients": options.clients,
-        "tokens_per_s": found.rates,
-        "costs": [asdict(costs) for costs in found.costs],
-        "computed": found.computed,
-        "measured": found.over_beside(DEVICES),
-        "misses": found.misses,
-    }
+    return verdict(
+        console,
+        found.misses,
+        options.json,
+        {
+            "widen_mb": None if options.target else options.widen,
+            "widen_draft_mb": options.widen_draft,
+            "clients": options.clients,
+            "tokens_per_s": found.rates,
+            "costs": [asdict(costs) for costs in found.costs],
+            "computed": found.computed,
+            "measured": found.over_beside(DEVICES),
+        },
+    )
 
 
 if __name__ == "__main__":

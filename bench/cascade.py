@@ -21,11 +21,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import httpx
+from bench.attacks.exchange import values_of
 from bench.emulated import (
     MAX_POSITIONS,
     VOCAB_SIZE,
@@ -36,8 +38,9 @@ from bench.emulated import (
     emulated_draft,
 )
 from bench.pairs import make_requests
-from bench.report import write_json
-from bench.verifier import add_verifier_options, verifier_of
+from bench.processes import announce
+from bench.report import TO_JSON, figures_table, option, parser, write_json
+from bench.verifier import VERIFIER_OPTIONS, verifier_of
 from rich.console import Console
 from rich.table import Table
 from tests.fake_runtime import FakeBatchRuntime
@@ -58,14 +61,13 @@ from outrider.edge.modes.assemble import make_agent, open_draft_bundle, open_dra
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 ALONE_WAY, TWO, MID, THREE = "target alone", "draft, target", "mid, target", "draft, mid, target"
 WAYS: Final = (ALONE_WAY, TWO, MID, THREE)
-_COUNTERS: Final = ("provisional", "confirmed", "contradicted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,7 @@ def serve_mid(options: argparse.Namespace) -> None:
     app = create_app(cascade, cascade_model(own, facts, None))
     show_cascade(app.state.core.metrics, cascade)
     relieve_collector()
-    with open_socket("127.0.0.1", 0) as sock:
-        url = url_of(sock, is_tls=False)
-        server = VerifierServer(app, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
-        server.run(sockets=[sock])
+    announce(partial(VerifierServer, app))
 
 
 @contextmanager
@@ -178,12 +177,11 @@ async def texts(
             return [await agent.generate(request) for request in requests]
 
 
-def counted(url: str) -> dict[str, float]:
-    """The cascade's counters."""
+def counted(url: str) -> list[float]:
+    """The cascade's counters: tokens confirmed and contradicted."""
     text = httpx.get(url + "/metrics", timeout=30.0).text
-    return {
-        kind: float(text.split(f'outrider_cascade_tokens_total{{kind="{kind}"}} ')[1].split()[0]) for kind in _COUNTERS
-    }
+    kinds = ("confirmed", "contradicted")
+    return [sum(values_of(text, "outrider_cascade_tokens_total", f'kind="{kind}"')) for kind in kinds]
 
 
 def cell(
@@ -209,15 +207,15 @@ def measure(options: argparse.Namespace) -> list[Cell]:
                     for way in WAYS:
                         is_direct = way in (ALONE_WAY, TWO)
                         draft = drafter if way in (TWO, THREE) else None
-                        before = counted(mid)
+                        had = counted(mid)
                         where, rtt_ms = (url, device_ms + upstream_ms) if is_direct else (mid, device_ms)
                         results = asyncio.run(texts(where, rtt_ms, cores, requests, draft))
                         shown = cell(way, rtts, results, truth)
                         if not is_direct:
-                            after = counted(mid)
-                            made = {kind: after[kind] - before[kind] for kind in _COUNTERS}
-                            share = made["confirmed"] / max(1.0, made["confirmed"] + made["contradicted"])
-                            shown = Cell(**{**asdict(shown), "confirmed": share})
+                            confirmed, contradicted = (
+                                after - before for before, after in zip(had, counted(mid), strict=True)
+                            )
+                            shown = replace(shown, confirmed=confirmed / max(1.0, confirmed + contradicted))
                         found.append(shown)
                         print(shown, file=sys.stderr, flush=True)
     return found
@@ -225,18 +223,8 @@ def measure(options: argparse.Namespace) -> list[Cell]:
 
 def show(found: Sequence[Cell]) -> Table:
     """The table."""
-    table = Table(title="tokens/s, and passes of the target per token", title_justify="left", box=None)
-    for name in (
-        "device-mid ms",
-        "mid-target ms",
-        "way",
-        "tokens/s",
-        "over two",
-        "passes/token",
-        "confirmed",
-        "different",
-    ):
-        table.add_column(name, justify="left" if name == "way" else "right")
+    names = ("device-mid ms", "mid-target ms", "way", "tokens/s", "over two", "passes/token", "confirmed", "different")
+    table = figures_table("tokens/s, and passes of the target per token", *names, left=("way",))
     for each in found:
         two = next(
             c.tokens_per_s
@@ -259,24 +247,27 @@ def show(found: Sequence[Cell]) -> Table:
 
 def main() -> None:
     """Measures, or serves the emulated mid."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--real", action="store_true", help="the reference pair; default: emulated")
-    cli.add_argument("--widen", type=float, default=1450.0, help="with --real: MB of the widened FP32 target")
-    cli.add_argument("--mid", type=Path, help="with --real: another bundle as the mid-size verifier")
-    cli.add_argument("--step", type=float, default=120.0, help="emulated: ms of a step of the target")
-    cli.add_argument("--mid-step", type=float, default=20.0, help="of the mid-size verifier")
-    cli.add_argument("--draft-step", type=float, default=4.0, help="of the draft")
-    cli.add_argument("--extra", type=float, default=0.3, help="of a further token of a step")
-    cli.add_argument("--mid-noise", type=float, default=0.25, help="of the mid-size verifier, over the draft's")
-    cli.add_argument("--rtt-device", type=float, nargs="+", default=[0.0, 5.0])
-    cli.add_argument("--rtt-upstream", type=float, nargs="+", default=[25.0, 50.0])
-    cli.add_argument("--prompts", type=int, default=3)
-    cli.add_argument("--max-tokens", type=int, default=100)
-    cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--json", type=Path)
-    cli.add_argument("--serve-mid", metavar="URL", help=argparse.SUPPRESS)
-    add_verifier_options(cli)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--real": option(False, "the reference pair; default: emulated"),
+            "--widen": option(1450.0, "with --real: MB of the widened FP32 target"),
+            "--mid": option(type=Path, help="with --real: another bundle as the mid-size verifier"),
+            "--step": option(120.0, "emulated: ms of a step of the target"),
+            "--mid-step": option(20.0, "of the mid-size verifier"),
+            "--draft-step": option(4.0, "of the draft"),
+            "--extra": option(0.3, "of a further token of a step"),
+            "--mid-noise": option(0.25, "of the mid-size verifier, over the draft's"),
+            "--rtt-device": option([0.0, 5.0]),
+            "--rtt-upstream": option([25.0, 50.0]),
+            "--prompts": option(3),
+            "--max-tokens": option(100),
+            "--temperature": option(0.8),
+            "--serve-mid": option(metavar="URL", help=argparse.SUPPRESS),
+            **VERIFIER_OPTIONS,
+            **TO_JSON,
+        },
+    ).parse_args()
     if options.serve_mid:
         return serve_mid(options)
     found = measure(options)

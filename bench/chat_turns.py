@@ -22,9 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from bench.changed_bundle import TURNS, change_bundle
-from bench.report import write_json
+from bench.report import TO_JSON, figures_table, option, parser, write_json
 from rich.console import Console
-from rich.table import Table
 
 from outrider.edge.chat.conversation import Conversation, Turn, read_facts
 from outrider.edge.drafting.drafter import ModelDrafter
@@ -75,14 +74,17 @@ def measure(lab: Lab, options: argparse.Namespace) -> dict[bool, list[list[Turn]
 
 def main() -> int:
     """Measures, prints a table, and returns the exit code."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--rtt-ms", type=float, default=25.0)
-    cli.add_argument("--turns", type=int, default=10)
-    cli.add_argument("--max-tokens", type=int, default=40, help="of an answer")
-    cli.add_argument("--rounds", type=int, default=3)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--widen": option(1450.0, "MB of the widened FP32 target; 0: as it is"),
+            "--rtt-ms": option(25.0),
+            "--turns": option(10),
+            "--max-tokens": option(40, "of an answer"),
+            "--rounds": option(3),
+            **TO_JSON,
+        },
+    ).parse_args()
     pair = export_reference_pair(widen_mb=options.widen or None)
     with ExitStack() as stack:
         root = Path(stack.enter_context(TemporaryDirectory()))
@@ -97,9 +99,8 @@ def main() -> int:
         for name, is_reused in (("reused", True), ("sent again", False))
     }
     last = found[True][-1]
-    table = Table(title=f"time to first token, ms; target {options.widen:g} MB, round trip {options.rtt_ms:g} ms")
-    for column in ("turn", "prompt tokens", "sent", "reused", "sent again"):
-        table.add_column(column, justify="right")
+    title = f"time to first token, ms; target {options.widen:g} MB, round trip {options.rtt_ms:g} ms"
+    table = figures_table(title, "turn", "prompt tokens", "sent", "reused", "sent again")
     for turn in sorted({min(turn, options.turns) for turn in SHOWN} | {options.turns}):
         row = last[turn - 1]
         columns = (turn, row.num_prompt, row.num_sent, *(f"{times[name][turn - 1]:.0f}" for name in times))

@@ -29,6 +29,7 @@ from statistics import median
 from typing import Annotated, Any, Final
 
 import typer
+from bench.peer_engines import link_for_genai
 from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
@@ -85,17 +86,16 @@ def loop(
     num_tokens: int,
     temperature: float,
     num_rolled: int = ROLLED,
-    width: int = 1,
 ) -> float:
     """The agent's work on a path: guesses, some of which are rejected once per round."""
     runtime.truncate(0)
     drafter = ModelDrafter(runtime)
     drafter.begin(prompt, SamplingParams(temperature=temperature))
-    drafter.guess([[]], width)
+    drafter.guess([[]], 1)
     branch: list[int] = []
     began = time.perf_counter()
     for index in range(num_tokens):
-        (guesses,) = drafter.guess([branch], width)
+        (guesses,) = drafter.guess([branch], 1)
         branch.append(guesses[0].token)
         if index % ROUND == ROUND - 1:
             # The target accepts all but the last ones and corrects the first of these.
@@ -138,18 +138,8 @@ def openvino_genai_round(directory: Path, copy: Path) -> Round:
     import numpy as np
     import openvino as ov
     import openvino_genai
-    import openvino_tokenizers
-    from transformers import AutoTokenizer
 
-    for path in directory.iterdir():
-        (copy / path.name).symlink_to(path)
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    for model, name in zip(
-        openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True),
-        ("openvino_tokenizer", "openvino_detokenizer"),
-        strict=True,
-    ):
-        ov.save_model(model, copy / f"{name}.xml")
+    link_for_genai(directory, copy)
     # Its defaults except threads and arithmetic: the default, bf16, is slower with INT8 weights.
     properties = {"INFERENCE_NUM_THREADS": THREADS, "INFERENCE_PRECISION_HINT": "f32"}
     pipeline = openvino_genai.LLMPipeline(str(copy), "CPU", **properties)

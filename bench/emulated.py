@@ -15,11 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
+from bench.processes import announce
 from bench.rank_files import read_ranks
+from bench.report import figures_table, option, parser
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +37,7 @@ from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
 from outrider.export.report.simulation.ranks import EDGES, Picked, Ranks, bucket
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams, candidates, pick
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
@@ -233,9 +236,7 @@ def emulated_ranks(temperature: float, num_texts: int = 12, num_tokens: int = 20
 
 def fit_table(measured: Ranks, emulated: Ranks, title: str) -> Table:
     """Shares of picks by rank, shares of gaps and acceptance by gap, the pair's and the emulated pair's."""
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("", "measured", "emulated"):
-        table.add_column(name, justify="right")
+    table = figures_table(title, "", "measured", "emulated")
     for width in (1, 2, 4, 8):
         table.add_row(f"pick among the best {width}", *(f"{ranks.hits(width):.3f}" for ranks in (measured, emulated)))
     for place, (low, high) in enumerate(zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True)):
@@ -265,24 +266,24 @@ def _serve(options: argparse.Namespace) -> None:
     engine.start()
     app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
     relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
-    with open_socket("127.0.0.1", 0) as sock:
-        url = url_of(sock, is_tls=False)
-        server = VerifierServer(app, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
-        server.run(sockets=[sock])
+    announce(partial(VerifierServer, app))
 
 
 def main() -> None:
     """Prints the fit; with times, the cloud's process."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--step-ms", type=float, help="serves: time of a step")
-    cli.add_argument("--extra-ms", type=float, default=0.0, help="of each token of a step after the first")
-    cli.add_argument("--temperature", type=float, default=0.8, help="of the texts to come")
-    cli.add_argument("--form", choices=tuple(TreeForm), default=TreeForm.LINE, help="what a step verifies of a tree")
-    cli.add_argument("--lookup", action="store_true", help="guess by prompt lookup, too")
-    cli.add_argument("--policy", choices=tuple(Policy), default=Policy.AUTO)
-    cli.add_argument("--max-running", type=int, default=EngineConfig().max_running, help="sequences in one step")
-    cli.add_argument("--data", type=Path, default=Path(__file__).parent / "data", help="what bench.ranks measured")
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--step-ms": option(type=float, help="serves: time of a step"),
+            "--extra-ms": option(0.0, "of each token of a step after the first"),
+            "--temperature": option(0.8, "of the texts to come"),
+            "--form": option(TreeForm.LINE, "what a step verifies of a tree", choices=tuple(TreeForm)),
+            "--lookup": option(False, "guess by prompt lookup, too"),
+            "--policy": option(Policy.AUTO, choices=tuple(Policy)),
+            "--max-running": option(EngineConfig().max_running, "sequences in one step"),
+            "--data": option(Path(__file__).parent / "data", "what bench.ranks measured", type=Path),
+        },
+    ).parse_args()
     if options.step_ms is not None:
         _serve(options)
         return

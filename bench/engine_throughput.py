@@ -3,8 +3,8 @@
     python bench/engine_throughput.py [--widen 1200]
 
 First table: tokens per second of 1, 4 and 16 concurrent target-only sequences, over those of one; the engine beside
-the bare runtime running the same batches. Second: 16 sequences with the reference draft answering every commit at once,
-in each policy: target passes per token, tokens per pass.
+the bare runtime running the same batches. Second: 16 sequences with the reference draft answering every commit at once
+with a path, as `bench.many_sessions` has it, in each policy: target passes per token, tokens per pass.
 """
 
 from __future__ import annotations
@@ -15,28 +15,22 @@ from statistics import median
 from typing import Annotated
 
 import typer
+from bench.load import CONTEXT, make_orders
+from bench.many_sessions import run
 from rich.console import Console
 from rich.table import Table
 from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import CommitEvent, Event
+from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
-from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import load_prompts
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
 
-CONTEXT = 96
 console = Console()
-
-
-def prompts_of(bundle: Bundle, count: int) -> list[tuple[int, ...]]:
-    """Held-out prompts, cut to CONTEXT tokens."""
-    tokenizer = Tokenizer.from_dir(bundle.path)
-    return [tuple(tokenizer.encode(prompt.text)[:CONTEXT]) for prompt in load_prompts(count)]
 
 
 def bare_step_ms(runtime: BatchRuntime, num_sequences: int, repeats: int) -> float:
@@ -74,59 +68,6 @@ def decode_rate(runtime: BatchRuntime, prompts: list[tuple[int, ...]], count: in
     return (sum(committed) - before) / (time.perf_counter() - started)
 
 
-class Device:
-    """One sequence's draft, in process: answers each commit at once with `depth` guesses."""
-
-    def __init__(self, runtime: SequenceRuntime, prompt: tuple[int, ...], params: SamplingParams, depth: int) -> None:
-        self.runtime, self.params, self.depth = runtime, params, depth
-        self.text = list(prompt)
-
-    def guesses(self) -> list[int]:
-        """The draft's continuation of the text so far; its cache is rebuilt, since many sequences share it."""
-        self.runtime.truncate(0)
-        row, guessed = self.runtime.extend(self.text), list[int]()
-        while True:
-            guessed.append(pick(row, self.params, len(self.text) + len(guessed)))
-            if len(guessed) == self.depth:
-                return guessed
-            row = self.runtime.extend(guessed[-1:])
-
-
-def drafted_passes(
-    runtime: BatchRuntime,
-    draft: SequenceRuntime,
-    prompts: list[tuple[int, ...]],
-    count: int,
-    policy: Policy,
-    temperature: float,
-) -> tuple[float, float]:
-    """Target passes per token, and tokens per pass, with drafts that are always in time."""
-    engine = Engine(runtime, EngineConfig(share_prefixes=False, policy=policy))
-    engine.calibrate(max_tokens=32)
-    devices: dict[int, Device] = {}
-    fresh: dict[int, int] = {}
-    for seed, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=temperature, seed=seed)
-        state: dict[str, int] = {}
-
-        def sink(event: Event, state: dict[str, int] = state) -> None:
-            if isinstance(event, CommitEvent):
-                devices[state["id"]].text += event.tokens
-                fresh[state["id"]] = event.base + len(event.tokens)
-            else:
-                fresh.pop(state["id"], None)
-
-        state["id"] = engine.submit(flat_request(prompt, params, count, patience_ms=0.0), sink)
-        devices[state["id"]] = Device(draft, prompt, params, depth=8)
-    while engine.has_work:
-        engine.step()
-        for sequence_id, base in list(fresh.items()):
-            engine.draft(sequence_id, base, [devices[sequence_id].guesses()])
-        fresh.clear()
-    stats = engine.stats()
-    return stats.totals.passes / stats.totals.committed, stats.totals.committed / stats.totals.passes
-
-
 def main(
     widen: Annotated[int, typer.Option(help="MB of the widened FP32 target; 0: as trained")] = 1200,
     tokens: Annotated[int, typer.Option(help="tokens per sequence")] = 40,
@@ -140,9 +81,9 @@ def main(
         os.sched_setaffinity(0, {core})
     target, draft = Bundle.open(pair.target), Bundle.open(pair.draft)
     runtime = open_batch_runtime("openvino", target.model_file, RuntimeOptions(num_threads=1))
-    drafter = open_sequence_runtime("openvino", draft.model_file, RuntimeOptions(num_threads=1))
-    prompts = prompts_of(target, 16)
-
+    drafter = ModelDrafter(open_sequence_runtime("openvino", draft.model_file, RuntimeOptions(num_threads=1)))
+    orders = make_orders(16, tokens, temperature)
+    prompts = [order.prompt for order in orders]
     sizes = (1, 4, 16)
     rates: dict[int, list[float]] = {n: [] for n in sizes}
     bare: dict[int, list[float]] = {n: [] for n in sizes}
@@ -172,9 +113,9 @@ def main(
     )
     passes = {}
     for policy in (Policy.STREAM, Policy.VERIFY):
-        per_token, per_pass = drafted_passes(runtime, drafter, prompts, tokens, policy, temperature)
-        passes[policy] = per_token
-        table.add_row(policy.value, f"{per_token:.3f}", f"{per_pass:.2f}")
+        figures, _ = run(runtime, drafter, orders, 8, 1, policy)
+        passes[policy] = figures.passes
+        table.add_row(policy.value, f"{figures.passes:.3f}", f"{1.0 / figures.passes:.2f}")
     console.print(table)
     if ratios[1] < 6.0 or passes[Policy.VERIFY] >= 0.45:
         raise typer.Exit(1)

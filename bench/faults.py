@@ -17,7 +17,6 @@ whole text while the network was silent.)
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import signal
@@ -28,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -35,7 +35,7 @@ from typing import Any, Final
 import psutil
 from bench.attacks.identity import other_model
 from bench.processes import Program, Text, device_counts, endpoint_arguments, read_text, started, verifier
-from bench.report import write_json
+from bench.report import TO_JSON, option, parser, write_json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -113,11 +113,14 @@ class Struck:
 
 
 @contextmanager
-def running(scene: Scene, num_clouds: int = 1) -> Iterator[tuple[list[Program], Program]]:
-    """Verifiers, and an agent that knows them."""
+def running(
+    scene: Scene, num_clouds: int = 1, fault: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[list[Program], Program]]:
+    """Verifiers, and an agent that knows them. environment: of all."""
     with ExitStack() as stack:
-        clouds = [stack.enter_context(started(scene.cloud())) for _ in range(num_clouds)]
-        yield clouds, stack.enter_context(started(scene.agent([cloud.url for cloud in clouds])))
+        clouds = [stack.enter_context(started(scene.cloud(environment=environment))) for _ in range(num_clouds)]
+        agent = scene.agent([cloud.url for cloud in clouds], fault, environment)
+        yield clouds, stack.enter_context(started(agent))
 
 
 def strike(scene: Scene, agent: Program, *faults: Callable[[], None]) -> Struck:
@@ -171,9 +174,7 @@ def _drafting(counts: Mapping[str, float]) -> str:
 
 def runtime_raises(scene: Scene, fault: str = "call") -> Iterator[Row]:
     """The draft's runtime raises, once or for good; then the next text."""
-    with ExitStack() as stack:
-        cloud = stack.enter_context(started(scene.cloud()))
-        agent = stack.enter_context(started(scene.agent([cloud.url], fault)))
+    with running(scene, fault=fault) as (_, agent):
         struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
         agent.signal(signal.SIGUSR2)
         following = strike(scene, agent)
@@ -188,11 +189,6 @@ def runtime_raises(scene: Scene, fault: str = "call") -> Iterator[Row]:
         row.is_equal = row.is_equal and following.text.text == scene.whole
         row.is_met = row.is_equal and num_struck > 0 and following.counts["accepted"] > 0
         yield row
-
-
-def runtime_gone(scene: Scene) -> Iterator[Row]:
-    """Every call raises, until the text's end."""
-    yield from runtime_raises(scene, "runtime")
 
 
 def agent_killed(scene: Scene) -> Iterator[Row]:
@@ -322,9 +318,7 @@ def link_throttled(scene: Scene) -> Iterator[Row]:
 
 def posts_disordered(scene: Scene) -> Iterator[Row]:
     """Half of the drafts arrive twice, and half up to 200 ms late, behind later ones."""
-    with ExitStack() as stack:
-        cloud = stack.enter_context(started(scene.cloud()))
-        agent = stack.enter_context(started(scene.agent([cloud.url], "posts")))
+    with running(scene, fault="posts") as (_, agent):
         struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
         agent.signal(signal.SIGUSR2)
         read_text(agent.url, {**scene.body, "max_tokens": 4})
@@ -346,9 +340,7 @@ def clock_jumps(scene: Scene) -> Iterator[Row]:
         with clock.open("r+b") as place:
             place.write(struct.pack("<q", seconds))
 
-    with ExitStack() as stack:
-        cloud = stack.enter_context(started(scene.cloud(environment=environment)))
-        agent = stack.enter_context(started(scene.agent([cloud.url], environment=environment)))
+    with running(scene, environment=environment) as ([cloud], agent):
         struck = strike(scene, agent, lambda: jump_to(HOUR_S), lambda: jump_to(-HOUR_S))
         clocks = [read_text(url, {**scene.body, "max_tokens": 4}).created_s for url in (agent.url, cloud.url)]
         offsets = [seconds - time.time() for seconds in clocks]
@@ -374,23 +366,20 @@ def verifier_asleep(scene: Scene) -> Iterator[Row]:
         yield row_of(scene, f"the verifier is asleep for {ASLEEP_S:g} s", struck)
 
 
-FAULTS: Final = {
-    fault.__name__: fault
-    for fault in (
-        runtime_raises,
-        runtime_gone,
-        agent_killed,
-        verifier_restarted,
-        verifier_failed_over,
-        verifier_replaced,
-        network_refuses,
-        network_silent,
-        link_throttled,
-        posts_disordered,
-        clock_jumps,
-        agent_asleep,
-        verifier_asleep,
-    )
+FAULTS: Final[dict[str, Callable[[Scene], Iterator[Row]]]] = {
+    "runtime_raises": runtime_raises,
+    "runtime_gone": partial(runtime_raises, fault="runtime"),
+    "agent_killed": agent_killed,
+    "verifier_restarted": verifier_restarted,
+    "verifier_failed_over": verifier_failed_over,
+    "verifier_replaced": verifier_replaced,
+    "network_refuses": network_refuses,
+    "network_silent": network_silent,
+    "link_throttled": link_throttled,
+    "posts_disordered": posts_disordered,
+    "clock_jumps": clock_jumps,
+    "agent_asleep": agent_asleep,
+    "verifier_asleep": verifier_asleep,
 }
 
 
@@ -437,12 +426,15 @@ def as_table(rows: Sequence[Row]) -> Table:
 
 def main() -> int:
     """Strikes, prints a table, and returns the exit code."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--only", action="append", choices=tuple(FAULTS), help="a fault; repeat for several")
-    cli.add_argument("--widen", type=float, default=100.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--max-tokens", type=int, default=600)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--only": {"action": "append", "choices": tuple(FAULTS), "help": "a fault; repeat for several"},
+            "--widen": option(100.0, "MB of the widened FP32 target; 0: as it is"),
+            "--max-tokens": option(600),
+            **TO_JSON,
+        },
+    ).parse_args()
     if sys.platform != "linux" or shutil.which("cc") is None:
         raise SystemExit("needs Linux and a C compiler `cc`")
     pair = export_reference_pair(widen_mb=options.widen or None)

@@ -1,14 +1,11 @@
 """Sends generated requests to a server, from its own OpenAPI document, and judges every answer.
 
-    python -m bench.fuzz_api
-    python -m bench.fuzz_api --vllm-python PYTHON --max-examples 15
+    python -m bench.fuzz_api [--max-examples 40]
 
 schemathesis makes the requests (`pip install "schemathesis>=4.32,<5"`): examples, every boundary of every schema,
 random valid and invalid ones, and chains. They are the same in every run. The server is real, its model is the tests'
-fake. The second pass sends drafts to a session that stays open, and asks for the files of an offered draft. With
-`--vllm-python` (an environment as docs/vllm.md says) the server is a process with vLLM over the reference target, and
-the second pass is left out: no gate holds its sessions open. Exits 1 on an answer 5xx, on an operation of the document
-that got no request, or on a finding that is not in EXPLAINED.
+fake. The second pass sends drafts to a session that stays open, and asks for the files of an offered draft. Exits 1 on
+an answer 5xx, on an operation of the document that got no request, or on a finding that is not in EXPLAINED.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from typing import Annotated, Any, Final
 
 import httpx
 import typer
-from bench.processes import Program, source_path, started
 from rich.console import Console
 from tests.drafts import make_draft
 from tests.fake_runtime import FakeBatchRuntime
@@ -38,7 +34,6 @@ from tests.serving import StepGate, fake_tokenizer, read_events, serve_fake
 from outrider.cloud.api.state import ServerSettings
 from outrider.models.http.security import KeyRing
 from outrider.models.wire.protocol import SessionOpen
-from outrider.reference import target_dir
 
 console = Console()
 KEY: Final = "a-key-for-the-fuzzer"
@@ -146,13 +141,9 @@ class Verdict:
             self.statuses[operation, status] += 1
             for check in recorder["checks"].get(case, ()):
                 if check["status"] != "success":
-                    answer = _text(response["content"]) if response else "no answer"
-                    self.findings.append(Finding(operation, check["name"], status, answer))
-
-
-def _text(content: Any) -> str:
-    raw = content.get("$base64", "") if isinstance(content, dict) else ""
-    return base64.b64decode(raw).decode("utf-8", "replace")
+                    content = (response["content"] if response else None) or {}
+                    answer = base64.b64decode(content.get("$base64", "")).decode("utf-8", "replace")
+                    self.findings.append(Finding(operation, check["name"], status, answer or "no answer"))
 
 
 def fuzz(url: str, *options: str, config: str = "") -> Verdict:
@@ -189,26 +180,6 @@ def open_server(gate: StepGate | None = None) -> Iterator[str]:
                 server.wait_until(lambda: server.core.engine.stats().running == server.core.slots.num_taken == 0)
 
 
-@contextmanager
-def open_vllm(python: str) -> Iterator[str]:
-    """A process with vLLM over the reference target; its URL."""
-    arguments = ["-m", "outrider.cloud.server", "serve", str(target_dir()), "--engine", "vllm", "--drain-s", "0"]
-    arguments += ["--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true"]
-    arguments += ["--vllm-option", f"max_model_len={MAX_POSITIONS}"]
-    with tempfile.TemporaryDirectory() as place:
-        environment = {"OUTRIDER_API_KEYS": KEY, "PYTHONPATH": source_path()}
-        program = Program(arguments, Path(place, "verifier.log"), environment=environment, python=python)
-        with started(program) as server:
-            yield server.url
-            if "Traceback" in server.said():
-                console.print(server.said())
-
-
-def fuzz_all(url: str, max_examples: int) -> Verdict:
-    """Every operation."""
-    return fuzz(url, "--max-examples", str(max_examples))
-
-
 def fuzz_named(max_examples: int) -> Verdict:
     """What needs a name that exists: drafts to an open session (the engine waits, so it does not end), the files of an
     offered draft, the model.
@@ -232,24 +203,16 @@ def fuzz_named(max_examples: int) -> Verdict:
         return verdict
 
 
-def operations_of(url: str) -> set[str]:
-    """The operations of a server's document, as `Verdict` names them."""
-    paths = httpx.get(f"{url}/openapi.json", timeout=60.0, trust_env=False).raise_for_status().json()["paths"]
-    return {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
-
-
 def main(
     max_examples: Annotated[int, typer.Option(min=1, help="Random requests per operation and phase.")] = 40,
-    vllm_python: Annotated[str | None, typer.Option(help="fuzz vLLM as the engine, run by this interpreter")] = None,
 ) -> None:
     """Prints the answers by operation and status, and every finding."""
     if importlib.util.find_spec("schemathesis") is None:
         raise SystemExit('schemathesis is not installed; pip install "schemathesis>=4.32,<5"')
-    with open_vllm(vllm_python) if vllm_python else open_server() as url:
-        operations = operations_of(url)
-        verdicts = [fuzz_all(url, max_examples)]
-    if not vllm_python:
-        verdicts.append(fuzz_named(max_examples))
+    with open_server() as url:
+        paths = httpx.get(f"{url}/openapi.json", timeout=60.0, trust_env=False).raise_for_status().json()["paths"]
+        verdicts = [fuzz(url, "--max-examples", str(max_examples)), fuzz_named(max_examples)]
+    operations = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     statuses = sum((verdict.statuses for verdict in verdicts), Counter())
     for operation in sorted({operation for operation, _ in statuses}):
         counts = {status: num for (each, status), num in statuses.items() if each == operation}
@@ -278,7 +241,7 @@ def main(
         f"{len(faults)} findings, {sum(explained.values())} more explained, {num_taken} drafts taken, "
         f"{num_files} files sent"
     )
-    has_all = bool(vllm_python) or (num_taken and num_files and statuses.total() >= MIN_REQUESTS)
+    has_all = num_taken and num_files and statuses.total() >= MIN_REQUESTS
     if faults or errors or num_broken or missing or not has_all:
         raise SystemExit(1)
 

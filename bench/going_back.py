@@ -13,15 +13,13 @@ Both must give the same next token. A plain step is the least that either can ta
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 from statistics import median
 from typing import Final
 
-from bench.report import write_json
+from bench.report import TO_JSON, option, parser, write_json
 from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig
@@ -87,12 +85,9 @@ class Text:
 
 def main() -> None:
     """Measures."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--rounds", type=int, default=60)
-    cli.add_argument("--context", type=int, default=200)
-    cli.add_argument("--back", type=int, default=6)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__, {"--rounds": option(60), "--context": option(200), "--back": option(6), **TO_JSON}
+    ).parse_args()
     bundle = Bundle.open(export_reference_pair().target)
     loading = RuntimeOptions(device="CPU", num_threads=1, kv_cache_bytes=256 << 20)
     took: dict[str, list[float]] = {"step": [], "resume": [], "rewind": []}

@@ -23,18 +23,15 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
-from bench.report import write_json
+from bench.report import TO_JSON, figures_table, option, parser, write_json
 from bench.schemas import load_schemas, prompt_of
 from bench.server_clock import ServerClock
-from bench.verifier import Verifier, add_verifier_options, verifier_of
+from bench.verifier import VERIFIER_OPTIONS, Verifier, verifier_of
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from outrider.cloud.engine.config import TreeForm
 from outrider.edge.lab.laboratory import Lab, open_lab
@@ -185,11 +182,8 @@ def count(
 
 def show(console: Console, counts: dict[str, dict[str, Count]]) -> bool:
     """Prints the table and the differences; True when the invariant holds."""
-    table = Table(title="Tokens against target-only generation", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("sampling")
-    table.add_column("mode")
-    for name in ("texts", "tokens", "accepted", "resumed", "posts lost", "differ"):
-        table.add_column(name, justify="right")
+    names = ("sampling", "mode", "texts", "tokens", "accepted", "resumed", "posts lost", "differ")
+    table = figures_table("Tokens against target-only generation", *names, left=names[:2])
     for sampling, by_mode in counts.items():
         for mode, c in by_mode.items():
             rate = f"{c.num_accepted / c.num_tested:.2f}" if c.num_tested else "-"
@@ -232,25 +226,21 @@ def exercised(
     }
 
 
-def as_json(counts: dict[str, dict[str, Count]]) -> dict[str, Any]:
-    """The counts as plain data."""
-    return {sampling: {mode: asdict(c) for mode, c in by_mode.items()} for sampling, by_mode in counts.items()}
-
-
 def main() -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--prompts", type=int, default=200)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    cli.add_argument("--workers", type=int, default=8, help="texts at once")
-    cli.add_argument("--widen", type=float, default=0.0, help="MB of the widened target; 0: as it is, which is faster")
-    cli.add_argument("--kv-cache-mb", type=int, default=4, help="of the cloud; small, so that sequences are preempted")
-    cli.add_argument(
-        "--tree", choices=[form.value for form in TreeForm], default=TreeForm.AUTO.value, help="what the cloud verifies"
-    )
-    add_verifier_options(cli)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--prompts": option(200),
+            "--max-tokens": option(64),
+            "--workers": option(8, "texts at once"),
+            "--widen": option(0.0, "MB of the widened target; 0: as it is, which is faster"),
+            "--kv-cache-mb": option(4, "of the cloud; small, so that sequences are preempted"),
+            "--tree": option(TreeForm.AUTO, "what the cloud verifies", choices=tuple(TreeForm)),
+            **VERIFIER_OPTIONS,
+            **TO_JSON,
+        },
+    ).parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     verifier = verifier_of(options)
     pair = verifier.pair(options.widen or None)
@@ -282,9 +272,8 @@ def main() -> int:
         is_held = False
     took_s = time.monotonic() - started
     console.print(f"{took_s:.0f} s", style="dim", highlight=False)
-    write_json(
-        options.json, {"is_held": is_held, "took_s": round(took_s, 1), "engine": engine, "counts": as_json(counts)}
-    )
+    told = {sampling: {mode: asdict(c) for mode, c in by_mode.items()} for sampling, by_mode in counts.items()}
+    write_json(options.json, {"is_held": is_held, "took_s": round(took_s, 1), "engine": engine, "counts": told})
     return 0 if is_held else 1
 
 

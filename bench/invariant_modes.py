@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -36,16 +37,8 @@ DEPTH: Final = 5
 MakeAgent = Callable[[Endpoints, Drafter, int], Agent]
 
 
-def _stream(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
-    """A tree: four guesses per token."""
-    return _streaming(endpoints, drafter, 4)
-
-
-def _path(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
-    return _streaming(endpoints, drafter, 1)
-
-
-def _streaming(endpoints: Endpoints, drafter: Drafter, width: int) -> Agent:
+def _stream(endpoints: Endpoints, drafter: Drafter, vocab_size: int, width: int = 4) -> Agent:
+    """A tree: four guesses per token; or a path: one."""
     estimates, options = Estimates(), AgentOptions(tree=TreeLimits(width=width))
     return StreamAgent(endpoints, drafter, CostModelDepth(estimates), estimates, options)
 
@@ -95,7 +88,7 @@ REPEATED: Final = "repeated"
 """Each request twice; the second is drafted from the text of the first, too, where the server keeps texts."""
 MODES: Final[dict[str, MakeAgent]] = {
     "stream": _stream,
-    PATH: _path,
+    PATH: partial(_stream, width=1),
     MIXED: _mixed,
     "stop-and-wait": _stop_and_wait,
     WRONG_TREE: _always_wrong,
@@ -120,13 +113,13 @@ async def generate_all(
     waiting = iter(enumerate(requests))
 
     async def work(drafter: Drafter) -> None:
-        with _line(url, is_cut=mode == CUT) as line:
-            async with VerifierClient(line.url, ClientOptions(no_store=mode != REPEATED)) as client:
+        with _line(url, is_cut=mode == CUT) as (place, cut_next):
+            async with VerifierClient(place, ClientOptions(no_store=mode != REPEATED)) as client:
                 agent = MODES[mode](Endpoints([client]), drafter, vocab_size)
                 for index, request in waiting:
                     if mode == REPEATED:
                         await agent.generate(request)
-                    line.cut_next(index)
+                    cut_next(index)
                     results[index] = await agent.generate(request)
                     on_result()
 
@@ -136,30 +129,23 @@ async def generate_all(
     return [results[index] for index in range(len(requests))]
 
 
-class _Line:
-    """A worker's connection to the verifier; with a proxy, it is cut in the middle of every text of 40 tokens or more.
-
-    By the events that come, not by the tokens that the agent has seen: on a busy machine it sees them all at once.
-    """
-
-    def __init__(self, url: str, proxy: FaultyProxy | None) -> None:
-        self._proxy = proxy
-        self.url = proxy.url if proxy is not None else url
-
-    def cut_next(self, index: int) -> None:
-        """Twice, at different places in each text, the second perhaps before the session is resumed."""
-        if self._proxy is not None:
-            chance = random.Random(index)
-            # A session's first event opens it; one of the next 5 is in its middle, as a commit has a few tokens.
-            self._proxy.cut_after(b"data: ", chance.randrange(2, 7), chance.randrange(1, 5))
-
-
 @contextmanager
-def _line(url: str, *, is_cut: bool) -> Iterator[_Line]:
+def _line(url: str, *, is_cut: bool) -> Iterator[tuple[str, Callable[[int], None]]]:
+    """A worker's way to the verifier: its URL, and what to call before text `index`. Cut, it has a proxy, which breaks
+    in the middle of every text of 40 tokens or more: by the events that come, not by the tokens that the agent has
+    seen, as on a busy machine it sees them all at once.
+    """
     if not is_cut:
-        yield _Line(url, None)
+        yield url, lambda index: None
         return
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None
     with FaultyProxy(parts.hostname, parts.port) as proxy:
-        yield _Line(url, proxy)
+
+        def cut_next(index: int) -> None:
+            # Twice, at different places in each text, the second perhaps before the session is resumed. A session's
+            # first event opens it; one of the next 5 is in its middle, as a commit has a few tokens.
+            chance = random.Random(index)
+            proxy.cut_after(b"data: ", chance.randrange(2, 7), chance.randrange(1, 5))
+
+        yield proxy.url, cut_next

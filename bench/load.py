@@ -28,14 +28,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from bench.beside import open_draft
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.load_devices import Device, Order, Recorded, Session, run_sessions
-from bench.pairs import add_bundle_options, open_draft, pair_of
-from bench.report import write_json
+from bench.pairs import BUNDLE_OPTIONS, pair_of
+from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -275,9 +275,8 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
 
 def as_table(cells: Cells, title: str) -> Table:
     """Medians of the runs."""
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("sessions", "mode", "tokens/s", "over cloud-only", "passes/token", "p50 ms", "p95 ms", "p99 ms"):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    names = ("sessions", "mode", "tokens/s", "over cloud-only", "passes/token", "p50 ms", "p95 ms", "p99 ms")
+    table = figures_table(title, *names, left=("mode",))
     for count, modes in cells.items():
         for mode, cell in modes.items():
             m = cell.middle
@@ -289,19 +288,25 @@ def as_table(cells: Cells, title: str) -> Table:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--emulate", type=float, nargs=2, metavar=("STEP_MS", "EXTRA_MS"), help="no real target: sleeps")
-    add_bundle_options(cli)
-    cli.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 16, 64])
-    cli.add_argument("--modes", nargs="+", choices=(*MODES, *FIELDS_OF), default=list(MODES))
-    cli.add_argument("--runs", type=int, default=3)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    cli.add_argument("--calls", type=int, default=8, help="nodes that a device expands after each commit")
-    cli.add_argument("--width", type=int, default=4, help="guesses per node; 1: a path")
-    cli.add_argument("--rtt-ms", type=float, default=0.0, help="added to what a device's answer takes")
-    cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--json", type=Path)
+    cli = parser(
+        __doc__,
+        {
+            "--widen": option(1200.0, "MB of the widened FP32 target; 0: as it is"),
+            "--emulate": option(
+                type=float, nargs=2, metavar=("STEP_MS", "EXTRA_MS"), help="no real target: sleeps for these times"
+            ),
+            **BUNDLE_OPTIONS,
+            "--sessions": option([1, 4, 16, 64]),
+            "--modes": option(list(MODES), choices=(*MODES, *FIELDS_OF)),
+            "--runs": option(3),
+            "--max-tokens": option(64),
+            "--calls": option(8, "nodes that a device expands after each commit"),
+            "--width": option(4, "guesses per node; 1: a path"),
+            "--rtt-ms": option(0.0, "added to what a device's answer takes"),
+            "--temperature": option(0.8),
+            **TO_JSON,
+        },
+    )
     options = cli.parse_args(given)
     if CLOUD_ONLY not in options.modes:
         cli.error(f"--modes needs {CLOUD_ONLY}: the others are compared with it")
@@ -319,37 +324,30 @@ def main(given: Sequence[str] | None = None) -> int:
             console.print(f"{mode}: {where} sessions", highlight=False)
     console.print(f"{num_late} guesses were drafted while the clock ran", style="dim", highlight=False)
     is_memory_bound = bool(options.emulate) and options.emulate[1] <= MEMORY_BOUND * options.emulate[0]
-    missed = misses(cells, is_memory_bound)
-    for miss in missed:
-        console.print(miss, style="red", highlight=False)
-    write_json(options.json, as_json(options, cells, found, missed))
-    return 1 if missed else 0
-
-
-def as_json(
-    options: argparse.Namespace, cells: Cells, found: Mapping[str, float | None], missed: Sequence[str]
-) -> dict[str, Any]:
-    """The table as plain data, with every run."""
-    return {
-        "widen_mb": None if options.emulate or options.target else options.widen,
-        "target": str(options.target) if options.target else None,
-        "emulated": options.emulate,
-        "rtt_ms": options.rtt_ms,
-        "temperature": options.temperature,
-        "crossover_sessions": found,
-        "misses": list(missed),
-        "sessions": {
-            count: {
-                mode: {
-                    "speed_up": speed_up(modes, mode),
-                    "runs": [asdict(run) for run in cell.runs],
-                    "num_different": cell.num_different,
+    return verdict(
+        console,
+        misses(cells, is_memory_bound),
+        options.json,
+        {
+            "widen_mb": None if options.emulate or options.target else options.widen,
+            "target": str(options.target) if options.target else None,
+            "emulated": options.emulate,
+            "rtt_ms": options.rtt_ms,
+            "temperature": options.temperature,
+            "crossover_sessions": found,
+            "sessions": {
+                count: {
+                    mode: {
+                        "speed_up": speed_up(modes, mode),
+                        "runs": [asdict(run) for run in cell.runs],
+                        "num_different": cell.num_different,
+                    }
+                    for mode, cell in modes.items()
                 }
-                for mode, cell in modes.items()
-            }
-            for count, modes in cells.items()
+                for count, modes in cells.items()
+            },
         },
-    }
+    )
 
 
 if __name__ == "__main__":

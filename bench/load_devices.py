@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import urlsplit
+
+from bench.bare_http import Wire
 
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Calibration, Guess
@@ -29,8 +28,6 @@ LEAST_REACH: Final = 5e-4
 SEND_FLOOR: Final = 0.01
 MAX_DEPTH: Final = 64
 MAX_SENT: Final = 256
-_DATA: Final = b"data: "
-_LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +53,10 @@ class Order:
 
 
 class Recorded:
-    """The draft's guesses along one text, and off it. One runtime serves all texts."""
+    """The draft's guesses along one text, which may grow, and off it. One runtime serves all texts."""
 
     def __init__(self, drafter: ModelDrafter, order: Order, text: Sequence[int], width: int) -> None:
-        self._drafter, self._order, self._text, self._width = drafter, order, tuple(text), width
+        self._drafter, self._order, self._text, self._width = drafter, order, text, width
         self._found: dict[tuple[int, tuple[int, ...]], list[Guess]] = {}
         self.num_drafted = 0
 
@@ -116,7 +113,6 @@ class Session:
     """What one session received. commits: the arrival of each, by the clock, and its tokens."""
 
     commits: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    posts: int = 0
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -134,11 +130,10 @@ async def run_sessions(
 async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> Session:
     session, number = Session(), ""
     posts: set[asyncio.Task[None]] = set()
-    address = urlsplit(url)
-    async with Connection(address.hostname or "", address.port or 80) as stream:
-        await stream.send("/v1/sessions", json.dumps(order.body).encode(), "application/json")
-        async with Connection(address.hostname or "", address.port or 80) as drafts:
-            async for event in stream.events():
+    async with Connection(url) as stream:
+        await stream.post("/v1/sessions", order.body)
+        async with Connection(url) as drafts:
+            while (event := await stream.event()) is not None:
                 if event.get("type") == "open":
                     number = event["session"]
                 elif event.get("type") == "end":
@@ -152,7 +147,6 @@ async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> 
                     device.on_commit(event["base"], event["tokens"])
                     body = device.answer()
                     if body is not None:
-                        session.posts += 1
                         path = f"/v1/sessions/{number}/drafts"
                         post = asyncio.create_task(drafts.post_draft(rtt_ms / 1e3, path, body))
                         posts.add(post)
@@ -164,27 +158,12 @@ async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> 
     return session
 
 
-class Connection:
-    """HTTP/1.1 with little work per message."""
+class Connection(Wire):
+    """A device's connection for its drafts, or a client's of /v1/verify."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host, self._port = host, port
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
         self._turn = asyncio.Lock()
-
-    async def __aenter__(self) -> Connection:
-        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._writer.close()
-        with suppress(OSError):
-            await self._writer.wait_closed()
-
-    async def send(self, path: str, body: bytes, media_type: str) -> None:
-        """Sends a POST."""
-        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: {media_type}\r\n"
-        self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        await self._writer.drain()
 
     async def post_draft(self, delay_s: float, path: str, body: bytes) -> None:
         """Posts a draft after a delay, one at a time. An answer other than 204 is left alone, as an agent does.
@@ -195,34 +174,19 @@ class Connection:
             await asyncio.sleep(delay_s)
         async with self._turn:
             try:
-                await self.send(path, body, TREE_MEDIA_TYPE)
-                await self._answer()
+                await self.post(path, body, TREE_MEDIA_TYPE)
+                await self.answer()
             except (ConnectionError, asyncio.IncompleteReadError):
-                self._writer.close()
-                self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
-                await self.send(path, body, TREE_MEDIA_TYPE)
-                await self._answer()
+                self.writer.close()
+                await self.open()
+                await self.post(path, body, TREE_MEDIA_TYPE)
+                await self.answer()
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Posts JSON and returns the answer's. Raises CloudError where it is not a 200."""
-        await self.send(path, json.dumps(body).encode(), "application/json")
-        head, answer = await self._answer()
+        await self.post(path, body)
+        head, answer = await self.answer()
         if b" 200 " not in head.partition(b"\r\n")[0]:
             raise CloudError(f"the verifier answered {head.splitlines()[0].decode()}: {answer[:500].decode()}")
         found: dict[str, Any] = json.loads(answer)
         return found
-
-    async def _answer(self) -> tuple[bytes, bytes]:
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        length = _LENGTH.search(head)
-        return head, await self._reader.readexactly(int(length[1])) if length else b""
-
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The stream's events: each is one `data:` line. Raises CloudError where the answer is none."""
-        status = await self._reader.readline()
-        if b" 200 " not in status:
-            rest = await self._reader.read(2000)
-            raise CloudError(f"the verifier answered {status.decode().strip()}: {rest.decode(errors='replace')}")
-        async for line in self._reader:
-            if line.startswith(_DATA):
-                yield json.loads(line.removeprefix(_DATA))

@@ -25,28 +25,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from statistics import median
-from typing import Any, Final
-from urllib.parse import urlsplit
+from typing import Final
 
-import httpx
+from bench.bare_http import Wire
 from bench.emulated import Emulation, emulated_cloud, emulated_draft
-from bench.report import write_json
+from bench.processes import announce, endpoint_arguments
+from bench.report import TO_JSON, figures_table, option, parser, verdict
+from bench.round_trips import in_turn
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from outrider.edge.devices.placement import Placement
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.child_process import child_process
-from outrider.edge.lab.cores import CorePlan, Cores, plan_cores, running_on
+from outrider.edge.lab.cores import CorePlan, plan_cores, running_on
 from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, network, open_lab
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, OpenModel, make_agent
@@ -58,7 +57,7 @@ from outrider.edge.serve.upstream import Upstream
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
 from outrider.models.http.answer_text import TextAssembler, TextStyle
-from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
@@ -158,7 +157,7 @@ def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
     return ask
 
 
-def ask_endpoint(http: httpx.AsyncClient) -> Ask:
+def ask_endpoint(url: str) -> Ask:
     """A streamed completion of the local endpoint."""
 
     async def ask(question: Question) -> Call:
@@ -174,10 +173,9 @@ def ask_endpoint(http: httpx.AsyncClient) -> Ask:
         pieces: list[str] = []
         first_s, num_accepted = 0.0, 0
         began = time.perf_counter()
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                raise SystemExit(f"the endpoint answered {response.status_code}: {(await response.aread()).decode()}")
-            async for event in _events(response):
+        async with Wire(url) as wire:
+            await wire.post("/v1/completions", body)
+            while (event := await wire.event()) is not None:
                 if "error" in event:
                     raise SystemExit(f"the endpoint's stream ended with an error: {event['error']}")
                 piece = "".join(choice["text"] for choice in event["choices"])
@@ -186,25 +184,18 @@ def ask_endpoint(http: httpx.AsyncClient) -> Ask:
                 pieces.append(piece)
                 if (usage := event.get("usage")) is not None:
                     num_accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
-        return Call("".join(pieces), first_s, time.perf_counter() - began, num_accepted)
+            total_s = time.perf_counter() - began
+        return Call("".join(pieces), first_s, total_s, num_accepted)
 
     return ask
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 # -- the pair ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
+def open_subject(options: argparse.Namespace) -> AbstractContextManager[Subject]:
     """The pair that the options name; this thread stays on the device's core."""
-    with _emulated(options) if options.emulate else _real(options) as subject:
-        yield subject
+    return _emulated(options) if options.emulate else _real(options)
 
 
 @contextmanager
@@ -212,8 +203,7 @@ def _real(options: argparse.Namespace) -> Iterator[Subject]:
     pair = export_reference_pair(widen_mb=options.widen or None)
 
     def endpoint(url: str) -> list[str]:
-        serve = ["-m", "outrider.edge.cli", "serve", "--draft", str(pair.draft), "--cloud", url]
-        return [*serve, "--port", "0", "--threads", "1"]
+        return ["-m", "outrider.edge.cli", *endpoint_arguments(pair.draft, [url])]
 
     with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab:
         yield Subject(lab.url, lab.cores, lab.drafter, lab.tokenizer, endpoint)
@@ -248,10 +238,7 @@ def serve_emulated(options: argparse.Namespace) -> None:
     drafts = DraftSequences(model, 8, is_looked_up=True)
     upstream = Upstream([VerifierClient(options.endpoint_for)], fingerprint)
     core = LocalCore(tokenizer, fingerprint, upstream, drafts, LocalSettings(), "an emulated draft")
-    with open_socket("127.0.0.1", 0) as sock:
-        url = url_of(sock, is_tls=False)
-        server = LocalServer(core, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
-        server.run(sockets=[sock])
+    announce(partial(LocalServer, core))
 
 
 def make_questions(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[Question]]:
@@ -279,20 +266,13 @@ async def open_ways(subject: Subject, rtt_ms: float) -> AsyncIterator[Mapping[st
     """The three ways over one link, each with measurements of its own."""
     async with AsyncExitStack() as stack:
         url = stack.enter_context(network(subject.url, rtt_ms, subject.cores.agent))
-        local = stack.enter_context(_endpoint(subject.endpoint(url), subject.cores.agent))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=local, timeout=None, trust_env=False))
+        serving = child_process(subject.endpoint(url), ready_prefix=READY_PREFIX, cores=subject.cores.agent)
+        local = stack.enter_context(serving)
         agents = {}
         for mode, drafter in ((Mode.CLOUD_ONLY, None), (Mode.STREAM, subject.drafter)):
             client = await stack.enter_async_context(VerifierClient(url))
             agents[mode] = ask_agent(make_agent(mode, Endpoints([client]), drafter), subject.tokenizer)
-        yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(http)}
-
-
-@contextmanager
-def _endpoint(arguments: Sequence[str], cores: Cores) -> Iterator[str]:
-    with child_process(arguments, ready_prefix=READY_PREFIX, cores=cores) as url:
-        assert urlsplit(url).hostname == "127.0.0.1"
-        yield url
+        yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(local)}
 
 
 async def measure(
@@ -317,11 +297,8 @@ async def measure(
 
 async def _run(place: Place, ways: Mapping[str, Ask], questions: Sequence[Question], index: int) -> None:
     calls: dict[str, list[Call]] = {name: [] for name in ways}
-    names = list(ways)
-    for shift, question in enumerate(questions, start=index):
-        for i in range(len(names)):  # in another order each time, so that no way always follows the same one
-            name = names[(i + shift) % len(names)]
-            calls[name].append(await ways[name](question))
+    for name, question in in_turn(list(ways), questions, index):
+        calls[name].append(await ways[name](question))
     num_tokens = sum(question.max_tokens for question in questions)
     for name, found in calls.items():
         way = place.ways[name]
@@ -349,11 +326,9 @@ def misses(place: Place) -> list[str]:
 
 def show(console: Console, places: Sequence[Place]) -> None:
     """Prints the table."""
-    title = "tokens/s, prompt included; medians of the runs (lowest run)"
-    table = Table(title=title, title_justify="left", box=None)
-    names = ("RTT ms", "cloud-only tok/s", "direct", "served", "served/direct")
-    for name in (*names, "first token ms: cloud-only", "direct", "served", "accepted: direct", "served", "texts"):
-        table.add_column(name, justify="right")
+    ratios = ("direct", "served", "served/direct", "first token ms: cloud-only", "direct", "served")
+    names = ("RTT ms", "cloud-only tok/s", *ratios, "accepted: direct", "served", "texts")
+    table = figures_table("tokens/s, prompt included; medians of the runs (lowest run)", *names)
     for place in places:
         ways = place.ways
         table.add_row(
@@ -372,36 +347,25 @@ def _with_lowest(ratios: Sequence[float]) -> str:
     return f"{median(ratios):.3f} ({min(ratios):.3f})"
 
 
-def as_json(place: Place) -> dict[str, Any]:
-    """One round trip as plain data."""
-    return {
-        "rtt_ms": place.rtt_ms,
-        "served_over_direct": median(place.over(SERVED, DIRECT)),
-        "served_over_cloud_only": median(place.over(SERVED, CLOUD_ONLY)),
-        "direct_over_cloud_only": median(place.over(DIRECT, CLOUD_ONLY)),
-        "num_different": place.num_different,
-        "ways": {
-            name: {"tokens_per_s": way.rates, "first_token_ms": way.first_ms, "accepted_per_token": way.accepted}
-            for name, way in place.ways.items()
-        },
-    }
-
-
 def main() -> int:
     """Measures, prints a table, and returns the exit code."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
-    names = ("TARGET_MS", "DRAFT_MS")
-    cli.add_argument("--emulate", type=float, nargs=2, metavar=names, help="no real pair: sleeps for these times")
-    cli.add_argument("--target-extra", type=float, default=1.0, metavar="MS", help="of an emulated step, per draft")
-    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 10.0, 25.0, 50.0, 100.0, 200.0])
-    cli.add_argument("--runs", type=int, default=5)
-    cli.add_argument("--prompts", type=int, default=2, help="texts of a run")
-    cli.add_argument("--max-tokens", type=int, default=80)
-    cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--json", type=Path)
-    cli.add_argument("--endpoint-for", metavar="URL", help=argparse.SUPPRESS)  # the emulated endpoint's process
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--widen": option(1450.0, "MB of the widened FP32 target; 0: as it is"),
+            "--emulate": option(
+                type=float, nargs=2, metavar=("TARGET_MS", "DRAFT_MS"), help="no real pair: sleeps for these times"
+            ),
+            "--target-extra": option(1.0, "of an emulated step, per draft", metavar="MS"),
+            "--rtt-ms": option([0.0, 10.0, 25.0, 50.0, 100.0, 200.0]),
+            "--runs": option(5),
+            "--prompts": option(2, "texts of a run"),
+            "--max-tokens": option(80),
+            "--temperature": option(0.8),
+            "--endpoint-for": option(metavar="URL", help=argparse.SUPPRESS),  # the emulated endpoint's process
+            **TO_JSON,
+        },
+    ).parse_args()
     if options.endpoint_for:
         serve_emulated(options)
         return 0
@@ -413,11 +377,18 @@ def main() -> int:
         places = asyncio.run(measure(subject, options.rtt_ms, questions, lambda: progress.advance(task)))
     show(console, places)
     missed = [miss for place in places for miss in misses(place)]
-    for miss in missed:
-        console.print(miss, style="red", highlight=False)
     facts = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
-    write_json(options.json, {**facts, "misses": missed, "round_trips": [as_json(place) for place in places]})
-    return 1 if missed else 0
+    found = [
+        {
+            "rtt_ms": place.rtt_ms,
+            "served_over_direct": median(place.over(SERVED, DIRECT)),
+            "served_over_cloud_only": median(place.over(SERVED, CLOUD_ONLY)),
+            "direct_over_cloud_only": median(place.over(DIRECT, CLOUD_ONLY)),
+            "ways": {name: asdict(way) for name, way in place.ways.items()},
+        }
+        for place in places
+    ]
+    return verdict(console, missed, options.json, {**facts, "round_trips": found})
 
 
 if __name__ == "__main__":

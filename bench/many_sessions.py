@@ -11,16 +11,19 @@ Exits 1 where a text differs between the two.
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Final
+from typing import Final
 
-import typer
 from bench.emulated import EmulatedDraft, EmulatedTarget, Emulation
-from bench.report import write_json
+from bench.load import make_orders
+from bench.load_devices import Device, Order, Recorded
+from bench.report import TO_JSON, option, parser, verdict
 from rich.console import Console
 from rich.table import Table
 from tests.requests import flat_request
@@ -28,68 +31,14 @@ from tests.requests import flat_request
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import CommitEvent, Event
-from outrider.edge.drafting.belief import Belief
-from outrider.edge.drafting.calibration import Calibration
 from outrider.edge.drafting.drafter import ModelDrafter
-from outrider.edge.modes.stream import tree_message
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
-from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.tree_draft import TreeDraft, decode_tree
-from outrider.reference import load_prompts, target_dir
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
+from outrider.models.wire.tree_draft import decode_tree
 
-CONTEXT: Final = 96
-LEAST_REACH: Final = 5e-4
-SEND_FLOOR: Final = 0.01
-MAX_DEPTH: Final = 64
-MAX_SENT: Final = 256
 WIDTHS: Final = {"path": 1, "tree": 4}
-
-
-class Device:
-    """One session's draft, always in time. The runtime is shared, so it reads the text again for every answer."""
-
-    def __init__(
-        self, runtime: SequenceRuntime, num_ids: int, prompt: tuple[int, ...], params: SamplingParams, width: int
-    ) -> None:
-        self._runtime, self._num_ids, self._prompt, self._params, self._width = runtime, num_ids, prompt, params, width
-        self._calibration = Calibration()
-        self._belief = Belief(self._calibration.chance, LEAST_REACH if width > 1 else 0.0)
-        self.num_sent = self.bytes_sent = 0
-
-    @property
-    def text(self) -> list[int]:
-        """Committed tokens."""
-        return list(self._belief.known)
-
-    def on_commit(self, base: int, tokens: tuple[int, ...]) -> None:
-        """Takes a commit."""
-        for guesses, token in self._belief.on_commit(base, tokens).tested:
-            self._calibration.observe(guesses, token)
-        self._belief.tree.replant()
-
-    def answer(self, num_calls: int) -> TreeDraft | None:
-        """The new nodes after `num_calls` more expansions, as they come off the wire; None without any."""
-        tree = self._belief.tree
-        self._runtime.truncate(0)
-        drafter = ModelDrafter(self._runtime, self._num_ids)
-        drafter.begin([*self._prompt, *self._belief.known], self._params)
-        for _ in range(num_calls):
-            nodes = tree.take_best(1, 0.0, MAX_DEPTH)
-            if not nodes:
-                break
-            (guesses,) = drafter.guess([nodes[0].path()], self._width)
-            tree.expand(nodes[0], guesses)
-        unsent = tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
-        if not unsent:
-            return None
-        body = tree_message(len(self._belief.known), unsent).body
-        self.num_sent += len(unsent)
-        self.bytes_sent += len(body)
-        return decode_tree(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,96 +52,109 @@ class Run:
     bytes_up: float
 
 
+class Session:
+    """One session, and its device, which is always in time."""
+
+    def __init__(self, engine: Engine, drafter: ModelDrafter, order: Order, num_calls: int, width: int) -> None:
+        self.text: list[int] = []
+        self.num_sent = self.bytes_sent = 0
+        self._engine, self._is_answered = engine, True
+        self._device = Device(Recorded(drafter, order, self.text, width), num_calls, width)
+        request = flat_request(order.prompt, order.params, order.max_tokens, patience_ms=0.0)
+        self._id = engine.submit(request, self._take)
+
+    def _take(self, event: Event) -> None:
+        self._is_answered = not isinstance(event, CommitEvent)
+        if isinstance(event, CommitEvent):
+            self._device.on_commit(event.base, event.tokens)
+            self.text += event.tokens
+
+    def answer(self) -> None:
+        """Drafts after the last commit, where it had no answer yet; the draft goes as it comes off the wire."""
+        if not self._is_answered and (body := self._device.answer()) is not None:
+            message = decode_tree(body)
+            self.num_sent += len(message.tokens)
+            self.bytes_sent += len(body)
+            self._engine.draft_tree(self._id, message)
+        self._is_answered = True
+
+
 def run(
     target: BatchRuntime,
-    draft: SequenceRuntime,
-    num_ids: int,
-    prompts: list[tuple[int, ...]],
-    num_tokens: int,
+    drafter: ModelDrafter,
+    orders: Sequence[Order],
     num_calls: int,
     width: int,
-    temperature: float,
-    form: TreeForm,
+    policy: Policy = Policy.VERIFY,
+    form: TreeForm = TreeForm.LINE,
 ) -> tuple[Run, list[list[int]]]:
-    """Generates `num_tokens` after each prompt; returns the figures and the texts."""
-    engine = Engine(target, EngineConfig(share_prefixes=False, policy=Policy.VERIFY, form=form))
+    """Generates all texts at once; returns the figures and the texts."""
+    engine = Engine(target, EngineConfig(share_prefixes=False, policy=policy, form=form))
     engine.calibrate(max_tokens=32)
-    devices: dict[int, Device] = {}
-    fresh: set[int] = set()
-    for seed, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=temperature, seed=seed)
-        state: dict[str, int] = {}
-
-        def sink(event: Event, state: dict[str, int] = state) -> None:
-            if isinstance(event, CommitEvent):
-                devices[state["id"]].on_commit(event.base, tuple(event.tokens))
-                fresh.add(state["id"])
-            else:
-                fresh.discard(state["id"])
-
-        state["id"] = engine.submit(flat_request(prompt, params, num_tokens, patience_ms=0.0), sink)
-        devices[state["id"]] = Device(draft, num_ids, prompt, params, width)
+    sessions = [Session(engine, drafter, order, num_calls, width) for order in orders]
     took_s = 0.0
     while engine.has_work:
         began_s = time.perf_counter()
         engine.step()
         took_s += time.perf_counter() - began_s
-        for sequence_id in fresh:
-            message = devices[sequence_id].answer(num_calls)
-            if message is not None:
-                engine.draft_tree(sequence_id, message)
-        fresh.clear()
-    totals = engine.stats().totals
-    count = totals.committed
-    sent = sum(device.num_sent for device in devices.values())
-    num_bytes = sum(device.bytes_sent for device in devices.values())
-    figures = Run(count / took_s, totals.passes / count, totals.proposed / count, sent / count, num_bytes / count)
-    return figures, [device.text for device in devices.values()]
+        for session in sessions:
+            session.answer()
+    totals, count = engine.stats().totals, engine.stats().totals.committed
+    figures = Run(
+        count / took_s,
+        totals.passes / count,
+        totals.proposed / count,
+        sum(session.num_sent for session in sessions) / count,
+        sum(session.bytes_sent for session in sessions) / count,
+    )
+    return figures, [session.text for session in sessions]
 
 
-def main(
-    widen: Annotated[int, typer.Option(help="MB of the widened FP32 target; 0: as trained")] = 1200,
-    emulate: Annotated[
-        tuple[float, float] | None, typer.Option(metavar="STEP_MS EXTRA_MS", help="no real pair: sleeps")
-    ] = None,
-    sessions: Annotated[int, typer.Option(min=1)] = 16,
-    tokens: Annotated[int, typer.Option(min=2, help="tokens per session")] = 40,
-    calls: Annotated[int, typer.Option(min=1, help="nodes that a device expands after each commit")] = 8,
-    runs: Annotated[int, typer.Option(min=1, help="interleaved; medians are shown")] = 3,
-    temperature: Annotated[float, typer.Option()] = 0.8,
-    form: Annotated[TreeForm, typer.Option(help="what a step verifies of a tree")] = TreeForm.LINE,
-    core: Annotated[int, typer.Option(help="the core to run on")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json")] = None,
-) -> None:
-    """Measures and prints."""
-    target: BatchRuntime
-    draft: SequenceRuntime
-    if emulate is not None:
-        emulation = Emulation(*emulate, 0.0, temperature=temperature)
-        target, draft = EmulatedTarget(emulation), EmulatedDraft(emulation)
-        num_ids, tokenizer = draft.limits.vocab_size, Tokenizer.from_dir(target_dir())
-    else:
-        pair = export_reference_pair(widen_mb=widen or None)
-        bundles = Bundle.open(pair.target), Bundle.open(pair.draft)
-        tokenizer = bundles[0].tokenizer()
-        num_ids = bundles[1].manifest.architecture.tokenizer_size
+def open_models(options: argparse.Namespace) -> tuple[BatchRuntime, ModelDrafter]:
+    """The target and the draft that the options name; this process stays on one core."""
+    pair = None if options.emulate else export_reference_pair(widen_mb=options.widen or None)
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {core})
-    if emulate is None:
-        loading = RuntimeOptions(num_threads=1, is_batch_invariant=form is not TreeForm.TREE)
-        target = open_batch_runtime("openvino", bundles[0].model_file, loading)
-        draft = open_sequence_runtime("openvino", bundles[1].model_file, RuntimeOptions(num_threads=1))
-    prompts = [tuple(tokenizer.encode(prompt.text)[:CONTEXT]) for prompt in load_prompts(sessions)]
+        os.sched_setaffinity(0, {options.core})
+    if pair is None:
+        step_ms, extra_ms = options.emulate
+        emulation = Emulation(step_ms, extra_ms, 0.0, temperature=options.temperature)
+        return EmulatedTarget(emulation), ModelDrafter(EmulatedDraft(emulation))
+    target, draft = Bundle.open(pair.target), Bundle.open(pair.draft)
+    loading = RuntimeOptions(num_threads=1, is_batch_invariant=options.form is not TreeForm.TREE)
+    runtime = open_sequence_runtime("openvino", draft.model_file, RuntimeOptions(num_threads=1))
+    drafter = ModelDrafter(runtime, draft.manifest.architecture.tokenizer_size)
+    return open_batch_runtime("openvino", target.model_file, loading), drafter
+
+
+def main() -> int:
+    """Measures and prints."""
+    options = parser(
+        __doc__,
+        {
+            "--widen": option(1200, "MB of the widened FP32 target; 0: as trained"),
+            "--emulate": option(type=float, nargs=2, metavar=("STEP_MS", "EXTRA_MS"), help="no real pair: sleeps"),
+            "--sessions": option(16),
+            "--tokens": option(40, "tokens per session"),
+            "--calls": option(8, "nodes that a device expands after each commit"),
+            "--runs": option(3, "interleaved; medians are shown"),
+            "--temperature": option(0.8),
+            "--form": option(TreeForm.LINE, "what a step verifies of a tree", choices=tuple(TreeForm)),
+            "--core": option(0, "the core to run on"),
+            **TO_JSON,
+        },
+    ).parse_args()
+    target, drafter = open_models(options)
+    orders = make_orders(options.sessions, options.tokens, options.temperature)
     found: dict[str, list[Run]] = {name: [] for name in WIDTHS}
     num_different = 0
-    for _ in range(runs):
+    for _ in range(options.runs):
         texts = {}
         for name, width in WIDTHS.items():
-            figures, texts[name] = run(target, draft, num_ids, prompts, tokens, calls, width, temperature, form)
+            figures, texts[name] = run(target, drafter, orders, options.calls, width, form=options.form)
             found[name].append(figures)
         num_different += sum(a != b for a, b in zip(texts["path"], texts["tree"], strict=True))
     names = ("drafts", "tokens/s", "passes/token", "tokens/pass", "verified/token", "sent/token", "bytes/token")
-    table = Table(*names, title=f"{sessions} sessions, verify policy, {calls} nodes expanded per commit")
+    table = Table(*names, title=f"{options.sessions} sessions, verify policy, {options.calls} nodes per commit")
     middle = {name: Run(*(median(getattr(r, f) for r in each) for f in Run.__slots__)) for name, each in found.items()}
     for name, m in middle.items():
         cells = (m.tokens_per_s, m.passes, 1.0 / m.passes, m.verified, m.sent, m.bytes_up)
@@ -200,16 +162,12 @@ def main(
     console = Console(width=110)
     console.print(table)
     ratio = median(b.tokens_per_s / a.tokens_per_s for a, b in zip(found["path"], found["tree"], strict=True))
-    fewer = middle["tree"].passes / middle["path"].passes
-    console.print(f"tree over path: {ratio:.3f}x tokens/s, {fewer:.3f}x passes; {num_different} texts differ")
+    console.print(f"tree over path: {ratio:.3f}x tokens/s, {middle['tree'].passes / middle['path'].passes:.3f}x passes")
     raw = {name: [asdict(each) for each in runs] for name, runs in found.items()}
-    write_json(
-        json_path,
-        {"sessions": sessions, "temperature": temperature, "form": form, "runs": raw, "different": num_different},
-    )
-    if num_different:
-        raise typer.Exit(1)
+    facts = {"sessions": options.sessions, "temperature": options.temperature, "form": options.form, "runs": raw}
+    missed = [f"{num_different} texts differ between path and tree"] if num_different else []
+    return verdict(console, missed, options.json, facts)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    sys.exit(main())

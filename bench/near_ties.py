@@ -9,13 +9,13 @@ shape differs between two runs without drafts, too.
 
 from __future__ import annotations
 
-import argparse
 import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from bench.report import option, parser
 from tests.requests import flat_request
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
@@ -109,11 +109,14 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 def main() -> None:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    cli.add_argument("--prompts", type=int, default=20)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    given = cli.parse_args()
+    given = parser(
+        __doc__,
+        {
+            "--dtype": option("bfloat16", choices=["float32", "bfloat16", "float16"]),
+            "--prompts": option(20),
+            "--max-tokens": option(64),
+        },
+    ).parse_args()
     options = VllmOptions.parse([f"dtype={given.dtype}", "enforce_eager=true"])
     set_environment(options, 0)
     arguments = engine_arguments(

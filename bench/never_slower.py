@@ -28,17 +28,15 @@ verify any part of a tree, here and in the simulation; the default is the likeli
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from bench.pairs import add_options, make_requests, open_pair
-from bench.report import write_json
+from bench.pairs import PAIR_OPTIONS, make_requests, open_pair
+from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import (
     BESIDE,
     LOOKUP,
@@ -54,10 +52,9 @@ from bench.round_trips import (
     measured_extra_ms,
 )
 from bench.simulate import patient
-from bench.tree_beside import Beside, beside
+from bench.simulate_trees import beside
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT
@@ -193,10 +190,9 @@ def _with_lowest(cell: Cell | None) -> str:
 
 def show(console: Console, comparisons: Sequence[Comparison]) -> None:
     """Prints the tables."""
-    table = Table(title="tokens/s over cloud-only's, medians of the runs (lowest run)", title_justify="left", box=None)
     names = ("RTT ms", "RTT/step", *SHORT.values(), "path", "tree", "tree/path", "tree/beside", "by gaps")
-    for name in (*names, "computed path", "share", "computed tree", "share"):
-        table.add_column(name, justify="right")
+    names += ("computed path", "share", "computed tree", "share")
+    table = figures_table("tokens/s over cloud-only's, medians of the runs (lowest run)", *names)
     for found in comparisons:
         place, computed = found.place, found.computed
         cells, over = place.cells, found.over_beside
@@ -229,7 +225,8 @@ def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[C
     if ranks is not None:
         within = ", ".join(f"{width}: {ranks.hits(width):.3f}" for width in (1, 2, 4, 8))
         console.print(f"the target's pick is among the draft's best {within}", highlight=False)
-        if near := _beside_computed(ranks, comparisons):
+        if (computed := comparisons[0].computed) is not None:
+            near = beside(ranks, computed.times)
             console.print(f"computed beside: {near.fixed:.2f}x (depth {near.depth}), by gaps {near.by_gap:.2f}x")
     for found in comparisons:
         if found.computed is not None:
@@ -245,49 +242,28 @@ def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[C
             )
 
 
-def _beside_computed(ranks: Ranks, comparisons: Sequence[Comparison]) -> Beside | None:
-    computed = comparisons[0].computed
-    return beside(ranks, computed.times) if computed is not None else None
-
-
 def show_traffic(console: Console, places: Sequence[Place]) -> None:
     """What each mode sends, drafts and verifies, per token."""
-    table = Table(title="per token (bytes of bodies)", title_justify="left", box=None)
     names = ("RTT ms", "mode", "bytes up", "of drafts", "bytes down", "posts", "drafted", "sent", "verified", "passes")
-    for name in (*names, "hits by rank"):
-        table.add_column(name, justify="left" if name in ("mode", "hits by rank") else "right")
+    table = figures_table("per token (bytes of bodies)", *names, "hits by rank", left=("mode", "hits by rank"))
     for place in places:
-        opening = place.cells[CLOUD_ONLY].traffic.bytes_up
+        opening = place.cells[CLOUD_ONLY].traffic["bytes_up"]
         for name, cell in place.cells.items():
             t = cell.traffic
             table.add_row(
                 f"{place.rtt_ms:g}",
                 name,
-                f"{t.bytes_up:.1f}",
-                f"{t.bytes_up - opening:.1f}",
-                f"{t.bytes_down:.1f}",
-                *(f"{count:.2f}" for count in (t.posts, t.drafted, t.sent, t.verified, t.passes)),
-                " ".join(f"{rank}: {share:.3f}" for rank, share in t.hits.items()),
+                *(f"{count:.1f}" for count in (t["bytes_up"], t["bytes_up"] - opening, t["bytes_down"])),
+                *(f"{t[name]:.2f}" for name in ("posts", "drafted", "sent", "verified", "passes")),
+                " ".join(f"{rank}: {share:.3f}" for rank, share in cell.hits.items()),
             )
     console.print(table)
 
 
 def show_trace(console: Console, places: Sequence[Place]) -> None:
     """Where a token's time goes in each mode: all in ms per token, prefill included."""
-    table = Table(title="Time per token, ms", title_justify="left", box=None)
-    for name in (
-        "RTT ms",
-        "mode",
-        "total",
-        "model",
-        "engine",
-        "waiting",
-        "other",
-        "passes",
-        "ms/step",
-        "verified/pass",
-    ):
-        table.add_column(name, justify="left" if name == "mode" else "right")
+    names = ("RTT ms", "mode", "total", "model", "engine", "waiting", "other", "passes", "ms/step", "verified/pass")
+    table = figures_table("Time per token, ms", *names, left=("mode",))
     for place in places:
         for name, cell in place.cells.items():
             t, num_tokens = cell.times, cell.num_tokens
@@ -331,7 +307,7 @@ def as_json(measured: Measured, comparisons: Sequence[Comparison]) -> dict[str, 
                         "tokens_per_s": cell.rates,
                         "ms_per_token": cell.ms_per_token,
                         "acceptance": cell.acceptance,
-                        "per_token": asdict(cell.traffic),
+                        "per_token": {**cell.traffic, "hits": cell.hits},
                         "num_different": cell.num_different,
                         "server": asdict(cell.times),
                     }
@@ -345,14 +321,13 @@ def as_json(measured: Measured, comparisons: Sequence[Comparison]) -> dict[str, 
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_options(cli)
-    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 10.0, 25.0, 50.0, 100.0, 200.0])
-    cli.add_argument("--runs", type=int, default=5)
-    cli.add_argument("--leave-out", nargs="*", choices=OPTIONAL, default=[], help="what is not measured, to save time")
-    cli.add_argument("--trace", action="store_true", help="show where each mode's time goes")
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args(given)
+    runs = {
+        "--rtt-ms": option([0.0, 10.0, 25.0, 50.0, 100.0, 200.0]),
+        "--runs": option(5),
+        "--leave-out": {"nargs": "*", "choices": OPTIONAL, "default": [], "help": "is not measured, to save time"},
+        "--trace": option(False, "show where each mode's time goes"),
+    }
+    options = parser(__doc__, {**PAIR_OPTIONS, **runs, **TO_JSON}).parse_args(given)
     console = Console(width=None if sys.stdout.isatty() else 190)
     requests = make_requests(options)
     with (
@@ -373,13 +348,9 @@ def main(given: Sequence[str] | None = None) -> int:
     for line in (line for found in comparisons for line in goals(found)):
         console.print(line, highlight=False)
     missed = [miss for found in comparisons for miss in misses(found)]
-    for miss in missed:
-        console.print(miss, style="red", highlight=False)
-    told: dict[str, Any] = {"widen_mb": None if options.target else options.widen, "emulated": options.emulate}
-    told["temperature"] = options.temperature
-    told["form"] = options.form
-    write_json(options.json, {**told, "misses": missed, **as_json(measured, comparisons)})
-    return 1 if missed else 0
+    told = {"widen_mb": None if options.target else options.widen, "emulated": options.emulate}
+    told |= {"temperature": options.temperature, "form": options.form, **as_json(measured, comparisons)}
+    return verdict(console, missed, options.json, told)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ a text afterwards is not the one from before.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -27,17 +26,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from bench.processes import Program, read_text, source_path, started
-from bench.report import write_json
-from bench.soak import OPEN, at_rest
+from bench.bare_http import Wire
+from bench.processes import ANY_PORT, Program, read_text, source_path, started
+from bench.report import TO_JSON, option, parser, verdict
+from bench.verifier import VLLM, Verifier
 from bench.watched_server import WATCH_FILE
 from rich.console import Console
 
@@ -47,6 +45,8 @@ from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
 MOST_GROWTH: Final = 0.03
+OPEN: Final = ("num_requests_running", "num_requests_waiting", "sessions_open")
+"""Gauges that are 0 once nothing runs."""
 MORE_DESCRIPTORS: Final = 4
 """Connections that a look at the server may leave closing."""
 LONG_PROMPT: Final = 900
@@ -55,53 +55,6 @@ KV_CACHE_MB: Final = 48
 BOUNDED: Final = {"outrider.cloud.recent.store.PromptDigest": 256}
 """Objects that stay, up to a number: the digests of one owner's kept prefixes, whose keys and values may be gone."""
 _SETTLE_S: Final = 20.0
-
-
-@dataclass(slots=True)
-class Wire:
-    """One connection of a client that may leave at any time."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    host: str
-
-    @classmethod
-    async def open(cls, url: str) -> Wire:
-        """Connects."""
-        address = urlsplit(url)
-        return cls(*await asyncio.open_connection(address.hostname, address.port), host=address.netloc)
-
-    def request(self, method: str, path: str, body: object = None) -> bytes:
-        """The bytes of a request."""
-        payload = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n"
-        return f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
-
-    async def send(self, data: bytes) -> None:
-        """Sends bytes."""
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def event(self) -> dict[str, Any] | None:
-        """The next event of a stream; None at its end. Raises CloudError for an answer that is an error."""
-        while line := await self.reader.readline():
-            if line.startswith(b"data: {"):
-                found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
-                return found
-            if line.startswith(b"data: [DONE]"):
-                return None
-            if line.startswith(b"HTTP/1.1 ") and b" 200 " not in line:
-                raise CloudError(f"the server answered {line.decode().strip()}")
-        return None
-
-    async def leave(self, by_reset: bool) -> None:
-        """Closes, or resets."""
-        if by_reset:
-            self.writer.transport.abort()
-        else:
-            self.writer.close()
-        with suppress(OSError):
-            await self.writer.wait_closed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +95,13 @@ async def half_sent(wire: Wire, visit: Visit) -> None:
 
 async def before_first_event(wire: Wire, visit: Visit) -> None:
     """Leaves at once after the request."""
-    await wire.send(wire.request("POST", "/v1/sessions", visit.body()))
+    await wire.post("/v1/sessions", visit.body())
     await asyncio.sleep(0.02 * visit.at)
 
 
 async def in_mid_prompt(wire: Wire, visit: Visit) -> None:
     """Leaves while a long prompt is computed."""
-    await wire.send(wire.request("POST", "/v1/sessions", visit.body(LONG_PROMPT)))
+    await wire.post("/v1/sessions", visit.body(LONG_PROMPT))
     await wire.event()
     await asyncio.sleep(0.3 * visit.at)
 
@@ -167,20 +120,21 @@ async def _read_to(wire: Wire, num_tokens: int) -> tuple[str, int]:
 
 async def while_streaming(wire: Wire, visit: Visit) -> None:
     """Leaves after some tokens."""
-    await wire.send(wire.request("POST", "/v1/sessions", visit.body()))
+    await wire.post("/v1/sessions", visit.body())
     await _read_to(wire, visit.num_tokens)
 
 
 async def after_the_end(wire: Wire, visit: Visit) -> None:
     """Reads everything; the cache is kept for what continues the session."""
-    await wire.send(wire.request("POST", "/v1/sessions", visit.body() | {"keep_prefix": visit.at < 0.5}))
+    await wire.post("/v1/sessions", visit.body() | {"keep_prefix": visit.at < 0.5})
     await _read_to(wire, visit.max_tokens + 1)
 
 
 async def while_drafting(wire: Wire, visit: Visit) -> None:
     """Leaves after some tokens and drafts for them, perhaps with half of the last draft sent."""
-    await wire.send(wire.request("POST", "/v1/sessions", visit.body()))
-    drafts = await Wire.open(visit.url)
+    await wire.post("/v1/sessions", visit.body())
+    drafts = Wire(visit.url)
+    await drafts.open()
     try:
         for num_tokens in range(1, 1 + visit.num_tokens, 4):
             session, base = await _read_to(wire, num_tokens)
@@ -195,21 +149,18 @@ async def while_drafting(wire: Wire, visit: Visit) -> None:
 
 async def deleted(wire: Wire, visit: Visit) -> None:
     """Ends the session by DELETE after some tokens, and leaves without reading the rest."""
-    await wire.send(wire.request("POST", "/v1/sessions", visit.body()))
+    await wire.post("/v1/sessions", visit.body())
     session, _ = await _read_to(wire, visit.num_tokens)
-    other = await Wire.open(visit.url)
-    try:
+    async with Wire(visit.url) as other:
         await other.send(other.request("DELETE", f"/v1/sessions/{session}"))
         await other.reader.readline()
-    finally:
-        await other.leave(by_reset=False)
 
 
 async def in_verify(wire: Wire, visit: Visit) -> None:
     """Leaves a /v1/verify call, before its answer or after."""
     item = visit.body()
     item["prefix"] = item.pop("prompt")
-    await wire.send(wire.request("POST", "/v1/verify", {"items": [item | {"draft": [7, 8, 9]}] * 3}))
+    await wire.post("/v1/verify", {"items": [item | {"draft": [7, 8, 9]}] * 3})
     if visit.at < 0.5:
         await asyncio.sleep(0.04 * visit.at)
     else:
@@ -219,7 +170,7 @@ async def in_verify(wire: Wire, visit: Visit) -> None:
 async def in_completion(wire: Wire, visit: Visit) -> None:
     """Leaves a streamed completion after some chunks."""
     body = visit.body()
-    await wire.send(wire.request("POST", "/v1/completions", body | {"stream": True, "n": 1}))
+    await wire.post("/v1/completions", body | {"stream": True, "n": 1})
     for _ in range(visit.num_tokens):
         if await wire.event() is None:
             return
@@ -238,18 +189,10 @@ POINTS: Final[tuple[Callable[[Wire, Visit], Awaitable[None]], ...]] = (
 )
 
 
-@dataclass(slots=True)
-class Counts:
-    """Visits by the point at which they left, and refusals by their words."""
-
-    left: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-
-
 async def visit_all(
-    url: str, prompts: Sequence[list[int]], numbers: range, at_once: int, counts: Counts, on_each: Callable[[], None]
+    url: str, prompts: Sequence[list[int]], numbers: range, at_once: int, on_each: Callable[[str], None]
 ) -> None:
-    """Opens and drops one session for each number, `at_once` at a time."""
+    """Opens and drops one session for each number, `at_once` at a time. on_each: gets the point, or a refusal."""
     room = asyncio.Semaphore(at_once)
 
     async def one(number: int) -> None:
@@ -257,15 +200,15 @@ async def visit_all(
         point = drawn.choice(POINTS)
         visit = Visit(url, prompts, drawn.random(), number)
         async with room:
-            wire = await Wire.open(url)
+            wire = Wire(url)
+            await wire.open()
             try:
                 await point(wire, visit)
-                counts.left[point.__name__] += 1
+                on_each(point.__name__)
             except CloudError as error:
-                counts.refused[str(error)] += 1
+                on_each(str(error))
             finally:
                 await wire.leave(drawn.random() < 0.5)
-                on_each()
 
     for start in range(numbers.start, numbers.stop, 1000):  # not all tasks at once
         await asyncio.gather(*(one(number) for number in range(start, min(start + 1000, numbers.stop))))
@@ -298,6 +241,22 @@ def memory_of(pid: int) -> tuple[float, ...]:
     """MB of a process and of its children, what none shares."""
     leader = psutil.Process(pid)
     return tuple(each.memory_full_info().uss / 1e6 for each in (leader, *leader.children(recursive=True)))
+
+
+async def at_rest(url: str) -> dict[str, float]:
+    """The server's gauges once nothing runs; parked prefixes may stay."""
+    async with httpx.AsyncClient() as client:
+        for _ in range(200):
+            lines = (await client.get(f"{url}/metrics")).text.splitlines()
+            values = dict(line.split() for line in lines if line and not line.startswith("#") and "{" not in line)
+            gauges = {name: float(values[f"outrider_{name}"]) for name in OPEN}
+            if not any(gauges.values()):
+                break
+            await asyncio.sleep(0.05)
+        for name in ("blocks", "free_blocks", "parked_prefixes", "parked_blocks"):
+            gauges[name] = float(values[f"outrider_kv_cache_{name}"])
+        gauges["recent_texts"] = float(values.get("outrider_recent_texts", 0))  # none without a store
+    return gauges
 
 
 def state_of(server: Program, watch: Path) -> State:
@@ -365,48 +324,48 @@ def make_server(vllm_python: str | None, place: Path, watch: Path) -> Program:
     arguments = ["-m", "bench.watched_server", "serve"]
     environment = {WATCH_FILE: str(watch)}
     if vllm_python:
-        arguments += [str(target_dir()), "--engine", "vllm", "--vllm-option", "dtype=float32"]
-        arguments += ["--vllm-option", "enforce_eager=true"]
+        arguments += [str(target_dir()), *Verifier(VLLM).options]
         environment["PYTHONPATH"] = source_path()
     else:
         arguments += [str(export_reference_pair().target)]
-    arguments += ["--threads", "1", "--drain-s", "0", "--kv-cache-mb", str(KV_CACHE_MB)]
+    arguments += [*ANY_PORT, "--threads", "1", "--drain-s", "0", "--kv-cache-mb", str(KV_CACHE_MB)]
     return Program(arguments, place / "verifier.log", environment=environment, python=vllm_python or sys.executable)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--sessions", type=int, default=10_000)
-    cli.add_argument("--warm-up", type=int, help="of the sessions, those before the first look; default: a tenth")
-    cli.add_argument("--at-once", type=int, default=32)
-    cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM")
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args(given)
+    options = parser(
+        __doc__,
+        {
+            "--sessions": option(10_000),
+            "--warm-up": option(type=int, help="of the sessions, those before the first look; default: a tenth"),
+            "--at-once": option(32),
+            "--vllm-python": option(help="the interpreter of an environment with vLLM"),
+            **TO_JSON,
+        },
+    ).parse_args(given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the server would stay behind
     console = Console(width=120)
     tokenizer = Tokenizer.from_dir(target_dir())
     prompts = [tokenizer.encode(prompt.text) for prompt in load_prompts(64)]
-    counts, began_s = Counts(), time.monotonic()
+    left, began_s = Counter[str](), time.monotonic()
     question = {"prompt": prompts[0][:40], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as place:
         watch = Path(place) / "alive.json"
         with started(make_server(options.vllm_python, Path(place), watch)) as server:
             first = read_text(server.url, question)
             num_warm = options.warm_up or options.sessions // 10
-            done = 0
 
-            def on_each() -> None:
-                nonlocal done
-                done += 1
-                if done % max(1, options.sessions // 10) == 0:
+            def on_each(how: str) -> None:
+                left[how] += 1
+                if left.total() % max(1, options.sessions // 10) == 0:
                     each = " + ".join(f"{mb:.0f}" for mb in memory_of(server.pid))
-                    console.print(f"{done} sessions, {time.monotonic() - began_s:.0f} s, {each} MB")
+                    console.print(f"{left.total()} sessions, {time.monotonic() - began_s:.0f} s, {each} MB")
 
-            asyncio.run(visit_all(server.url, prompts, range(num_warm), options.at_once, counts, on_each))
+            asyncio.run(visit_all(server.url, prompts, range(num_warm), options.at_once, on_each))
             before = state_of(server, watch)
             rest = range(num_warm, options.sessions)
-            asyncio.run(visit_all(server.url, prompts, rest, options.at_once, counts, on_each))
+            asyncio.run(visit_all(server.url, prompts, rest, options.at_once, on_each))
             after = state_of(server, watch)
             last = read_text(server.url, question)
             ready = httpx.get(f"{server.url}/health/ready", trust_env=False).status_code
@@ -418,7 +377,7 @@ def main(given: Sequence[str] | None = None) -> int:
         missed.append(f"/health/ready answers {ready}; expected 200")
     if "Traceback" in log:
         missed.append(f"the server's log has a traceback: {log[log.index('Traceback') :][:2000]}")
-    console.print(dict(counts.left), dict(counts.refused))
+    console.print(dict(left))
     for name, state in (("after the warm-up", before), ("at the end", after)):
         console.print(
             f"{name}: {state.all_mb:.1f} MB, {state.descriptors} descriptors, {state.threads} threads, "
@@ -426,22 +385,15 @@ def main(given: Sequence[str] | None = None) -> int:
             f"{state.parked:.0f} prefixes parked, {state.texts:.0f} texts",
             highlight=False,
         )
-    for miss in missed:
-        console.print(miss, style="red", highlight=False)
-    write_json(
-        options.json,
-        {
-            "sessions": options.sessions,
-            "engine": "vllm" if options.vllm_python else "embedded",
-            "left": counts.left,
-            "refused": counts.refused,
-            "before": asdict(before),
-            "after": asdict(after),
-            "seconds": time.monotonic() - began_s,
-            "leaks": missed,
-        },
-    )
-    return 1 if missed else 0
+    document = {
+        "sessions": options.sessions,
+        "engine": "vllm" if options.vllm_python else "embedded",
+        "left": left,
+        "before": asdict(before),
+        "after": asdict(after),
+        "seconds": time.monotonic() - began_s,
+    }
+    return verdict(console, missed, options.json, document)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Final
 
 from bench.beside import EmulatedPair, RealPair, open_beside
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
+from bench.report import Options, option
 from bench.round_trips import Subject
-from bench.verifier import VLLM, Verifier, add_verifier_options, verifier_of
+from bench.verifier import VERIFIER_OPTIONS, VLLM, Verifier, verifier_of
 from tests.always_wrong import WrappedDrafter
 
 from outrider.edge.devices.placement import AS_BUNDLED
@@ -19,7 +21,6 @@ from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
-from outrider.edge.modes.assemble import open_draft_bundle
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import export_model
@@ -28,8 +29,6 @@ from outrider.export.report.simulation.world import Form
 from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.runtimes import open_sequence_runtime, sequence_kind
-from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import draft_dir, load_prompts, target_dir
 
@@ -37,36 +36,31 @@ NO_LOOKUP = "--no-lookup"
 """The simulation knows no prompt lookup, so the verifier that is compared with it makes no guesses of its own."""
 
 
-def add_options(cli: argparse.ArgumentParser) -> None:
-    """Options of the pair and of its texts."""
-    names = ("STEP_MS", "EXTRA_MS", "DRAFT_MS")
-    cli.add_argument("--emulate", type=float, nargs=3, metavar=names, help="no real pair: sleeps for these times")
-    cli.add_argument(
-        "--nodes-per-call",
-        type=int,
-        help="of a draft: at most; 1 if emulated, else what it can",
-    )
-    cli.add_argument("--node-extra", type=float, default=0.0, metavar="MS", help="of each further node of such a call")
-    cli.add_argument("--form", choices=tuple(Form), default=Form.LINE, help="what a step verifies of a tree")
-    cli.add_argument("--widen-draft", type=float, metavar="MB", help="widens the draft, too: its size in FP32")
-    add_real_options(cli)
-
-
-def add_real_options(cli: argparse.ArgumentParser) -> None:
-    """Those of a real pair."""
-    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
-    add_bundle_options(cli)
-    add_verifier_options(cli)
-    cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
-    cli.add_argument("--max-tokens", type=int, default=100)
-    cli.add_argument("--temperature", type=float, default=0.8)
-
-
-def add_bundle_options(cli: argparse.ArgumentParser) -> None:
-    """Options for other bundles than the reference pair's, such as a target for a GPU, which is then used."""
-    cli.add_argument("--target", type=Path, help="another target bundle; it runs where it was exported for")
-    cli.add_argument("--draft", type=Path, help="another draft bundle")
-    cli.add_argument("--cores", type=int, default=1, help="of the verifier, and of the devices")
+BUNDLE_OPTIONS: Final[Options] = {
+    "--target": option(type=Path, help="another target bundle; it runs where it was exported for"),
+    "--draft": option(type=Path, help="another draft bundle"),
+    "--cores": option(1, "of the verifier, and of the devices"),
+}
+"""For other bundles than the reference pair's, such as a target for a GPU, which is then used."""
+REAL_OPTIONS: Final[Options] = {
+    "--widen": option(1450.0, "MB of the widened FP32 target; 0: as it is"),
+    **BUNDLE_OPTIONS,
+    **VERIFIER_OPTIONS,
+    "--prompts": option(3, "texts of a run, the same in every run"),
+    "--max-tokens": option(100),
+    "--temperature": option(0.8),
+}
+"""Of a real pair and its texts."""
+_TIMES: Final = ("STEP_MS", "EXTRA_MS", "DRAFT_MS")
+PAIR_OPTIONS: Final[Options] = {
+    "--emulate": option(type=float, nargs=3, metavar=_TIMES, help="no real pair: sleeps for these times"),
+    "--nodes-per-call": option(type=int, help="of a draft: at most; 1 if emulated, else what it can"),
+    "--node-extra": option(0.0, "of each further node of such a call", metavar="MS"),
+    "--form": option(Form.LINE, "what a step verifies of a tree", choices=tuple(Form)),
+    "--widen-draft": option(type=float, metavar="MB", help="widens the draft, too: its size in FP32"),
+    **REAL_OPTIONS,
+}
+"""Of a pair, real or emulated."""
 
 
 def pair_of(options: argparse.Namespace, verifier: Verifier | None = None) -> PairPaths:
@@ -75,14 +69,6 @@ def pair_of(options: argparse.Namespace, verifier: Verifier | None = None) -> Pa
         return PairPaths(options.draft, options.target)
     pair = (verifier or Verifier()).pair(options.widen or None)
     return PairPaths(options.draft or pair.draft, options.target or pair.target)
-
-
-def open_draft(path: Path) -> tuple[SequenceRuntime, int]:
-    """A draft bundle on one thread, in the runtime that checked it; and how many ids it may propose."""
-    bundle = open_draft_bundle(path)
-    kind = sequence_kind(bundle.manifest.runtime, bundle.manifest.device)
-    runtime = open_sequence_runtime(kind, bundle.model_file, RuntimeOptions(num_threads=1))
-    return runtime, bundle.manifest.architecture.tokenizer_size
 
 
 @contextmanager

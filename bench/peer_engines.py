@@ -8,21 +8,20 @@ with the same properties: f32 arithmetic, an f32 KV cache, the same threads. Bot
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
+from bench.report import option, parser
 from tests.requests import flat_request
 
-KINDS: Final = ("embedded", "embedded_tree", "openvino_genai")
 READY: Final = "PEER_READY "
 STEP_TOKENS: Final = 256
 HUGE_PAGES: Final = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -103,7 +102,7 @@ Run = Callable[[Batch], Done]
 
 
 @contextmanager
-def embedded(target: Path, threads: int, num_blocks: int, *, is_batch_invariant: bool = True) -> Iterator[Run]:
+def embedded(target: Path, threads: int, num_blocks: int) -> Iterator[Run]:
     """Our engine, as `outrider-cloud serve` configures it, stepped by the caller."""
     from outrider.cloud.engine import Engine, EngineConfig
     from outrider.cloud.seam import CommitEvent, Event
@@ -112,11 +111,8 @@ def embedded(target: Path, threads: int, num_blocks: int, *, is_batch_invariant:
     from outrider.models.runtimes import open_batch_runtime
     from outrider.models.runtimes.base import RuntimeOptions
 
-    def open_runtime(num_bytes: int) -> Any:
-        options = RuntimeOptions(num_threads=threads, is_batch_invariant=is_batch_invariant, kv_cache_bytes=num_bytes)
-        return open_batch_runtime("openvino", Bundle.open(target).model_file, options)
-
-    runtime = open_runtime(num_blocks * _block_bytes(target))
+    options = RuntimeOptions(num_threads=threads, kv_cache_bytes=num_blocks * _block_bytes(target))
+    runtime = open_batch_runtime("openvino", Bundle.open(target).model_file, options)
     assert runtime.num_blocks == num_blocks, f"{runtime.num_blocks} KV blocks; expected {num_blocks}"
     engine = Engine(runtime, EngineConfig(share_prefixes=False, step_tokens=STEP_TOKENS))
     engine.calibrate()
@@ -152,25 +148,29 @@ def _block_bytes(target: Path) -> int:
     return int(per_token * BLOCK_SIZE)
 
 
+def link_for_genai(bundle: Path, copy: Path) -> None:
+    """Links to a bundle's files in `copy`, and its tokenizer as openvino_genai reads it."""
+    import openvino as ov
+    import openvino_tokenizers
+    from transformers import AutoTokenizer
+
+    for path in bundle.iterdir():
+        (copy / path.name).symlink_to(path)
+    tokenizer = AutoTokenizer.from_pretrained(bundle, local_files_only=True)
+    models = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
+    for model, name in zip(models, ("openvino_tokenizer", "openvino_detokenizer"), strict=True):
+        ov.save_model(model, copy / f"{name}.xml")
+
+
 @contextmanager
 def openvino_genai(target: Path, threads: int, num_blocks: int) -> Iterator[Run]:
     """`ContinuousBatchingPipeline` over links to the bundle's files, stepped by the caller as its `generate` does."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
-    import openvino_tokenizers
-    from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as copy:
-        for path in target.iterdir():
-            (Path(copy) / path.name).symlink_to(path)
-        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-        for model, name in zip(
-            openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True),
-            ("openvino_tokenizer", "openvino_detokenizer"),
-            strict=True,
-        ):
-            ov.save_model(model, Path(copy) / f"{name}.xml")
+        link_for_genai(target, Path(copy))
         scheduling = genai.SchedulerConfig()
         scheduling.num_kv_blocks = num_blocks
         scheduling.max_num_batched_tokens = STEP_TOKENS
@@ -207,15 +207,7 @@ def openvino_genai(target: Path, threads: int, num_blocks: int) -> Iterator[Run]
         yield run
 
 
-@contextmanager
-def opened(kind: str, target: Path, threads: int, num_blocks: int) -> Iterator[Run]:
-    """One of KINDS."""
-    with ExitStack() as stack:
-        if kind == "openvino_genai":
-            yield stack.enter_context(openvino_genai(target, threads, num_blocks))
-        else:
-            invariant = kind == "embedded"
-            yield stack.enter_context(embedded(target, threads, num_blocks, is_batch_invariant=invariant))
+KINDS: Final = {"embedded": embedded, "openvino_genai": openvino_genai}
 
 
 def serve(run: Run, batches: TextIO, answers: TextIO) -> None:
@@ -237,15 +229,18 @@ def done_of(line: str) -> Done:
 
 def main(given: Sequence[str] | None = None) -> None:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("kind", choices=KINDS)
-    cli.add_argument("target", type=Path)
-    cli.add_argument("--threads", type=int, default=1)
-    cli.add_argument("--blocks", type=int, default=512, help="of the KV cache")
-    options = cli.parse_args(given)
+    options = parser(
+        __doc__,
+        {
+            "kind": {"choices": tuple(KINDS)},
+            "target": {"type": Path},
+            "--threads": option(1),
+            "--blocks": option(512, "of the KV cache"),
+        },
+    ).parse_args(given)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)  # libraries print to standard output
-        with opened(options.kind, options.target, options.threads, options.blocks) as run:
+        with KINDS[options.kind](options.target, options.threads, options.blocks) as run:
             serve(run, sys.stdin, answers)
 
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from bench.bare_http import Wire
 from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch
-from bench.processes import pass_niceness, source_path
+from bench.processes import PausedProcess, source_path
 
-from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
 
 MODEL: Final = "target"
@@ -64,26 +63,23 @@ class Streamed:
         return left / (max(each.arrival_s[-1] for each in self.texts) - begun_s)
 
 
-class Server:
-    """An HTTP server in a process group of its own."""
+class Server(PausedProcess):
+    """An HTTP server in a process group of its own. health: answers 200 once it is ready."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path, cores: Cores, more: Mapping[str, str]) -> None:
-        """Starts it; returns once /health answers. Raises RuntimeUnavailable with its last lines where it ends."""
-        self.name = name
+    def __init__(self, name: str, arguments: Sequence[str], log: Path, more: Mapping[str, str], health: str) -> None:
+        """Starts it; returns once it is ready. Raises RuntimeUnavailable with its last lines where it ends."""
+        self.name, self.health = name, health
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        environment = {**os.environ, **HUGE_PAGES, **more}
-        with log.open("w") as lines, running_on(cores):
-            self._process = subprocess.Popen(
+        with log.open("w") as lines:
+            super().__init__(
                 [*arguments, "--port", str(self.port)],
-                env=environment,
+                env={**os.environ, **HUGE_PAGES, **more},
                 stdin=subprocess.DEVNULL,
                 stdout=lines,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
-        pass_niceness(self._process.pid)
         try:
             self._wait(log)
         except BaseException:
@@ -93,7 +89,7 @@ class Server:
     def _wait(self, log: Path) -> None:
         deadline_s = time.monotonic() + _START_S
         with httpx.Client(trust_env=False) as client:
-            while self._process.poll() is None and time.monotonic() < deadline_s:
+            while self.process.poll() is None and time.monotonic() < deadline_s:
                 try:
                     if client.get(f"http://127.0.0.1:{self.port}{self.health}").status_code == 200:
                         return
@@ -101,8 +97,6 @@ class Server:
                     pass  # it does not listen yet
                 time.sleep(_POLL_S)
         raise RuntimeUnavailable(f"{self.name} did not start: {log.read_text(errors='replace')[-1500:]}")
-
-    health = "/health"
 
     def run(self, batch: Batch) -> Streamed:
         """All prompts at once."""
@@ -112,29 +106,6 @@ class Server:
         began_s = time.perf_counter()
         streams = (stream_text(self.port, _body(prompt, batch.max_tokens), began_s) for prompt in batch.prompts)
         return Streamed(tuple(await asyncio.gather(*streams)))
-
-    def pause(self) -> None:
-        """Stops its processes."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Lets them run."""
-        os.killpg(self._process.pid, signal.SIGCONT)
-
-    def close(self) -> None:
-        """Ends them."""
-        for number in (signal.SIGKILL, signal.SIGCONT):
-            try:
-                os.killpg(self._process.pid, number)
-            except ProcessLookupError:
-                break
-        self._process.wait()
-
-
-class OutriderServer(Server):
-    """`outrider-cloud serve --engine vllm`."""
-
-    health = "/health/ready"
 
 
 @contextmanager
@@ -160,17 +131,14 @@ def open_servers(
     peer += ["--host", "127.0.0.1", "--dtype", "float32", "--max-num-seqs", str(MAX_RUNNING)]
     peer += ["--max-num-batched-tokens", str(STEP_TOKENS), "--kv-cache-memory-bytes", str(kv_cache_mb << 20)]
     peer += ["--no-enable-prefix-caching", *(["--enforce-eager"] if is_eager else [])]
-    first = OutriderServer("outrider-cloud serve --engine vllm", ours, place / "ours.log", None, more)
-    try:
+    with ExitStack() as stack:
+        first = Server("outrider-cloud serve --engine vllm", ours, place / "ours.log", more, "/health/ready")
+        stack.callback(first.close)
         first.pause()
-        second = Server("vLLM's own server", peer, place / "peer.log", None, more)
-        try:
-            second.pause()
-            yield first, second
-        finally:
-            second.close()
-    finally:
-        first.close()
+        second = Server("vLLM's own server", peer, place / "peer.log", more, "/health")
+        stack.callback(second.close)
+        second.pause()
+        yield first, second
 
 
 def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
@@ -187,18 +155,15 @@ def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
 
 async def stream_text(port: int, body: Mapping[str, Any], began_s: float) -> StreamedText:
     """Reads one streamed completion with little work per chunk, so that the client takes no core from the server."""
-    payload = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n".encode() + payload)
     arrivals: list[tuple[float, bytes]] = []
-    try:
-        status = await reader.readline()
-        async for line in reader:
+    async with Wire(f"http://127.0.0.1:{port}") as wire:
+        await wire.post("/v1/completions", body)
+        status = await wire.reader.readline()
+        async for line in wire.reader:
             if line.startswith(_DATA):
                 arrivals.append((time.perf_counter() - began_s, line))
-    finally:
-        writer.close()
+            if line.startswith(b"data: [DONE]"):
+                break
     if b" 200 " not in status:
         raise RuntimeUnavailable(f"the server on port {port} answered {status.decode(errors='replace').strip()}")
     return read_stream(arrivals)

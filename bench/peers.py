@@ -19,7 +19,6 @@ differently.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -35,12 +34,11 @@ from typing import Any, Final, Protocol
 
 from bench.peer_engines import HUGE_PAGES, READY, STEP_TOKENS, Batch, Done, done_of
 from bench.peer_servers import Streamed, open_servers
-from bench.processes import pass_niceness
-from bench.report import write_json
+from bench.processes import PausedProcess
+from bench.report import TO_JSON, option, parser, verdict
 from rich.console import Console
 from rich.table import Table
 
-from outrider.edge.lab.cores import running_on
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.source.widen import widen
 from outrider.models.errors import RuntimeUnavailable
@@ -58,17 +56,14 @@ class Rates(Protocol):
     @property
     def rate(self) -> float:
         """Prompts included."""
-        ...
 
     @property
     def decode_rate(self) -> float:
         """Once every text has begun."""
-        ...
 
     @property
     def num_tokens(self) -> int:
         """Of all texts."""
-        ...
 
 
 class Contestant(Protocol):
@@ -78,63 +73,39 @@ class Contestant(Protocol):
 
     def run(self, batch: Batch) -> Rates:
         """Blocking."""
-        ...
 
     def pause(self) -> None:
         """Stops its processes."""
-        ...
 
     def go_on(self) -> None:
         """Lets them run."""
-        ...
 
 
-class EngineProcess:
+class EngineProcess(PausedProcess):
     """One kind of `bench.peer_engines` in a process of its own."""
 
     def __init__(self, name: str, kind: str, target: Path, threads: int, num_blocks: int) -> None:
         """Starts it; returns once the model is loaded. Raises RuntimeUnavailable."""
         self.name = name
-        cores = frozenset(sorted(os.sched_getaffinity(0))[:threads])
         command = [sys.executable, "-m", "bench.peer_engines", kind, str(target), "--threads", str(threads)]
-        with running_on(cores):
-            self._process = subprocess.Popen(
-                [*command, "--blocks", str(num_blocks)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | HUGE_PAGES,
-                start_new_session=True,
-            )
-        pass_niceness(self._process.pid)
+        cores, pipe = frozenset(sorted(os.sched_getaffinity(0))[:threads]), subprocess.PIPE
+        command += ["--blocks", str(num_blocks)]
+        super().__init__(command, cores, stdin=pipe, stdout=pipe, env=os.environ | HUGE_PAGES)
         self._expect(READY)
 
     def run(self, batch: Batch) -> Done:
         """Sends it and waits for the figures."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(batch)) + "\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asdict(batch)) + "\n")
+        self.process.stdin.flush()
         return done_of(self._expect("{"))
 
     def _expect(self, start: str) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
         if not line.startswith(start):
             raise RuntimeUnavailable(f"{self.name} ended; its last lines are above")
         return line
-
-    def pause(self) -> None:
-        """Stops it."""
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Lets it run."""
-        os.killpg(self._process.pid, signal.SIGCONT)
-
-    def close(self) -> None:
-        """Ends it."""
-        self._process.kill()
-        self._process.communicate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,17 +211,21 @@ def as_table(comparisons: Sequence[Comparison]) -> Table:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--sequences", type=int, default=16)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    cli.add_argument("--runs", type=int, default=5)
-    cli.add_argument("--threads", type=int, default=1, help="of the model, one core each")
-    cli.add_argument("--kv-blocks", type=int, default=512, help="of 32 tokens")
-    cli.add_argument("--only", choices=("engine", "serving"))
-    cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM and Outrider")
-    cli.add_argument("--compiled", action="store_true", help="vLLM without enforce_eager, both")
-    cli.add_argument("--json", type=Path)
+    cli = parser(
+        __doc__,
+        {
+            "--widen": option(1200.0, "MB of the widened FP32 target; 0: as it is"),
+            "--sequences": option(16),
+            "--max-tokens": option(64),
+            "--runs": option(5),
+            "--threads": option(1, "of the model, one core each"),
+            "--kv-blocks": option(512, "of 32 tokens"),
+            "--only": option(choices=("engine", "serving")),
+            "--vllm-python": option(help="the interpreter of an environment with vLLM and Outrider"),
+            "--compiled": option(False, "vLLM without enforce_eager, both"),
+            **TO_JSON,
+        },
+    )
     options = cli.parse_args(given)
     if options.only == "serving" and not options.vllm_python:
         cli.error("--only serving needs --vllm-python")
@@ -276,19 +251,13 @@ def main(given: Sequence[str] | None = None) -> int:
                 )
     console.print(as_table(comparisons))
     misses = [miss for each in comparisons for miss in each.misses]
-    for miss in misses:
-        console.print(miss, style="red", highlight=False)
-    write_json(
-        options.json,
-        {
-            "widen_mb": options.widen,
-            "threads": options.threads,
-            "step_tokens": STEP_TOKENS,
-            "comparisons": [asdict(each) | {"ratio": each.ratio} for each in comparisons],
-            "misses": misses,
-        },
-    )
-    return 1 if misses else 0
+    document = {
+        "widen_mb": options.widen,
+        "threads": options.threads,
+        "step_tokens": STEP_TOKENS,
+        "comparisons": [asdict(each) | {"ratio": each.ratio} for each in comparisons],
+    }
+    return verdict(console, misses, options.json, document)
 
 
 if __name__ == "__main__":

@@ -32,15 +32,12 @@ class PlainModel(Protocol):
     @property
     def num_blocks(self) -> int:
         """Blocks of its cache."""
-        ...
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """As `BatchRuntime.forward`, for one slice."""
-        ...
 
     def close(self) -> None:
         """Releases the model."""
-        ...
 
 
 def plain_texts(

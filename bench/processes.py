@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import httpx
-import psutil
 
 from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
-from outrider.models.ingress.sockets import READY_PREFIX
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 
+ANY_PORT: Final = ("--port", "0")
 _START_S: Final = 600.0
+_P = TypeVar("_P", bound="Program")
 _NUM_TRIES: Final = 20
 _SILENCE_S: Final = 120.0
 """A stream that is silent for longer has failed: its keep-alives come every few seconds."""
@@ -56,10 +57,46 @@ def source_path() -> str:
     return os.pathsep.join([str(root), *(str(root / part) for part in ("cloud", "models", "edge", "export"))])
 
 
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Ends a process that leads a group, and the group, at once, also where it is stopped."""
+    for number in (signal.SIGKILL, signal.SIGCONT):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+class PausedProcess:
+    """A command in a process group of its own, which may be stopped for a while. options: of `Popen`."""
+
+    def __init__(self, command: Sequence[str], cores: Cores = None, **options: Any) -> None:
+        with running_on(cores):
+            self.process: subprocess.Popen[str] = subprocess.Popen(
+                command, text=True, start_new_session=True, **options
+            )
+        pass_niceness(self.process.pid)
+
+    def pause(self) -> None:
+        """Stops it."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Lets it run."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Ends it."""
+        end_group(self.process)
+
+
 class Program:
     """A command that announces its URL, in a process group of its own. A port that it once had is its own for good.
 
-    log: where its standard error goes; a new start appends. python: the interpreter.
+    log: where its standard error goes; a new start appends. python: the interpreter. directory: where it runs.
+    start_s: for a start.
     """
 
     def __init__(
@@ -69,11 +106,14 @@ class Program:
         cores: Cores = None,
         environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
+        *,
+        directory: Path | None = None,
+        start_s: float = _START_S,
     ) -> None:
         self._arguments = [python, *arguments]
-        self._cores = cores
+        self._cores, self._directory, self._limit_s = cores, directory, start_s
         self._environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(environment or {})}
-        self._process: subprocess.Popen[str] | None = None
+        self._running: PausedProcess | None = None
         self.log = log
         self.url = ""
         self.start_s = 0.0
@@ -86,29 +126,29 @@ class Program:
     @property
     def pid(self) -> int:
         """Of the process that runs."""
-        assert self._process is not None, "it does not run"
-        return self._process.pid
+        assert self._running is not None, "it does not run"
+        return self._running.process.pid
 
     def start(self) -> None:
         """Returns once it is ready. Raises RuntimeUnavailable with its last lines where it ends before that."""
         began_s = time.monotonic()
-        with self.log.open("a") as errors, running_on(self._cores):
-            self._process = subprocess.Popen(
-                [*self._arguments, "--port", str(self.port)],
+        with self.log.open("a") as errors:
+            self._running = PausedProcess(
+                [*self._arguments, *(("--port", str(self.port)) if self.url else ())],
+                self._cores,
+                cwd=self._directory,
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
-                start_new_session=True,
             )
-        pass_niceness(self._process.pid)
-        assert self._process.stdout is not None
+        process = self._running.process
+        assert process.stdout is not None
         # Ends the loop below; the whole group, because a child of it would keep the pipe open.
-        watchdog = threading.Timer(_START_S, self.signal, (signal.SIGKILL,))
+        watchdog = threading.Timer(self._limit_s, self.signal, (signal.SIGKILL,))
         watchdog.start()
         try:
-            for line in self._process.stdout:
+            for line in process.stdout:
                 if line.startswith(READY_PREFIX):
                     self.url = line.removeprefix(READY_PREFIX).strip()
                     self.start_s = time.monotonic() - began_s
@@ -124,26 +164,9 @@ class Program:
 
     def kill(self) -> None:
         """Ends it at once, also where it is stopped; may be called twice."""
-        if self._process is None:
-            return
-        for number in (signal.SIGKILL, signal.SIGCONT):
-            try:
-                self.signal(number)
-            except ProcessLookupError:
-                break
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        self._process = None
-
-    def rss_mb(self) -> float:
-        """Resident memory."""
-        return float(psutil.Process(self.pid).memory_info().rss) / 1e6
-
-    def cpu_s(self) -> float:
-        """Processor time since its start."""
-        times = psutil.Process(self.pid).cpu_times()
-        return float(times.user + times.system)
+        if self._running is not None:
+            self._running.close()
+        self._running = None
 
     def said(self, since: int = 0) -> str:
         """Its log from a character on."""
@@ -151,7 +174,7 @@ class Program:
 
 
 @contextmanager
-def started(program: Program) -> Iterator[Program]:
+def started(program: _P) -> Iterator[_P]:
     """Starts it, and kills it in the end."""
     program.start()
     try:
@@ -162,27 +185,24 @@ def started(program: Program) -> Iterator[Program]:
 
 def verifier(target: Path, place: Path, cores: Cores = None, *options: str, **more: Any) -> Program:
     """`outrider-cloud serve` with one thread. place: a directory for its log."""
-    arguments = ["-m", "outrider.cloud.server", "serve", str(target), "--threads", "1", "--drain-s", "0", *options]
-    return Program(arguments, _log(place, "verifier"), cores, **more)
-
-
-def local_endpoint(
-    draft: Path, clouds: Sequence[str], place: Path, cores: Cores = None, *options: str, **more: Any
-) -> Program:
-    """`outrider serve` with one thread for the draft. place: a directory for its log."""
-    return Program(
-        ["-m", "outrider.edge.cli", *endpoint_arguments(draft, clouds), *options], _log(place, "agent"), cores, **more
-    )
+    arguments = ["-m", "outrider.cloud.server", "serve", str(target), "--threads", "1", "--drain-s", "0"]
+    log = place / f"verifier-{time.monotonic_ns()}.log"
+    return Program([*arguments, *ANY_PORT, *options], log, cores, **more)
 
 
 def endpoint_arguments(draft: Path, clouds: Sequence[str]) -> list[str]:
     """What follows the command's name."""
     urls = [word for url in clouds for word in ("--cloud", url)]
-    return ["serve", "--draft", str(draft), *urls, "--threads", "1"]
+    return ["serve", "--draft", str(draft), *urls, "--threads", "1", *ANY_PORT]
 
 
-def _log(place: Path, name: str) -> Path:
-    return place / f"{name}-{len(list(place.glob(f'{name}-*')))}-{time.monotonic_ns()}.log"
+def announce(make: Callable[..., Any]) -> None:
+    """Runs the server that `make` makes from the options `drain_s` and `on_ready`, on a free port of loopback, until it
+    is ended; announces it as `Program` expects it.
+    """
+    with open_socket("127.0.0.1", 0) as sock:
+        url = url_of(sock, is_tls=False)
+        make(drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True)).run(sockets=[sock])
 
 
 @dataclass(slots=True)
@@ -198,21 +218,18 @@ class Text:
     finish: str = ""
     created_s: int = 0
     took_s: float = 0.0
-    first_s: float = 0.0
     longest_gap_s: float = 0.0
     num_tokens: int = 0
     num_accepted: int = 0
 
 
-def read_text(
-    url: str, body: Mapping[str, Any], on_text: Callable[[str], None] = lambda text: None, path: str = "/v1/completions"
-) -> Text:
+def read_text(url: str, body: Mapping[str, Any], on_text: Callable[[str], None] = lambda text: None) -> Text:
     """Streams a text to its end, also where that is a failure. on_text: called with all text so far at each chunk."""
     found, began_s = Text(), time.monotonic()
     last_s = began_s
     request = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
-        with httpx.stream("POST", url + path, json=request, timeout=_SILENCE_S, trust_env=False) as answer:
+        with httpx.stream("POST", f"{url}/v1/completions", json=request, timeout=_SILENCE_S, trust_env=False) as answer:
             if answer.status_code != 200:
                 found.error = f"HTTP {answer.status_code}: {_message(answer.read())}"
             for line in answer.iter_lines() if not found.error else ():
@@ -227,12 +244,11 @@ def read_text(
                     found.num_tokens = usage["completion_tokens"]
                     found.num_accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
                 for choice in event["choices"]:
-                    new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                    new = choice["text"]
                     found.finish = choice["finish_reason"] or found.finish
                     if not new:
                         continue
                     now_s = time.monotonic()
-                    found.first_s = found.first_s or now_s - began_s
                     found.longest_gap_s, last_s = max(found.longest_gap_s, now_s - last_s), now_s
                     found.text += new
                     on_text(found.text)

@@ -9,14 +9,12 @@ Prompt lookup is off, so that only the earlier text drafts. All texts of a reque
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
-from bench.report import write_json
+from bench.report import TO_JSON, option, parser, write_json
 from rich.console import Console
 from rich.table import Table
 
@@ -75,12 +73,15 @@ async def measure(lab: Lab, prompts: Sequence[tuple[int, ...]], max_tokens: int)
 
 def main() -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--prompts", type=int, default=10)
-    cli.add_argument("--max-tokens", type=int, default=128)
-    cli.add_argument("--widen", type=float, default=0.0, help="MB of the widened target; 0: as it is")
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--prompts": option(10),
+            "--max-tokens": option(128),
+            "--widen": option(0.0, "MB of the widened target; 0: as it is"),
+            **TO_JSON,
+        },
+    ).parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     pair = export_reference_pair(widen_mb=options.widen or None)
     with open_lab(pair.target, pair.draft, cloud_options=(*ALONE, "--recent")) as lab:

@@ -26,7 +26,6 @@ from bench.attacks.subject import Server, Subject
 from bench.report import write_json
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from rich.table import Table
 
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
@@ -79,7 +78,7 @@ def sessions_by_replica(url: str) -> Counter[str]:
 def kill_one(server: Server) -> dict[str, int]:
     """Kills a replica; returns the sessions that each had."""
     counts = sessions_by_replica(server.url)
-    workers = psutil.Process(server.process.pid).children(recursive=True)
+    workers = psutil.Process(server.pid).children(recursive=True)
     replicas = [each for each in workers if each.cmdline() and each.cmdline()[0].startswith(_WORKER)]
     os.kill(replicas[0].pid, signal.SIGKILL)
     return dict(counts)
@@ -111,7 +110,6 @@ def main(
         replaced_s = time.monotonic() - began_s
     num_equal = sum(a.tokens == b.tokens for a, b in zip(alone, killed, strict=True))
     num_resumed = sum(each.num_sessions > 1 for each in killed)
-    table = Table("", "", title="two replicas, one killed")
     rows = {
         "texts, tokens of each": f"{texts}, {max_tokens}",
         "sessions of the two replicas at the kill": " and ".join(map(str, had.values())),
@@ -121,9 +119,7 @@ def main(
         "until the front was ready": f"{ready_s:.0f} s",
         "until another replica had taken its place": f"{replaced_s:.0f} s after the last text",
     }
-    for what, measured in rows.items():
-        table.add_row(what, measured)
-    Console().print(table)
+    Console().print(*(f"{what}: {measured}" for what, measured in rows.items()), sep="\n")
     numbers = {"equal": num_equal, "resumed": num_resumed, "sessions": had, "killed_s": killed_s, "alone_s": alone_s}
     write_json(json_path, {"texts": texts, "max_tokens": max_tokens, **numbers})
     if num_equal < texts or not num_resumed:

@@ -1,15 +1,65 @@
-"""Adds to every measurement's numbers where they come from."""
+"""What measurements share: their options, their tables, their verdict, and where their numbers come from."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from rich.console import Console
+from rich.table import Table
+
 _PACKAGES: Final = ("openvino", "onnxruntime", "torch", "transformers", "triton")
+
+Options = Mapping[str, Mapping[str, Any]]
+"""Options of a command by name, such as `--runs`, each with the arguments of argparse's `add_argument`."""
+
+
+def option(default: Any = None, help: str | None = None, **more: Any) -> dict[str, Any]:
+    """An option of the default's type; a list takes several values, False is a switch."""
+    if default is False:
+        return {"action": "store_true", "help": help}
+    if isinstance(default, list):
+        return {"nargs": "+", "type": type(default[0]), "default": default, "help": help, **more}
+    typed = {"type": type(default)} if default is not None else {}
+    return {**typed, "default": default, "help": help, **more}
+
+
+TO_JSON: Final[Options] = {"--json": option(type=Path, help="also write the figures here")}
+
+
+def add_options(cli: argparse.ArgumentParser, options: Options) -> None:
+    """Adds all of them."""
+    for name, arguments in options.items():
+        cli.add_argument(name, **arguments)
+
+
+def parser(doc: str | None, options: Options) -> argparse.ArgumentParser:
+    """A command with these options. doc: its module's text."""
+    cli = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(cli, options)
+    return cli
+
+
+def figures_table(title: str, *columns: str, left: Collection[str] = ()) -> Table:
+    """A table of numbers. left: columns of words."""
+    table = Table(title=title, title_justify="left", box=None)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
+
+
+def verdict(console: Console, missed: Sequence[str], path: Path | None, document: Mapping[str, Any]) -> int:
+    """Prints the bounds that are missed, writes the numbers, and returns the exit code."""
+    for miss in missed:
+        console.print(miss, style="red", highlight=False)
+    write_json(path, {**document, "misses": missed})
+    return 1 if missed else 0
 
 
 def _version(name: str) -> str | None:

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import fmean, median
-from typing import Final
+from typing import Final, TypeVar
 
 from bench.beside import Beside, Stop, Written
 from bench.server_clock import ServerClock, ServerTimes
@@ -34,6 +34,7 @@ from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.world import Times
 from outrider.models.bundle.speed_up import Setting
 
+_R = TypeVar("_R")
 PATH: Final = "path"
 TREE: Final = "tree"
 WRONG: Final = "tree_always_wrong"
@@ -104,37 +105,27 @@ class Cell:
         return self.per_token(lambda text: text.num_passes)
 
     @property
-    def traffic(self) -> Traffic:
-        """What the mode sent and drafted."""
+    def traffic(self) -> dict[str, float]:
+        """What the mode sent and drafted, per token. bytes: of bodies, prompt included. drafted: positions at which the
+        draft guessed. sent, verified: guesses.
+        """
+        return {
+            "bytes_up": self.per_token(lambda text: text.wire.body_up),
+            "bytes_down": self.per_token(lambda text: text.wire.body_down),
+            "posts": self.per_token(lambda text: text.num_posts),
+            "drafted": self.per_token(lambda text: text.num_drafted),
+            "sent": self.per_token(lambda text: text.num_sent),
+            "verified": self.times.proposed / self.num_tokens,
+            "passes": self.passes_per_token,
+        }
+
+    @property
+    def hits(self) -> dict[int, float]:
+        """Share of tokens that the device had guessed, by rank (8: prompt lookup's)."""
         hits: Counter[int] = Counter()
         for text in self.texts:
             hits.update(text.hits)
-        return Traffic(
-            bytes_up=self.per_token(lambda text: text.wire.body_up),
-            bytes_down=self.per_token(lambda text: text.wire.body_down),
-            posts=self.per_token(lambda text: text.num_posts),
-            drafted=self.per_token(lambda text: text.num_drafted),
-            sent=self.per_token(lambda text: text.num_sent),
-            verified=self.times.proposed / self.num_tokens,
-            passes=self.passes_per_token,
-            hits={rank: count / self.num_tokens for rank, count in sorted(hits.items())},
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Per token of the text. bytes: of bodies, prompt included. drafted: positions at which the draft guessed. sent,
-    verified: guesses. hits: share of tokens that the device had guessed, by rank (8: prompt lookup's).
-    """
-
-    bytes_up: float
-    bytes_down: float
-    posts: float
-    drafted: float
-    sent: float
-    verified: float
-    passes: float
-    hits: dict[int, float]
+        return {rank: count / self.num_tokens for rank, count in sorted(hits.items())}
 
 
 @dataclass(slots=True)
@@ -271,11 +262,6 @@ def stream_agent(
     return StreamAgent(endpoints, drafter, CostModelDepth(estimates), estimates, options), estimates
 
 
-def path_options() -> AgentOptions:
-    """Drafts of one path."""
-    return AgentOptions(tree=TreeLimits(width=1))
-
-
 async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, left_out: Collection[str]) -> Place:
     """The modes at one round trip."""
     endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
@@ -283,7 +269,7 @@ async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, lef
     del modes[STREAM]
     wrong = AlwaysWrongDrafter(subject.drafter, subject.vocab_size)
     streams: dict[str, tuple[StreamAgent, Estimates]] = {
-        PATH: stream_agent(endpoints, subject.drafter, path_options()),
+        PATH: stream_agent(endpoints, subject.drafter, AgentOptions(tree=TreeLimits(width=1))),
         TREE: stream_agent(endpoints, subject.drafter),
         WRONG: stream_agent(endpoints, wrong, AgentOptions(tree=TreeLimits(width=WRONG_WIDTH))),
     }
@@ -351,7 +337,7 @@ async def run_once(
 ) -> list[GenerationResult]:
     """One run at one round trip; returns cloud-only's texts. clocks: of modes that have a verifier of their own."""
     texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
-    for name, request in _in_turn(list(place.modes), requests, index):
+    for name, request in in_turn(list(place.modes), requests, index):
         reader = clocks.get(name, clock)
         before = reader.read()
         texts[name].append(await place.modes[name].generate(request))
@@ -367,9 +353,7 @@ async def run_once(
     return texts[CLOUD_ONLY]
 
 
-def _in_turn(
-    names: Sequence[str], requests: Sequence[GenerationRequest], index: int
-) -> Iterator[tuple[str, GenerationRequest]]:
+def in_turn(names: Sequence[str], requests: Sequence[_R], index: int) -> Iterator[tuple[str, _R]]:
     """Every mode on each request, in another order each time, so that no mode always follows the same one."""
     for shift, request in enumerate(requests, start=index):
         for i in range(len(names)):

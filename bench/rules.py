@@ -31,20 +31,19 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Final
 
-from bench.report import write_json
+from bench.report import TO_JSON, figures_table, option, parser, verdict
+from bench.round_trips import Cell
 from rich.console import Console
-from rich.table import Table
 
-from outrider.edge.lab.laboratory import ALIKE, Lab, connected, interleave, open_lab
+from outrider.edge.lab.laboratory import ALIKE, CLOUD_ONLY, Lab, connected, interleave, open_lab
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, make_agent, make_options
 from outrider.edge.modes.stream import AgentOptions
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.results import GenerationRequest, Mode
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.reference_export import export_reference_pair
 from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms, log_probability
@@ -53,33 +52,29 @@ from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
 from outrider.reference import load_prompts
 
-CLOUD_ONLY: Final = "cloud-only"
 COUPLED: Final = ("tree", "path", "blocks")
 SERVER: Final = (*ALIKE, "--no-lookup", "--allow-tolerance")
 
 
-@dataclass(slots=True)
-class Cell:
-    """A rule at one round trip. ratios: tokens/s over cloud-only's, by run."""
+def acceptance_of(cell: Cell) -> float | None:
+    """Accepted over tested drafted tokens; None where nothing was drafted."""
+    return cell.acceptance if any(text.num_tested for text in cell.texts) else None
 
-    ratios: list[float] = field(default_factory=list)
-    texts: list[GenerationResult] = field(default_factory=list)
 
-    @property
-    def acceptance(self) -> float:
-        """Accepted over tested drafted tokens; NaN where nothing was drafted."""
-        tested = sum(text.num_tested for text in self.texts)
-        return sum(text.num_accepted for text in self.texts) / tested if tested else math.nan
+def bytes_up(cell: Cell, alone: Cell) -> float:
+    """Of drafts, per token."""
+    return max(0.0, cell.traffic["bytes_up"] - alone.traffic["bytes_up"])
 
-    def bytes_up(self, alone: Cell) -> float:
-        """Of drafts, per token."""
-        sent = sum(text.wire.body_up for text in self.texts) - sum(text.wire.body_up for text in alone.texts)
-        return max(0.0, sent) / sum(len(text.tokens) for text in self.texts)
 
-    @property
-    def passes(self) -> float:
-        """Target passes per token."""
-        return sum(text.num_passes for text in self.texts) / sum(len(text.tokens) for text in self.texts)
+def as_json(cell: Cell, alone: Cell) -> dict[str, Any]:
+    """A rule at one round trip as plain data."""
+    return {
+        "speed": cell.ratio,
+        "ratios": cell.ratios,
+        "acceptance": acceptance_of(cell),
+        "passes_per_token": cell.passes_per_token,
+        "bytes_up_per_token": bytes_up(cell, alone),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,51 +125,53 @@ async def measure(options: argparse.Namespace, lab: Lab, requests: Sequence[Gene
     return found
 
 
-def perplexity_of(target: BatchRuntime, prompt: Sequence[int], text: Sequence[int]) -> tuple[float, int]:
-    """Sum of -log p of the text's tokens under the target, temperature 1, and their number."""
+def nats_of(target: BatchRuntime, prompt: Sequence[int], text: Sequence[int]) -> float:
+    """Sum of -log p of the text's tokens under the target, temperature 1."""
     tokens = [*prompt, *text[:-1]]
     blocks = range(-(-len(tokens) // target.block_size))
     rows = target.forward([SequenceSlice(tokens, 0, list(blocks), len(text))])
     params = SamplingParams(temperature=1.0)
-    return -sum(log_probability(row, params, token) for row, token in zip(rows, text, strict=True)), len(text)
+    return -sum(log_probability(row, params, token) for row, token in zip(rows, text, strict=True))
 
 
-def judge(target: BatchRuntime, requests: Sequence[GenerationRequest], cells: Sequence[Mapping[str, Cell]]) -> Any:
+def shared_part(text: Sequence[int], truth: Sequence[int]) -> float:
+    """The share of a text before its first other token."""
+    same = next((i for i, (a, b) in enumerate(zip(text, truth, strict=False)) if a != b), len(truth))
+    return same / len(truth)
+
+
+def judge(
+    target: BatchRuntime, requests: Sequence[GenerationRequest], cells: Sequence[Mapping[str, Cell]]
+) -> dict[str, Quality]:
     """The quality of each rule's texts, over all round trips."""
-    found: dict[str, Quality] = {}
     truth = [text.tokens for text in cells[0][CLOUD_ONLY].texts[: len(requests)]]
+    found: dict[str, Quality] = {}
     for name in cells[0]:
-        nats, num_tokens, num_equal, shared, num_texts = 0.0, 0, 0, 0.0, 0
-        for text_index, text in ((i, text) for each in cells for i, text in enumerate(each[name].texts)):
-            index = text_index % len(requests)
-            own, count = perplexity_of(target, requests[index].prompt, text.tokens)
-            nats, num_tokens, num_texts = nats + own, num_tokens + count, num_texts + 1
-            same = next((i for i, (a, b) in enumerate(zip(text.tokens, truth[index], strict=False)) if a != b), None)
-            num_equal += same is None
-            shared += 1.0 if same is None else same / len(truth[index])
-        found[name] = Quality(math.exp(nats / num_tokens), num_equal, num_texts, shared / num_texts)
+        texts = [(i % len(requests), text.tokens) for each in cells for i, text in enumerate(each[name].texts)]
+        nats = sum(nats_of(target, requests[index].prompt, tokens) for index, tokens in texts)
+        shares = [shared_part(tokens, truth[index]) for index, tokens in texts]
+        perplexity = math.exp(nats / sum(len(tokens) for _, tokens in texts))
+        found[name] = Quality(perplexity, shares.count(1.0), len(texts), sum(shares) / len(texts))
     return found
 
 
 def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: Mapping[str, Quality]) -> None:
     """Prints the tables."""
-    table = Table(title="tokens/s over cloud-only's, by round trip", title_justify="left", box=None)
-    for name in ("RTT ms", "rule", "speed (lowest run)", "acceptance", "passes/token", "B up/token"):
-        table.add_column(name, justify="left" if name == "rule" else "right")
+    names = ("RTT ms", "rule", "speed (lowest run)", "acceptance", "passes/token", "B up/token")
+    table = figures_table("tokens/s over cloud-only's, by round trip", *names, left=("rule",))
     for rtt_ms, cells in found.items():
         for name, cell in cells.items():
+            accepted = acceptance_of(cell)
             table.add_row(
                 f"{rtt_ms:g}",
                 name,
-                f"{median(cell.ratios):.2f}x ({min(cell.ratios):.2f})",
-                "-" if math.isnan(cell.acceptance) else f"{cell.acceptance:.3f}",
-                f"{cell.passes:.3f}",
-                f"{cell.bytes_up(cells[CLOUD_ONLY]):.0f}",
+                f"{cell.ratio:.2f}x ({min(cell.ratios):.2f})",
+                "-" if accepted is None else f"{accepted:.3f}",
+                f"{cell.passes_per_token:.3f}",
+                f"{bytes_up(cell, cells[CLOUD_ONLY]):.0f}",
             )
     console.print(table)
-    table = Table(title="quality", title_justify="left", box=None)
-    for name in ("rule", "perplexity", "texts equal", "shared beginning"):
-        table.add_column(name, justify="left" if name == "rule" else "right")
+    table = figures_table("quality", "rule", "perplexity", "texts equal", "shared beginning", left=("rule",))
     for name, each in quality.items():
         table.add_row(name, f"{each.perplexity:.3f}", f"{each.num_equal}/{each.num_texts}", f"{each.shared:.2f}")
     console.print(table)
@@ -182,17 +179,20 @@ def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: M
 
 def main() -> int:
     """Runs the comparison."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 25.0, 50.0])
-    cli.add_argument("--prompts", type=int, default=3, help="texts of a run")
-    cli.add_argument("--max-tokens", type=int, default=100)
-    cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--runs", type=int, default=3, help="after one that warms up")
-    cli.add_argument("--delta", type=float, default=0.5)
-    cli.add_argument("--acceptance", type=float, default=0.7)
-    cli.add_argument("--json", type=Path)
-    options = cli.parse_args()
+    options = parser(
+        __doc__,
+        {
+            "--widen": option(1450.0, "MB of the widened FP32 target; 0: as it is"),
+            "--rtt-ms": option([0.0, 25.0, 50.0]),
+            "--prompts": option(3, "texts of a run"),
+            "--max-tokens": option(100),
+            "--temperature": option(0.8),
+            "--runs": option(3, "after one that warms up"),
+            "--delta": option(0.5),
+            "--acceptance": option(0.7),
+            **TO_JSON,
+        },
+    ).parse_args()
     console = Console()
     pair = export_reference_pair(widen_mb=options.widen)
     same = Bundle.open(export_reference_pair(widen_mb=0.0).target)  # the same function, sooner
@@ -214,32 +214,19 @@ def main() -> int:
     finally:
         target.close()
     show(console, found, quality)
-    if options.json:
-        report = {
-            "rules": {
-                f"{rtt_ms:g}": {
-                    name: {
-                        "speed": median(cell.ratios),
-                        "ratios": cell.ratios,
-                        "acceptance": None if math.isnan(cell.acceptance) else cell.acceptance,
-                        "passes_per_token": cell.passes,
-                        "bytes_up_per_token": cell.bytes_up(cells[CLOUD_ONLY]),
-                    }
-                    for name, cell in cells.items()
-                }
-                for rtt_ms, cells in found.items()
-            },
-            "quality": {
-                name: {"perplexity": each.perplexity, "equal": each.num_equal, "texts": each.num_texts}
-                | {"shared": each.shared}
-                for name, each in quality.items()
-            },
-        }
-        write_json(options.json, report)
-    different = [name for name in COUPLED if quality[name].num_equal < quality[name].num_texts]
-    for name in different:
-        console.print(f"texts by coupled noise ({name}) differ from cloud-only's; run bench.invariant", style="red")
-    return 1 if different else 0
+    document = {
+        "rules": {
+            f"{rtt_ms:g}": {name: as_json(cell, cells[CLOUD_ONLY]) for name, cell in cells.items()}
+            for rtt_ms, cells in found.items()
+        },
+        "quality": {name: asdict(each) for name, each in quality.items()},
+    }
+    missed = [
+        f"texts by coupled noise ({name}) differ from cloud-only's; run bench.invariant"
+        for name in COUPLED
+        if quality[name].num_equal < quality[name].num_texts
+    ]
+    return verdict(console, missed, options.json, document)
 
 
 if __name__ == "__main__":

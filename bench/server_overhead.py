@@ -24,21 +24,21 @@ import asyncio
 import json
 import re
 import resource
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Final, cast
 
 import httpx
 import numpy as np
 import uvloop
+from bench.attacks.exchange import values_of
 from bench.attacks.tree_bytes import varint
-from bench.report import write_json
+from bench.processes import announce
+from bench.report import TO_JSON, option, parser, verdict
 from fastapi import FastAPI
 from numpy.typing import NDArray
 from rich.console import Console
@@ -51,7 +51,7 @@ from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector
-from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
@@ -129,10 +129,7 @@ def serve(step_s: float, num_sessions: int) -> None:
     relieve_collector()  # as `serve` does
     engine.start()
     _report_cpu(app, runtime)
-    with open_socket("127.0.0.1", 0) as sock:
-        url = url_of(sock, is_tls=False)
-        server = VerifierServer(app, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
-        server.run(sockets=[sock])
+    announce(partial(VerifierServer, app))
 
 
 def _report_cpu(app: FastAPI, runtime: EmulatedRuntime) -> None:
@@ -225,15 +222,12 @@ class Posts(asyncio.Protocol):
     """The connection on which one session posts its drafts."""
 
     def __init__(self, headers: bytes, bodies: Bodies) -> None:
-        self._headers = headers
-        self._bodies = bodies
+        self._headers, self._bodies = headers, bodies
         self._num_nodes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keeps the transport."""
-        transport = cast(asyncio.Transport, transport)  # uvloop registers no class
-        self._transport = transport
-        self.num_sent = self.num_answered = self.num_taken = 0
+        self._transport = cast(asyncio.Transport, transport)  # uvloop registers no class
 
     def post(self, session: bytes, base: int, last_token: int) -> None:
         """Sends the drafts after `last_token`."""
@@ -243,12 +237,6 @@ class Posts(asyncio.Protocol):
             b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nPrefer: return=minimal\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (session, self._headers, media_type, len(body), body)
         )
-        self.num_sent += 1
-
-    def data_received(self, data: bytes) -> None:
-        """Counts answers."""
-        self.num_answered += data.count(b"HTTP/1.1 ")
-        self.num_taken += data.count(b"HTTP/1.1 204")
 
 
 class Stream(asyncio.Protocol):
@@ -257,11 +245,8 @@ class Stream(asyncio.Protocol):
     _EVENT = re.compile(rb'data: \{"base":(\d+),"tokens":\[([\d,]+)\]')
 
     def __init__(self, posts: Posts, headers: bytes, prompt: Sequence[int]) -> None:
-        self._posts = posts
-        self._headers = headers
-        self._prompt = prompt
-        self._rest = b""
-        self._session = b""
+        self._posts, self._headers, self._prompt = posts, headers, prompt
+        self._rest = self._session = b""
         self.num_commits = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -294,43 +279,23 @@ class Stream(asyncio.Protocol):
             self._posts.post(self._session, int(base) + len(known), int(known[-1]))
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Totals since the server's start; the difference of two is what a window took."""
+Counters = dict[str, float]
+"""Totals since the server's start; the difference of two is what a window took."""
 
-    process_s: float
-    engine_s: float
-    loop_s: float
-    overhead_s: float
-    steps: float
-    passes: float
-    committed: float
-    proposed: float
-    posts: float
-    wall_s: float
 
-    def __sub__(self, other: Counters) -> Counters:
-        return Counters(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
-
-    @classmethod
-    async def read(cls, http: httpx.AsyncClient) -> Counters:
-        """Reads /cpu and /metrics."""
-        cpu = (await http.get("/cpu")).json()
-        text = (await http.get("/metrics")).text
-
-        def total(pattern: str) -> float:
-            return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
-
-        return cls(
-            **cpu,
-            overhead_s=total("outrider_engine_overhead_seconds_total"),
-            steps=total("outrider_engine_steps_total"),
-            passes=total("outrider_target_passes_total"),
-            committed=total("outrider_generation_tokens_total"),
-            proposed=total("outrider_spec_decode_num_draft_tokens_total"),
-            posts=total(r'outrider_http_requests_total\{.*drafts.*status="204".*\}'),
-            wall_s=time.perf_counter(),
-        )
+async def _read(http: httpx.AsyncClient) -> Counters:
+    """Reads /cpu and /metrics."""
+    cpu: Counters = (await http.get("/cpu")).json()
+    text = (await http.get("/metrics")).text
+    names = {
+        "overhead_s": "outrider_engine_overhead_seconds_total",
+        "steps": "outrider_engine_steps_total",
+        "passes": "outrider_target_passes_total",
+        "committed": "outrider_generation_tokens_total",
+    }
+    found = {name: sum(values_of(text, metric)) for name, metric in names.items()}
+    posts = sum(values_of(text, "outrider_http_requests_total", "drafts", 'status="204"'))
+    return {**cpu, **found, "posts": posts, "wall_s": time.perf_counter()}
 
 
 async def _measure(
@@ -361,101 +326,80 @@ async def _measure(
             for kind in kinds:
                 bodies.kind = kind
                 await steps_until(min(stream.num_commits for stream in streams) + SETTLE_STEPS)
-                before = await Counters.read(http)
+                before = await _read(http)
                 await steps_until(min(stream.num_commits for stream in streams) + num_steps)
-                windows[kind].append(await Counters.read(http) - before)
+                after = await _read(http)
+                windows[kind].append({name: after[name] - before[name] for name in after})
     return windows
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The medians of one number of sessions."""
-
-    sessions: int
-    drafts: str
-    cpu_ms: float
-    engine_cpu_ms: float
-    loop_cpu_ms: float
-    engine_wall_ms: float
-    step_ms: float
-    posts_per_pass: float
-    tokens_per_pass: float
-    passes_per_step: float
-    steps: int
-
-    @classmethod
-    def of(cls, sessions: int, drafts: str, windows: Sequence[Counters]) -> Row:
-        """CPU times are per session and step, the engine's wall time and the step's time per step."""
-
-        def middle(name: str, over: str, scale: float = 1.0) -> float:
-            return float(median(getattr(window, name) / getattr(window, over) * scale for window in windows))
-
-        return cls(
-            sessions,
-            drafts,
-            middle("process_s", "passes", 1e3),
-            middle("engine_s", "passes", 1e3),
-            middle("loop_s", "passes", 1e3),
-            middle("overhead_s", "steps", 1e3),
-            middle("wall_s", "steps", 1e3),
-            middle("posts", "passes"),
-            middle("committed", "passes"),
-            middle("passes", "steps"),
-            int(sum(window.steps for window in windows)),
-        )
-
-    def missed(self) -> list[str]:
-        """The bounds that are missed, in words."""
-        found = []
-        if self.sessions >= 16 and self.drafts == PATHS and self.cpu_ms > MAX_CPU_MS:
-            found.append(
-                f"{self.sessions} sessions: {self.cpu_ms:.3f} ms of CPU per session and step, over {MAX_CPU_MS}"
-            )
-        bound = MAX_ENGINE_MS.get(self.sessions)
-        if bound is not None and self.drafts == PATHS and self.engine_wall_ms > bound:
-            found.append(
-                f"{self.sessions} sessions: the engine takes {self.engine_wall_ms:.1f} ms per step, over {bound}"
-            )
-        return found
+FIGURES: Final = {
+    "cpu_ms": ("process_s", "passes", 1e3),
+    "engine_cpu_ms": ("engine_s", "passes", 1e3),
+    "loop_cpu_ms": ("loop_s", "passes", 1e3),
+    "engine_wall_ms": ("overhead_s", "steps", 1e3),
+    "step_ms": ("wall_s", "steps", 1e3),
+    "posts_per_pass": ("posts", "passes", 1.0),
+    "tokens_per_pass": ("committed", "passes", 1.0),
+    "passes_per_step": ("passes", "steps", 1.0),
+}
+"""By name: a counter, over which other, scaled: CPU times per session and step, times by the clock per step."""
 
 
-@contextmanager
-def _server(step_ms: float, num_sessions: int) -> Iterator[str]:
-    command = ["-m", "bench.server_overhead", "--serve", str(step_ms), "--sessions", str(num_sessions)]
-    with child_process(command, ready_prefix=READY_PREFIX) as url:
-        yield url
+def figures_of(windows: Sequence[Counters]) -> dict[str, float]:
+    """The medians of the windows."""
+    return {
+        name: median(window[what] / window[over] * scale for window in windows)
+        for name, (what, over, scale) in FIGURES.items()
+    }
 
 
-def main() -> None:
-    """Measures and prints; exits 1 when a bound is missed."""
-    cli = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    cli.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])
-    cli.add_argument("--step-ms", type=float, default=30.0, help="time of an emulated step")
-    cli.add_argument("--steps", type=int, default=100, help="steps of a window")
-    cli.add_argument("--windows", type=int, default=5, help="windows; medians are shown")
-    cli.add_argument("--json", type=Path)
-    cli.add_argument("--serve", type=float, help=argparse.SUPPRESS)
-    cli.add_argument("--drafts", nargs="+", choices=(PATHS, *TREES), default=[PATHS, "trees32"], help="kinds, in turn")
-    options = cli.parse_args()
+def misses(sessions: int, drafts: str, figures: dict[str, float]) -> list[str]:
+    """The bounds that are missed, in words."""
+    found = []
+    if sessions >= 16 and drafts == PATHS and figures["cpu_ms"] > MAX_CPU_MS:
+        found.append(f"{sessions} sessions: {figures['cpu_ms']:.3f} ms of CPU per session and step, over {MAX_CPU_MS}")
+    bound, wall_ms = MAX_ENGINE_MS.get(sessions), figures["engine_wall_ms"]
+    if bound is not None and drafts == PATHS and wall_ms > bound:
+        found.append(f"{sessions} sessions: the engine takes {wall_ms:.1f} ms per step, over {bound}")
+    return found
+
+
+def main() -> int:
+    """Measures and prints; 1 when a bound is missed."""
+    options = parser(
+        (__doc__ or "").partition("\n")[0],
+        {
+            "--sessions": option([1, 16, 64, 256]),
+            "--step-ms": option(30.0, "time of an emulated step"),
+            "--steps": option(100, "steps of a window"),
+            "--windows": option(5, "windows; medians are shown"),
+            "--serve": option(type=float, help=argparse.SUPPRESS),
+            "--drafts": option([PATHS, "trees32"], "kinds, in turn", choices=(PATHS, *TREES)),
+            **TO_JSON,
+        },
+    ).parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     if options.serve is not None:
         serve(options.serve / 1e3, options.sessions[0])
-        return
+        return 0
     names = ("sessions", "drafts", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
     table = Table(*names, title="ms of CPU per session and step; ms per step by the clock")
-    rows = []
+    rows: list[dict[str, Any]] = []
     ratios: list[dict[str, Any]] = []
+    missed: list[str] = []
     for num_sessions in options.sessions:
-        with _server(options.step_ms, num_sessions) as url:
+        command = ["-m", "bench.server_overhead", "--serve", str(options.step_ms), "--sessions", str(num_sessions)]
+        with child_process(command, ready_prefix=READY_PREFIX) as url:
             measuring = _measure(url, num_sessions, options.steps, options.windows, options.drafts)
             windows = uvloop.run(measuring)
         for kind, found in windows.items():
-            row = Row.of(num_sessions, kind, found)
-            rows.append(row)
-            cells = (row.cpu_ms, row.engine_cpu_ms, row.loop_cpu_ms)
-            walls = (f"{row.engine_wall_ms:.2f}", f"{row.step_ms:.1f}")
-            counts = (f"{row.posts_per_pass:.2f}", f"{row.tokens_per_pass:.2f}")
-            table.add_row(str(row.sessions), kind, *(f"{cell:.3f}" for cell in cells), *walls, *counts)
+            figures = figures_of(found)
+            rows.append({"sessions": num_sessions, "drafts": kind, **figures})
+            missed += misses(num_sessions, kind, figures)
+            digits = (3, 3, 3, 2, 1, 2, 2)
+            cells = (f"{value:.{places}f}" for value, places in zip(figures.values(), digits, strict=False))
+            table.add_row(str(num_sessions), kind, *cells)
             if kind != PATHS and PATHS in windows:
                 ratio = _ratio(found, windows[PATHS])
                 ratios.append({"sessions": num_sessions, "drafts": kind, "cpu_over_paths": ratio})
@@ -463,30 +407,22 @@ def main() -> None:
     console.print(table)
     for each in ratios:
         console.print(f"{each['sessions']} sessions: {each['drafts']} take {each['cpu_over_paths']:.2f}x of paths' CPU")
-    document: dict[str, Any] = {"step_ms": options.step_ms, "rows": [_as_dict(row) for row in rows], "ratios": ratios}
-    write_json(options.json, document)
-    missed = [line for row in rows for line in row.missed()]
     missed += [
         f"16 sessions: trees32 take {each['cpu_over_paths']:.2f}x of paths' CPU, over {MAX_TREE_RATIO}"
         for each in ratios
         if each["sessions"] == 16 and each["drafts"] == "trees32" and each["cpu_over_paths"] > MAX_TREE_RATIO
     ]
-    for line in missed:
-        console.print(line)
-    if missed:
-        raise SystemExit(1)
+    document = {"step_ms": options.step_ms, "rows": rows, "ratios": ratios}
+    return verdict(console, missed, options.json, document)
 
 
 def _ratio(trees: Sequence[Counters], paths: Sequence[Counters]) -> float:
     """CPU per pass over that of the window of paths beside it, the median."""
     return median(
-        (tree.process_s / tree.passes) / (path.process_s / path.passes) for tree, path in zip(trees, paths, strict=True)
+        (tree["process_s"] / tree["passes"]) / (path["process_s"] / path["passes"])
+        for tree, path in zip(trees, paths, strict=True)
     )
 
 
-def _as_dict(row: Row) -> dict[str, float | str]:
-    return {each.name: getattr(row, each.name) for each in fields(row)}
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

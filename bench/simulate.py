@@ -14,9 +14,10 @@ and no round trip) and the target passes per token:
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
+
+from bench.report import option, parser
 
 from outrider.models.bundle.speed_up import Reach, Setting, best_depth, stop_and_wait, stream
 
@@ -144,11 +145,16 @@ def patient(setting: Setting) -> Reach:
 
 def main() -> None:
     """Prints one line per round trip."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("alpha", 0.65), ("draft-ms", 1.5), ("step-ms", 40.0), ("extra-ms", 1.2)):
-        cli.add_argument(f"--{name}", type=float, default=default)
-    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0, 10, 25, 50, 100, 200])
-    a = cli.parse_args()
+    a = parser(
+        __doc__,
+        {
+            "--alpha": option(0.65),
+            "--draft-ms": option(1.5),
+            "--step-ms": option(40.0),
+            "--extra-ms": option(1.2),
+            "--rtt-ms": option([0.0, 10.0, 25.0, 50.0, 100.0, 200.0]),
+        },
+    ).parse_args()
     print("rtt_ms   block (depth)   never   patient (P ms, W)   exact | passes/token: block never patient")
     for rtt_ms in a.rtt_ms:
         setting = Setting(a.alpha, a.draft_ms, a.step_ms, a.extra_ms, rtt_ms)

@@ -7,28 +7,81 @@ Speed-ups over cloud-only streaming, by round trip. `path`: one guess per positi
 are pending, one path is verified. `tree`: any part of the tree is verified (tree attention). Beside them the same draft
 beside the target, with no network. --bytes adds the curve of bytes sent per token against speed-up, --variants what
 single changes of the plan do. Seeds are fixed: equal options give equal tables. bench.ranks makes the data.
+
+Beside the target, draft and target take turns: with `k` drafted tokens a round takes
+step_ms + (extra_ms + draft_ms) * k.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from bench.rank_files import read_ranks
-from bench.tree_beside import beside
+from bench.report import option, parser
 
+from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, Outcome, path, simulate
 from outrider.export.report.simulation.world import Form, Plan, Times
 
 DATA: Final = Path(__file__).parent / "data"
 ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 
+MOST_DRAFTED: Final = 24
+FLOORS: Final = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4)
+"""How likely a path must be for the draft to go on: the best of these is taken."""
+
+_REPEATS: Final = 20  # how often the texts are played, so that rounds begin at every place of them
+
 Play = Callable[[float, Plan], Outcome]
 """Simulates a plan at a round trip in ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Speed-ups over plain steps. fixed: at the best fixed depth, `depth`, for independent tokens. by_gap: a round
+    drafts while its path is likely to be accepted.
+    """
+
+    fixed: float
+    depth: int
+    by_gap: float
+
+
+def beside(ranks: Ranks, times: Times) -> Beside:
+    """What the draft of these ranks gains beside a target of these times; one node per draft call."""
+    alpha = ranks.hits(1)
+
+    def fixed(depth: int) -> float:
+        tokens = sum(alpha**accepted for accepted in range(depth + 1))
+        return tokens * times.step_ms / (times.step_ms + (times.extra_ms + times.draft_ms) * depth)
+
+    depth = max(range(1, MOST_DRAFTED + 1), key=fixed)
+    return Beside(fixed(depth), depth, max(_by_gap(ranks, times, floor) for floor in FLOORS))
+
+
+def _by_gap(ranks: Ranks, times: Times, floor: float) -> float:
+    """Speed-up where a round drafts at least once, and verifies what is likelier than `floor` to be reached.
+
+    The gap of a guess is known after its draft call, so the call that ends a round is paid for too.
+    """
+    now_ms, place, num_tokens = 0.0, 0, _REPEATS * len(ranks.picked)
+    while place < num_tokens:
+        reached, num_drafted, num_kept = 1.0, 0, 0
+        while num_drafted < MOST_DRAFTED and (not num_kept or reached >= floor):
+            reached *= ranks.chances[(place + num_drafted) % len(ranks.picked)][0]
+            num_drafted += 1
+            if num_drafted == 1 or reached >= floor:
+                num_kept = num_drafted
+        accepted = 0
+        while accepted < num_kept and ranks.picked[(place + accepted) % len(ranks.picked)].rank == 0:
+            accepted += 1
+        now_ms += times.step_ms + times.extra_ms * num_kept + times.draft_ms * num_drafted
+        place += accepted + 1
+    return place * times.step_ms / now_ms
 
 
 def plans(plan: Plan) -> dict[str, Plan]:
@@ -93,23 +146,27 @@ def _budget(text: str) -> float | None:
 
 def main() -> None:
     """Prints the tables."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--temp", choices=("0.8", "0.0"), default="0.8")
-    cli.add_argument("--data", type=Path, default=DATA, help="directory of ranks_0.8.json and ranks_0.0.json")
-    for name, default in (("step", 40.0), ("extra", 1.0), ("draft", 1.0)):
-        cli.add_argument(f"--{name}-ms", type=float, default=default)
-    cli.add_argument("--nodes-per-call", type=int, default=1, help="nodes that one draft call expands")
-    cli.add_argument("--call-extra", type=float, default=0.1, help="what a further node of a call costs, of a call")
-    cli.add_argument("--rtt-ms", type=float, nargs="+", default=list(ROUND_TRIPS_MS))
-    cli.add_argument("--tokens", type=int, default=400)
-    cli.add_argument("--seeds", type=int, default=3)
     plan = Plan()
-    cli.add_argument("--width", type=int, default=plan.width, help="guesses per position")
-    cli.add_argument("--budget", type=int, default=plan.budget, help="nodes of a tree at most")
-    cli.add_argument("--floor", type=float, default=plan.floor, help="no node is expanded that is less likely")
-    cli.add_argument("--bytes", type=_budget, nargs="+", help="budgets of bytes per token, or none: prints the curve")
-    cli.add_argument("--variants", action="store_true", help="prints what single changes do")
-    o = cli.parse_args()
+    o = parser(
+        __doc__,
+        {
+            "--temp": option("0.8", choices=("0.8", "0.0")),
+            "--data": option(DATA, "directory of ranks_0.8.json and ranks_0.0.json", type=Path),
+            "--step-ms": option(40.0),
+            "--extra-ms": option(1.0),
+            "--draft-ms": option(1.0),
+            "--nodes-per-call": option(1, "nodes that one draft call expands"),
+            "--call-extra": option(0.1, "what a further node of a call costs, of a call"),
+            "--rtt-ms": option(list(ROUND_TRIPS_MS)),
+            "--tokens": option(400),
+            "--seeds": option(3),
+            "--width": option(plan.width, "guesses per position"),
+            "--budget": option(plan.budget, "nodes of a tree at most"),
+            "--floor": option(plan.floor, "no node is expanded that is less likely"),
+            "--bytes": option(type=_budget, nargs="+", help="budgets of bytes per token, or none: prints the curve"),
+            "--variants": option(False, "prints what single changes do"),
+        },
+    ).parse_args()
     ranks = read_ranks(o.data / f"ranks_{o.temp}.json")
     times = Times(o.step_ms, o.extra_ms, o.draft_ms, o.nodes_per_call, o.call_extra)
     plan = Plan(width=o.width, budget=o.budget, floor=o.floor)

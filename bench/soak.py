@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-import httpx
 import psutil
 import typer
+from bench.bare_http import Wire
+from bench.open_and_drop import OPEN, Visit, at_rest, deleted, while_streaming
 from rich.console import Console
 
 from outrider.edge.lab.laboratory import Lab, open_lab, three_modes
@@ -23,13 +24,11 @@ from outrider.edge.results import GenerationRequest
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import Commit, SessionOpen, SessionRequest
 from outrider.reference import load_prompts
 
 console = Console()
-OPEN = ("num_requests_running", "num_requests_waiting", "sessions_open")
-"""Gauges that are 0 once nothing runs."""
-KINDS = ("cloud_only", "stream", "stop_and_wait", "left early", "deleted")
+DROPPED = {"left early": while_streaming, "deleted": deleted}
+KINDS = ("cloud_only", "stream", "stop_and_wait", *DROPPED)
 
 
 def server_of(url: str) -> psutil.Process:
@@ -41,49 +40,16 @@ def server_of(url: str) -> psutil.Process:
     raise SystemExit(f"no process of ours listens on port {port}")
 
 
-async def delete(url: str, session: str) -> None:
-    """Ends a session of somebody else's connection; one that is over already is fine."""
-    async with httpx.AsyncClient() as client:
-        await client.delete(f"{url}/v1/sessions/{session}")
-
-
 async def one_session(lab: Lab, kind: str, index: int, tokens: int) -> None:
     """One short session of the given kind, on its own connections."""
-    prompt = lab.encode(load_prompts()[index % 200].text)
+    prompts = [list(lab.encode(prompt.text)) for prompt in load_prompts(200)]
+    if kind in DROPPED:
+        async with Wire(lab.url) as wire:
+            return await DROPPED[kind](wire, Visit(lab.url, prompts, 0.3, index))
     params = SamplingParams(temperature=0.8, seed=index)
+    request = GenerationRequest(tuple(prompts[index % 200]), params, max_tokens=tokens, ignore_eos=True)
     async with VerifierClient(lab.url) as client:
-        if kind in ("left early", "deleted"):
-            body = SessionRequest(prompt=list(prompt), max_tokens=200, ignore_eos=True, temperature=0.8, seed=index)
-            async with client.open_session(body) as events:
-                session = ""
-                async for event in events:
-                    if isinstance(event, SessionOpen):
-                        session = event.session
-                    elif isinstance(event, Commit) and event.base >= 5:
-                        if kind == "deleted":
-                            await delete(lab.url, session)
-                        break
-                await events.aclose()
-        else:
-            modes = three_modes(Endpoints([client]), lab.drafter)
-            request = GenerationRequest(prompt=prompt, params=params, max_tokens=tokens, ignore_eos=True)
-            await modes[kind].generate(request)
-
-
-async def at_rest(url: str) -> dict[str, float]:
-    """The server's gauges once nothing runs; parked prefixes may stay."""
-    async with httpx.AsyncClient() as client:
-        for _ in range(200):
-            lines = (await client.get(f"{url}/metrics")).text.splitlines()
-            values = dict(line.split() for line in lines if line and not line.startswith("#") and "{" not in line)
-            gauges = {name: float(values[f"outrider_{name}"]) for name in OPEN}
-            if not any(gauges.values()):
-                break
-            await asyncio.sleep(0.05)
-        for name in ("blocks", "free_blocks", "parked_prefixes", "parked_blocks"):
-            gauges[name] = float(values[f"outrider_kv_cache_{name}"])
-        gauges["recent_texts"] = float(values.get("outrider_recent_texts", 0))  # none without a store
-    return gauges
+        await three_modes(Endpoints([client]), lab.drafter)[kind].generate(request)
 
 
 async def soak(lab: Lab, sessions: int, tokens: int, warm_up: int) -> bool:

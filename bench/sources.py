@@ -21,7 +21,6 @@ processor's own, of this thread. Exits 1 where a text differs from the one witho
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import sysconfig
@@ -34,12 +33,11 @@ from statistics import mean
 from typing import Any, Final
 
 import numpy as np
-from bench.report import write_json
+from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.schemas import load_schemas, prompt_of
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
@@ -300,11 +298,8 @@ def misses(rows: Sequence[Row]) -> list[str]:
 
 def show(console: Console, rows: Sequence[Row]) -> None:
     """One line per source, one column per kind."""
-    table = Table(title="tokens per pass (acceptance)", title_justify="left", box=None)
-    table.add_column("source")
-    for kind, temperature in TEMPERATURES.items():
-        table.add_column(f"{kind}, T {temperature:g}", justify="right")
-    table.add_column("ms per pass", justify="right")
+    kinds = (f"{kind}, T {temperature:g}" for kind, temperature in TEMPERATURES.items())
+    table = figures_table("tokens per pass (acceptance)", "source", *kinds, "ms per pass", left=("source",))
     cells = {(row.source, row.kind): row for row in rows}
     for source in dict.fromkeys(row.source for row in rows):
         own = [cells[source, kind] for kind in TEMPERATURES if (source, kind) in cells]
@@ -318,14 +313,17 @@ def show(console: Console, rows: Sequence[Row]) -> None:
 
 def main() -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--heads", type=Path, help="bundle with heads of the reference target; without it, no heads")
-    cli.add_argument("--texts", type=int, default=6, help="of each kind")
-    cli.add_argument("--max-tokens", type=int, default=100)
-    cli.add_argument("--threads", type=int, default=1)
-    cli.add_argument("--kinds", nargs="+", choices=tuple(TEMPERATURES), default=list(TEMPERATURES))
-    cli.add_argument("--json", type=Path)
-    o = cli.parse_args()
+    o = parser(
+        __doc__,
+        {
+            "--heads": option(type=Path, help="bundle with heads of the reference target; without it, no heads"),
+            "--texts": option(6, "of each kind"),
+            "--max-tokens": option(100),
+            "--threads": option(1),
+            "--kinds": option(list(TEMPERATURES), choices=tuple(TEMPERATURES)),
+            **TO_JSON,
+        },
+    ).parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     with ExitStack() as stack:
         progress = stack.enter_context(Progress(console=console, transient=True))
@@ -355,12 +353,8 @@ def main() -> int:
             rows += measure(subject, kind, prompts, o.max_tokens, lambda: progress.advance(task))
             console.print(f"{kind}: measured", highlight=False)
     show(console, rows)
-    found = misses(rows)
-    for miss in found:
-        console.print(miss, style="red", highlight=False)
     about = {"texts": o.texts, "max_tokens": o.max_tokens, "depth": DEPTH}
-    write_json(o.json, {**about, "misses": found, "rows": [asdict(row) for row in rows]})
-    return 1 if found else 0
+    return verdict(console, misses(rows), o.json, {**about, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

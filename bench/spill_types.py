@@ -21,6 +21,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
+from bench.report import option, parser
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -121,11 +122,9 @@ def measure(options: argparse.Namespace, place: Path) -> dict[SpillType, Sum]:
 
 def main() -> int:
     """The command."""
-    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--prompts", type=int, default=8)
-    cli.add_argument("--tokens", type=int, default=716)
-    cli.add_argument("--max-tokens", type=int, default=64)
-    options = cli.parse_args()
+    options = parser(
+        __doc__, {"--prompts": option(8), "--tokens": option(716), "--max-tokens": option(64)}
+    ).parse_args()
     with tempfile.TemporaryDirectory() as place:
         found = measure(options, Path(place))
     table = Table(

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 from bench.plain_text import PlainModel
+from bench.report import Options, option
 from filelock import FileLock
 from numpy.typing import NDArray
 
@@ -64,10 +65,10 @@ class Verifier:
         return open_batch_runtime(target.manifest.runtime, target.model_file, RuntimeOptions(num_threads=1))
 
 
-def add_verifier_options(cli: argparse.ArgumentParser) -> None:
-    """Options that choose the verifier."""
-    cli.add_argument("--engine", choices=(EMBEDDED, VLLM), default=EMBEDDED, help="of the verifier")
-    cli.add_argument("--server", metavar="PYTHON", help="runs the verifier; needed with --engine vllm")
+VERIFIER_OPTIONS: Final[Options] = {
+    "--engine": option(EMBEDDED, "of the verifier", choices=(EMBEDDED, VLLM)),
+    "--server": option(metavar="PYTHON", help="runs the verifier; needed with --engine vllm"),
+}
 
 
 def verifier_of(options: argparse.Namespace) -> Verifier:

@@ -15,7 +15,7 @@ import pytest
 from bench.attacks.exchange import values_of
 from bench.attacks.identity import other_model
 from bench.beside import Written
-from bench.capacity import Costs, Found, Text, saturated_rate
+from bench.capacity import Costs, Found, saturated_rate
 from bench.fuzz_api import Finding
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
@@ -85,7 +85,7 @@ def test_capacity_counts_rounds_after_the_first() -> None:
     found = Found({"beside": [10.0, 10.0], "devices": [11.0, 11.4]}, [costs])
     assert found.over_beside("devices") == pytest.approx(1.12)
     assert len(found.misses) == 1  # under 0.9 of 1.25
-    clients = [Text([(0.0, (1,)), (2.0, (2, 3))]), Text([(1.0, (1,)), (2.0, (2,)), (4.0, (3,))])]
+    clients = [Session([(0.0, (1,)), (2.0, (2, 3))]), Session([(1.0, (1,)), (2.0, (2,)), (4.0, (3,))])]
     assert saturated_rate(clients) == 3 / 1.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -16,8 +15,9 @@ from typing import Any, cast
 import httpx
 import pytest
 from bench.open_and_drop import leaks, state_of
-from bench.pairs import add_options, open_pair
+from bench.pairs import PAIR_OPTIONS, open_pair
 from bench.processes import Program
+from bench.report import parser
 from bench.verifier import VLLM, Verifier, make_verifier
 from tests.serving import run_session, serve_fake
 
@@ -42,9 +42,7 @@ def test_vllm_runs_by_an_interpreter_of_its_own() -> None:
 
 def test_what_vllm_cannot_be_compared_with_is_refused() -> None:
     """The draft beside the target runs on a runtime of ours."""
-    cli = argparse.ArgumentParser()
-    add_options(cli)
-    options = cli.parse_args(["--engine", "vllm", "--server", sys.executable])
+    options = parser(None, PAIR_OPTIONS).parse_args(["--engine", "vllm", "--server", sys.executable])
     with pytest.raises(ConfigError, match="--leave-out beside"), open_pair(options, beside=True):
         pass
 

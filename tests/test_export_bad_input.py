@@ -1,4 +1,4 @@
-"""Broken, inconsistent and altered sources and bundles, as in `bench/bad_input.py`: each has a clear message."""
+"""Broken, inconsistent and altered sources and bundles, each has a clear message."""
 
 from __future__ import annotations
 

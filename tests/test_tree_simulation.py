@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bench.rank_files import read_ranks, write_ranks
 from bench.ranks import auc, log_loss
-from bench.tree_beside import beside
+from bench.simulate_trees import beside
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

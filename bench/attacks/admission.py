@@ -11,11 +11,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.attacks.attackers import attacking, repeat
-from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
-from bench.attacks.exchange import Answer, ask, request_bytes
-from bench.attacks.rows import Row, middle, seconds
-from bench.attacks.subject import KEYS, Server, Subject
+from bench.attacks.attackers import attacking, received, repeat
+from bench.attacks.exchange import Answer, request_bytes
+from bench.attacks.subject import COMPLETIONS, KEYS, Row, Server, Subject, middle, prompt_of, seconds
 
 CAP_S = 20.0
 FLOOD_S = 8.0
@@ -35,7 +33,7 @@ def little_budget(subject: Subject) -> Iterator[Row]:
         bodies = [_completion(i, FLOODER) for i in range(64)]
         with attacking(repeat, server.port, bodies, NUM_CALLERS, CAP_S) as reports:
             during = _during(server)
-            statuses = _received(reports)
+            statuses = received(reports)
         num_tokens = sum(status == 200 for status in statuses) * (_TEXT_TOKENS + len(prompt_of(0)))
     # What the bucket held, what came in, and one text of each caller that was begun with the last token.
     most = _TOKENS_PER_MINUTE * (1 + (FLOOD_S + 2) / 60) + NUM_CALLERS * (_TEXT_TOKENS + len(prompt_of(0)))
@@ -54,14 +52,14 @@ def borrowed_priority(subject: Subject) -> Iterator[Row]:
     """Opens many sessions that ask for priority 100 with a key of priority 0; a key of priority 5 comes in."""
     lines = [_line(FLOODER, "name=flooder priority=0"), _line(VICTIM, "name=urgent priority=5")]
     with subject.serve("--max-running", "8", keys=lines) as server:
-        alone = [first_token_s(server.port, {"prompt": prompt_of(200 + i)}, CAP_S, key=VICTIM) for i in range(5)]
+        alone = [server.first_token_s({"prompt": prompt_of(200 + i)}, CAP_S, key=VICTIM) for i in range(5)]
         bodies = [
             {"prompt": prompt_of(i), "max_tokens": 300, "ignore_eos": True, "priority": 100}
             for i in range(_NUM_SESSIONS)
         ]
-        with crowd_of(server.port, bodies, keeps=True, key=FLOODER) as crowd:
+        with server.crowd(bodies, keeps=True, key=FLOODER) as crowd:
             crowd.wait(lambda: sum(bool(s.commits) for s in crowd.streams) >= _NUM_SESSIONS // 2, CAP_S)
-            took = [first_token_s(server.port, {"prompt": prompt_of(100 + i)}, CAP_S, key=VICTIM) for i in range(5)]
+            took = [server.first_token_s({"prompt": prompt_of(100 + i)}, CAP_S, key=VICTIM) for i in range(5)]
             turn_s = median(crowd.gaps_s())
     # Places go round: a flooder's session runs in one step of six.
     limit_s = 2.0 * turn_s + middle(alone, CAP_S)
@@ -92,7 +90,7 @@ def deadline_flood(subject: Subject) -> Iterator[Row]:
                 bodies.append(_completion(i, FLOODER, prompt=prompt, **fields))
             with attacking(repeat, server.port, bodies, NUM_CALLERS, CAP_S) as reports:
                 during[has_deadlines] = _during(server)
-                statuses = _received(reports)
+                statuses = received(reports)
             server.wait_until_idle()
     num_late, plain_s = sum(status == 504 for status in statuses), median(during[False])
     yield Row(
@@ -115,7 +113,7 @@ def audit_flood(subject: Subject) -> Iterator[Row]:
             bodies = [_completion(i, f"a-wrong-key-of-its-own-{i:04}") for i in range(256)]
             with attacking(repeat, server.port, bodies, NUM_CALLERS, CAP_S) as reports:
                 during = _during(server)
-                statuses = _received(reports)
+                statuses = received(reports)
         grown = log.stat().st_size - before - len(during) * before // len(alone)
     yield _beside(
         "34",
@@ -149,18 +147,13 @@ def _line(key: str, attributes: str) -> str:
 
 def _completion(index: int, key: str, **fields: Any) -> bytes:
     body = {"prompt": prompt_of(index), "max_tokens": _TEXT_TOKENS, "ignore_eos": True} | fields
-    return request_bytes(0, "POST", "/v1/completions", json.dumps(body).encode(), key)
+    return request_bytes(0, "POST", COMPLETIONS, json.dumps(body).encode(), key)
 
 
 def _small(server: Server, index: int) -> Answer:
     """The victim's request: a token."""
     prompt = prompt_of(10_000 + index + int(time.perf_counter() * 1e3))
-    try:
-        return ask(
-            server.port, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1}, key=VICTIM, timeout_s=CAP_S
-        )
-    except TimeoutError:
-        return Answer(0, b"", CAP_S)
+    return server.ask_in_time("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, CAP_S, key=VICTIM)
 
 
 def _during(server: Server) -> list[float]:
@@ -171,11 +164,3 @@ def _during(server: Server) -> list[float]:
         answer = _small(server, len(took))
         took.append(answer.took_s if answer.status == 200 else CAP_S)
     return took
-
-
-def _received(reports: Any) -> list[int]:
-    """The statuses so far."""
-    statuses = []
-    while reports.poll():
-        statuses.append(reports.recv())
-    return statuses

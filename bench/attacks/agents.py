@@ -8,11 +8,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import psutil
-from bench.attacks.subject import Subject, end
+from bench.attacks.subject import Subject
+from bench.processes import end_group
 
 
 @dataclass(slots=True)
@@ -32,7 +33,8 @@ class Agent:
         """Waits until `is_reached`, or the agent's end; returns whether it was reached in time. Samples memory."""
         deadline_s = time.monotonic() + timeout_s
         while not is_reached():
-            self.sample()
+            with suppress(psutil.NoSuchProcess):
+                self.peak_mb = max(self.peak_mb, psutil.Process(self.process.pid).memory_info().rss / 1e6)
             if time.monotonic() > deadline_s:
                 return False
             if self.process.poll() is not None:
@@ -45,13 +47,6 @@ class Agent:
         """The exit status, all output read; None where it runs on after `timeout_s`."""
         self.wait(lambda: False, timeout_s)
         return self.process.poll()
-
-    def sample(self) -> None:
-        """Notes the memory."""
-        try:
-            self.peak_mb = max(self.peak_mb, psutil.Process(self.process.pid).memory_info().rss / 1e6)
-        except psutil.NoSuchProcess:
-            pass
 
     def join(self) -> None:
         """Reads the rest of the output of an agent that has ended."""
@@ -92,7 +87,7 @@ def agent(subject: Subject, *arguments: str, on_terminal: bool = False) -> Itera
     try:
         yield running
     finally:
-        end(process)
+        end_group(process)
         running.join()
         if on_terminal:
             os.close(leader)
@@ -101,11 +96,6 @@ def agent(subject: Subject, *arguments: str, on_terminal: bool = False) -> Itera
 
 
 def _read(running: Agent, name: str, descriptor: int) -> None:
-    while True:
-        try:
-            data = os.read(descriptor, 65536)
-        except OSError:  # the terminal's other side is closed
-            return
-        if not data:
-            return
-        setattr(running, name, getattr(running, name) + data)
+    with suppress(OSError):  # the terminal's other side is closed
+        while data := os.read(descriptor, 65536):
+            setattr(running, name, getattr(running, name) + data)

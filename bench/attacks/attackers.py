@@ -5,14 +5,17 @@ from __future__ import annotations
 import http.client
 import json
 import multiprocessing
+import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
 
 from bench.attacks.bounds import Case, Requests
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, read_answer, request_bytes
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, answer_status, connect, read_answer, request_bytes
 
 _MP = multiprocessing.get_context("spawn")
 
@@ -33,23 +36,25 @@ def attacking(attack: Callable[..., None], *arguments: Any) -> Iterator[Any]:
         ours.close()
 
 
-def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: int, timeout_s: float) -> None:
-    """Keeps a request in flight on each of `num_connections` connections, for ever; reports every answer's status."""
-    import threading
+def received(reports: Any) -> list[Any]:
+    """What an attacker has reported since the last time."""
+    found = []
+    while reports.poll():
+        found.append(reports.recv())
+    return found
 
-    lock = threading.Lock()
 
-    def one(offset: int) -> None:
-        index = offset
-        while True:
-            status = _answer_status(port, requests[index % len(requests)], timeout_s)
-            index += num_connections
-            with lock:
-                report.send(status)
-            if not status:
-                time.sleep(0.01)
+def received_for(reports: Any, seconds: float) -> list[Any]:
+    """What an attacker reports in that time."""
+    found, deadline_s = [], time.monotonic() + seconds
+    while (left_s := deadline_s - time.monotonic()) > 0.0 and reports.poll(left_s):
+        found.append(reports.recv())
+    return found
 
-    threads = [threading.Thread(target=one, args=(offset,), daemon=True) for offset in range(num_connections)]
+
+def _run(report: Any, one: Callable[[int], None], count: int) -> None:
+    """Calls one(0), one(1), ... in a thread each, and waits for all."""
+    threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(count)]
     report.send("begun")
     for thread in threads:
         thread.start()
@@ -57,26 +62,38 @@ def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: i
         thread.join()
 
 
+def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: int, timeout_s: float) -> None:
+    """Keeps a request in flight on each of `num_connections` connections, for ever; reports every answer's status."""
+    lock = threading.Lock()
+
+    def one(offset: int) -> None:
+        index = offset
+        while True:
+            status = answer_status(port, requests[index % len(requests)], timeout_s)
+            index += num_connections
+            with lock:
+                report.send(status)
+            if not status:
+                time.sleep(0.01)
+
+    _run(report, one, num_connections)
+
+
 def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key: str | None, timeout_s: float) -> None:
     """Sends each case, four at a time on connections that stay open; reports (index, began, ended, status) of each,
     then None. A status of 0: no answer, or none within `timeout_s`. Times are perf_counter's, one for all processes.
     """
-    import threading
-    from itertools import count
-
     lock, turn = threading.Lock(), count()
     if any("{session_id}" in case.route for case in cases):
         threading.Thread(target=_keep_session, args=(port, requests.names, key), daemon=True).start()
 
-    def one() -> None:
+    def one(_: int) -> None:
         connection: socket.socket | None = None
         while (index := next(turn)) < len(cases):
             method, path, media, body = requests.request(cases[index], index)
             began_s, status = time.perf_counter(), 0
             try:
-                if connection is None:
-                    connection = socket.create_connection((HOST, port), timeout_s)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection = connection or connect(port, timeout_s)
                 connection.sendall(request_bytes(port, method, path, body, key, media))
                 status, is_open = _read_whole(connection, method, began_s + timeout_s)
             except (OSError, http.client.HTTPException):
@@ -87,12 +104,7 @@ def sweep(report: Any, port: int, requests: Requests, cases: Sequence[Case], key
             with lock:
                 report.send((index, began_s, time.perf_counter(), status))
 
-    report.send("begun")
-    threads = [threading.Thread(target=one, daemon=True) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run(report, one, 4)
     report.send(None)
     time.sleep(3600)
 
@@ -126,89 +138,56 @@ def _keep_session(port: int, names: dict[str, str], key: str | None) -> None:
 
 def once(report: Any, port: int, requests: Sequence[bytes], timeout_s: float) -> None:
     """Sends every request at once, each on its own connection; reports how long all took, then ends."""
-    import threading
-
     statuses: list[int] = []
-    threads = [
-        threading.Thread(target=lambda r: statuses.append(_answer_status(port, r, timeout_s)), args=(request,))
-        for request in requests
-    ]
     began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    report.send("begun")
-    for thread in threads:
-        thread.join()
+    _run(report, lambda number: statuses.append(answer_status(port, requests[number], timeout_s)), len(requests))
     report.send((time.perf_counter() - began_s, statuses))
     time.sleep(3600)
 
 
 def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: bool) -> None:
     """Sends `block` again and again on each connection as fast as it is taken; reads answers only if `reads`."""
-    import selectors
 
-    selector = selectors.DefaultSelector()
-    unsent: dict[socket.socket, bytes] = {}
+    def read(connection: socket.socket) -> None:
+        with suppress(OSError):
+            while connection.recv(1 << 20):
+                pass
 
-    def connect() -> None:
-        connection = socket.create_connection((HOST, port))
-        connection.setblocking(False)
-        if not reads:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        unsent[connection] = block
-        selector.register(connection, selectors.EVENT_WRITE | (selectors.EVENT_READ if reads else 0))
-
-    for _ in range(num_connections):
-        connect()
-    report.send("begun")
-    while True:
-        for key, events in selector.select(0.1):
-            connection: Any = key.fileobj
-            try:
-                if events & selectors.EVENT_READ and not connection.recv(1 << 20):
-                    raise ConnectionResetError
-                if events & selectors.EVENT_WRITE:
-                    sent = connection.send(unsent[connection])
-                    unsent[connection] = unsent[connection][sent:] or block
-            except BlockingIOError:
-                continue
-            except OSError:
-                selector.unregister(connection)
-                connection.close()
-                del unsent[connection]
-                with suppress(OSError):
-                    connect()
-        if not unsent:
+    def one(_: int) -> None:
+        while True:
+            with suppress(OSError), socket.create_connection((HOST, port)) as connection:
+                if reads:
+                    threading.Thread(target=read, args=(connection,), daemon=True).start()
+                else:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                while True:
+                    connection.sendall(block)
             time.sleep(0.05)
-            with suppress(OSError):
-                connect()
+
+    _run(report, one, num_connections)
 
 
 def hold(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` once on each connection and reads nothing; replaces connections that are closed."""
-    import select
 
-    poll, held = select.poll(), dict[int, socket.socket]()
-    report.send("begun")
-    while True:
-        with suppress(OSError):
-            while len(held) < num_connections:
-                connection = socket.socket()
+    def one(_: int) -> None:
+        while True:
+            with suppress(OSError), socket.socket() as connection:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 connection.connect((HOST, port))
                 connection.sendall(request)
-                held[connection.fileno()] = connection
-                poll.register(connection, select.POLLRDHUP)  # bytes that arrive stay unread
-        for descriptor, _ in poll.poll(50):
-            poll.unregister(descriptor)
-            held.pop(descriptor).close()
+                closed = select.poll()
+                closed.register(connection, select.POLLRDHUP)  # bytes that arrive stay unread
+                closed.poll()
+            time.sleep(0.05)
+
+    _run(report, one, num_connections)
 
 
 def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` on each connection, reads the answer as fast as it comes, and asks again."""
-    import threading
 
-    def one() -> None:
+    def one(_: int) -> None:
         while True:
             with suppress(OSError), socket.create_connection((HOST, port)) as connection:
                 while True:
@@ -216,12 +195,7 @@ def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
                     read_answer(connection)
             time.sleep(0.05)
 
-    report.send("begun")
-    threads = [threading.Thread(target=one, daemon=True) for _ in range(num_connections)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    _run(report, one, num_connections)
 
 
 def huge_header(report: Any, port: int, size: int) -> None:
@@ -274,22 +248,6 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
         time.sleep(1.0)
 
 
-def probe(report: Any, port: int) -> None:
-    """Asks for /health/live every 10 ms, and reports how long each answer took: what floods a server from the
-    measuring process would delay its own probe.
-    """
-    request = request_bytes(port, "GET", "/health/live")
-    report.send("begun")
-    with socket.create_connection((HOST, port), 30.0) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            began_s = time.perf_counter()
-            connection.sendall(request)
-            read_answer(connection)
-            report.send(time.perf_counter() - began_s)
-            time.sleep(0.01)
-
-
 def as_user(report: Any, user: int, port: int, requests: Sequence[bytes]) -> None:
     """Becomes another user of this machine; sends each request plainly, closed at once, with its writing side closed,
     and four times on one connection. Reports the four statuses of each; 0: no answer was read.
@@ -307,7 +265,7 @@ def as_user(report: Any, user: int, port: int, requests: Sequence[bytes]) -> Non
 
 
 def _four_ways(port: int, request: bytes) -> list[int]:
-    statuses = [_answer_status(port, request, 30.0)]
+    statuses = [answer_status(port, request, 30.0)]
     with suppress(OSError), socket.create_connection((HOST, port), 30.0) as connection:
         connection.sendall(request)
     statuses.append(0)
@@ -326,13 +284,3 @@ def draft_bytes(port: int, session: str, key: str | None = None) -> bytes:
     """The largest draft message: 8 paths of 64 tokens."""
     body = json.dumps({"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]})
     return request_bytes(port, "POST", f"/v1/sessions/{session}/drafts", body.encode(), key)
-
-
-def _answer_status(port: int, request: bytes, timeout_s: float) -> int:
-    """The status of the answer; 0 without one."""
-    try:
-        with socket.create_connection((HOST, port), timeout_s) as connection:
-            connection.sendall(request)
-            return read_answer(connection)
-    except OSError:
-        return 0

@@ -1,156 +1,39 @@
-"""Attacks by bodies of 1 MiB that are wrong in every element. Valid ones are `generated`."""
+"""Attacks a server and the local endpoint by bodies of 1 MiB that are wrong in every element, and by documents of every
+hostile shape. Valid bodies are `generated`.
+"""
 
 from __future__ import annotations
 
 import json
+import random
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from bench.attacks.attackers import attacking, repeat
-from bench.attacks.exchange import request_bytes
-from bench.attacks.grammars import TEMPLATE, hostile_grammars
-from bench.attacks.probes import health_of, memory_of
-from bench.attacks.rows import Row
-from bench.attacks.subject import VLLM, Subject
+from bench.attacks.attackers import attacking, received, received_for, repeat
+from bench.attacks.local import ATTACKER, CHAT, GENERATE, MIN_RATE, VERIFY, endpoint_and_idle, honest_texts
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
+from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Row, Subject, wait_for
 from bench.changed_bundle import change_bundle
 
+TEMPLATE: Final = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+"""Of a target whose chats may have tools."""
+_CHAT: Final = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 64, "temperature": 1.0}
 SIZE: Final = (1 << 20) - 512
 """Bytes of a body: what a server takes by default, less a little."""
 IN_FLIGHT: Final = 4
-ATTACK_S: Final = 3.0
-MAX_HEALTH_S: Final = 0.05
-MAX_GROWTH_MB: Final = 64.0
+_NUM_DOCUMENTS: Final = 256
+_TEXT: Final = (1 << 17) - 512
+"""Bytes of the documents of a request: what the endpoint takes."""
+_NUM_TEXTS: Final = 2
+_DOCUMENTS: Final = '{"prompt":"what is abcde?","max_tokens":1,"documents":['
+_KEYS: Final = ",".join(f'"k{i}":0' for i in range(SIZE // 11))
 
-
-def hostile_bodies() -> dict[str, tuple[str, bytes]]:
-    """Name -> (path, body)."""
-    completions, sessions, verify, chat = "/v1/completions", "/v1/sessions", "/v1/verify", "/v1/chat/completions"
-    unknown = "{" + ",".join(f'"k{i}":0' for i in range(SIZE // 11)) + "}"
-    unknown_keys = ",".join(f'"k{i}":0' for i in range(32_700))
-    known = '{"prompt":[1],"logit_bias":{' + ",".join(f'"{i}":0.5' for i in range(32_700)) + "}}"
-    return {
-        "prompt of empty texts": (completions, filled('{"prompt":[', '""', "]}")),
-        "prompt of texts and ids in turn": (completions, filled('{"prompt":[', '"a",1', "]}")),
-        "prompt of empty lists": (completions, filled('{"prompt":[', "[]", "]}")),
-        "prompt of true": (sessions, filled('{"max_tokens":1,"prompt":[', "true", "]}")),
-        "as many keys as a body may have": (sessions, known.encode()),
-        "prompt of large numbers": (sessions, filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
-        "prompt of one huge number": (sessions, filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
-        "unknown keys": (sessions, unknown.encode()),
-        "deep nesting": (sessions, b'{"prompt":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2 - 16) + b"}"),
-        "items that are no objects": (verify, filled('{"items":[', "0", "]}")),
-        "items of wrong drafts": (verify, _verify_body()),
-        "100,000 chat messages": (chat, filled('{"messages":[', "{}", "]}")),
-        "chat messages of wrong roles": (chat, filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
-        "100,000 messages to render": ("/v1/render", filled('{"messages":[', "{}", "]}")),
-        "100,000 tools": (chat, filled('{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")),
-        "a session's prediction": (sessions, filled('{"max_tokens":1,"prompt":[5],"prediction":[', "5", "]}")),
-        "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
-        "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
-        "unknown keys of a call to verify": (verify, ("{" + unknown_keys + "}").encode()),
-        "a schema of numbers": (completions, filled('{"prompt":"a","max_tokens":1,"guided_json":[', "1023", "]}")),
-        "a schema's text of lists": (
-            completions,
-            filled('{"prompt":"a","max_tokens":1,"guided_json":"[', "[],", '0]"}', separator=""),
-        ),
-        "arguments of lists": (
-            chat,
-            filled(
-                '{"messages":[{"role":"assistant","tool_calls":[{"type":"function","function":{"name":"a","arguments":"[',
-                "[],",
-                '0]"}}]}]}',
-                separator="",
-            ),
-        ),
-        **hostile_grammars(),
-    }
-
-
-def wrong_elements(subject: Subject) -> Iterator[Row]:
-    """Keeps four bodies in flight, for each kind; asks the server, and an idle one beside it, for their health."""
-    # A small KV cache, which is in use to its last block before the attack: pages that a text touches for the first
-    # time are no attack's.
-    small = () if subject.engine == VLLM else ("--kv-cache-mb", "32")
-    with (
-        tempfile.TemporaryDirectory() as place,
-        subject.serve(*small, bundle=_with_template(subject, Path(place))) as server,
-        subject.serve() as idle,
-    ):
-        raw: dict[str, dict[str, float]] = {}
-        statuses: set[int] = set()
-        for path, body in (
-            ("/v1/completions", b'{"prompt":"a","max_tokens":1}'),
-            ("/v1/sessions", b"{}"),
-            ("/v1/completions", b'{"prompt":"a","max_tokens":64,"temperature":1}'),
-        ):
-            with attacking(repeat, server.port, [request_bytes(server.port, "POST", path, body)], 4, 20.0) as reports:
-                for _ in range(160):  # memory that any use takes is not the attack's
-                    reports.recv()
-        before_mb = server.memory_mb()
-        for name, (path, body) in hostile_bodies().items():
-            requests = [request_bytes(server.port, "POST", path, body)]
-            count = 0
-            server.wait_until_awake()
-            with (
-                memory_of(server) as memory,
-                health_of(server) as health,
-                health_of(idle) as beside,
-                attacking(repeat, server.port, requests, IN_FLIGHT, 30.0) as reports,
-            ):
-                deadline_s = time.monotonic() + ATTACK_S
-                while (left_s := deadline_s - time.monotonic()) > 0.0 and reports.poll(left_s):
-                    statuses.add(reports.recv())
-                    count += 1
-            raw[name] = {
-                "p99_ms": health.high * 1e3,
-                "max_ms": health.worst * 1e3,
-                "idle_p99_ms": beside.high * 1e3,
-                "idle_max_ms": beside.worst * 1e3,
-                "peak_mb": memory.peak_mb,
-                "answers": count,
-            }
-    slowest = max(raw, key=lambda name: raw[name]["max_ms"] - raw[name]["idle_max_ms"])
-    worst = raw[slowest]
-    is_quick = all(
-        one["p99_ms"] < MAX_HEALTH_S * 1e3 and one["max_ms"] < MAX_HEALTH_S * 1e3 + one["idle_max_ms"]
-        for one in raw.values()
-    )
-    # 0: the server closed while the body was being sent, which refuses it. One that died would not answer for health.
-    failures = sorted(status for status in statuses if status and not 200 <= status < 500)
-    yield Row(
-        "6",
-        f"four bodies of 1 MiB of wrong elements in flight, {len(raw)} kinds: GET /health/live",
-        f"worst: {slowest}: p99 {worst['p99_ms']:.0f} ms, max {worst['max_ms']:.0f} ms; an idle server beside it: "
-        f"p99 {worst['idle_p99_ms']:.0f} ms, max {worst['idle_max_ms']:.0f} ms"
-        + (f"; statuses {failures}" if failures else ""),
-        "p99 under 50 ms; max under 50 ms more than the idle server's; no 5xx",
-        is_quick and not failures,
-        {"bodies": raw, "statuses": sorted(statuses)},
-    )
-    grammars = set(hostile_grammars())
-    for what, names in (
-        ("the same: memory, without grammars", raw.keys() - grammars),
-        ("the same: memory, with costly grammars too", raw.keys()),
-    ):
-        largest = max(names, key=lambda name: raw[name]["peak_mb"])
-        growth = raw[largest]["peak_mb"] - before_mb
-        yield Row(
-            "6",
-            what,
-            f"+{growth:.0f} MB, most with: {largest}",
-            f"+{MAX_GROWTH_MB:.0f} MB",
-            growth <= MAX_GROWTH_MB,
-            {"before_mb": before_mb, "growth_mb": growth},
-        )
-
-
-def _with_template(subject: Subject, place: Path) -> Path:
-    """The target with a template, so that chats get as far as their grammars."""
-    change_bundle(subject.bundles[0], place / "target", template=TEMPLATE)
-    return place / "target"
+Bodies = Mapping[str, tuple[str, bytes]]
+"""Name -> (path, body)."""
+Measured = Mapping[str, Mapping[str, float]]
+"""`Beside.in_ms` while a kind of bodies was in flight, by its name."""
 
 
 def filled(head: str, element: str, tail: str, separator: str = ",") -> bytes:
@@ -159,6 +42,284 @@ def filled(head: str, element: str, tail: str, separator: str = ",") -> bytes:
     return (head + separator.join([element] * count) + tail).encode()
 
 
-def _verify_body() -> bytes:
+def _common_bodies() -> Bodies:
+    return {
+        "prompt of empty texts": (COMPLETIONS, filled('{"prompt":[', '""', "]}")),
+        "prompt of texts and ids in turn": (COMPLETIONS, filled('{"prompt":[', '"a",1', "]}")),
+        "100,000 chat messages": (CHAT, filled('{"messages":[', "{}", "]}")),
+        "chat messages of wrong roles": (CHAT, filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
+        "100,000 tools": (CHAT, filled('{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")),
+    }
+
+
+def _nested(name: str) -> bytes:
+    return b'{"%s":' % name.encode() + b"[" * (SIZE // 2) + b"]" * (SIZE // 2 - 16) + b"}"
+
+
+def hostile_bodies() -> Bodies:
+    """Bodies for the verifier's server."""
+    sessions, verify = "/v1/sessions", "/v1/verify"
+    unknown_keys = ",".join(f'"k{i}":0' for i in range(32_700))
+    known = '{"prompt":[1],"logit_bias":{' + ",".join(f'"{i}":0.5' for i in range(32_700)) + "}}"
     item = {"prefix": [], "draft": ["a"] * 800, "temperature": "warm", "x": 1}
-    return json.dumps({"items": [item] * 256}).encode()[:SIZE]
+    tool_call = '{"messages":[{"role":"assistant","tool_calls":[{"type":"function","function":'
+    tool_call += '{"name":"a","arguments":"['
+    return {
+        **_common_bodies(),
+        "prompt of empty lists": (COMPLETIONS, filled('{"prompt":[', "[]", "]}")),
+        "prompt of true": (sessions, filled('{"max_tokens":1,"prompt":[', "true", "]}")),
+        "as many keys as a body may have": (sessions, known.encode()),
+        "prompt of large numbers": (sessions, filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
+        "prompt of one huge number": (sessions, filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
+        "unknown keys": (sessions, f"{{{_KEYS}}}".encode()),
+        "deep nesting": (sessions, _nested("prompt")),
+        "items that are no objects": (verify, filled('{"items":[', "0", "]}")),
+        "items of wrong drafts": (verify, json.dumps({"items": [item] * 256}).encode()[:SIZE]),
+        "100,000 messages to render": ("/v1/render", filled('{"messages":[', "{}", "]}")),
+        "a session's prediction": (sessions, filled('{"max_tokens":1,"prompt":[5],"prediction":[', "5", "]}")),
+        "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
+        "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
+        "unknown keys of a call to verify": (verify, f"{{{unknown_keys}}}".encode()),
+        "a schema of numbers": (COMPLETIONS, filled('{"prompt":"a","max_tokens":1,"guided_json":[', "1023", "]}")),
+        "a schema's text of lists": (
+            COMPLETIONS,
+            filled('{"prompt":"a","max_tokens":1,"guided_json":"[', "[],", '0]"}', separator=""),
+        ),
+        "arguments of lists": (CHAT, filled(tool_call, "[],", '0]"}}]}]}', separator="")),
+        **hostile_grammars(),
+    }
+
+
+def hostile_local_bodies() -> Bodies:
+    """Bodies for the local endpoint."""
+    return {
+        **_common_bodies(),
+        "prompt of one huge number": (COMPLETIONS, filled('{"prompt":[', "9", "]}", separator="")),
+        "unknown keys": (COMPLETIONS, f"{{{_KEYS}}}".encode()),
+        "deep nesting": (CHAT, _nested("messages")),
+        "the page's messages of nothing": (GENERATE, filled('{"seed":1,"messages":[', "{}", "]}")),
+        "the page's deep nesting": (GENERATE, _nested("messages")),
+        "an id of 1 MiB": (VERIFY, filled('{"id":"', "a", '"}', separator="")),
+        "an id of lists": (VERIFY, filled('{"id":[', "[]", "]}")),
+    }
+
+
+def hostile_documents() -> Bodies:
+    """Bodies with documents. All are taken, or refused for their shape."""
+    rng = random.Random(22)
+    words = " ".join("".join(rng.choices("abcdefghij", k=5)) for _ in range(SIZE // 6 - 100))
+    part = words[:_TEXT]
+    pairs = "".join(chr(0x4E00 + rng.randrange(2000)) for _ in range(_TEXT // 3))
+    many = (part[at : at + 1000] for at in range(0, 1000 * _NUM_DOCUMENTS, 1000))
+    bodies = {
+        "documents without text": filled(_DOCUMENTS, '{"text":""}', "]}"),
+        "documents of wrong types": filled(_DOCUMENTS, '{"text":0}', "]}"),
+        f"{_NUM_DOCUMENTS} documents of 1,000 characters": _documents(*many),
+        "a document of 170,000 words": _documents(words),
+        "a document of 43,000 words": _documents(part),
+        "a document of one word": _documents("a" * _TEXT),
+        "a document of headings": _documents("# a\n\n" * (_TEXT // 5)),
+        "a document of short lines": _documents("ab\n\n" * (_TEXT // 4)),
+        "a document of blanks": _documents(" " * _TEXT),
+        "a document of names in humps": _documents("aB" * (_TEXT // 2)),
+        "a document without blanks between words": _documents(pairs),
+    }
+    return {name: (COMPLETIONS, body) for name, body in bodies.items()}
+
+
+def _documents(*texts: str) -> bytes:
+    request = {"prompt": "what is abcde?", "max_tokens": 1, "documents": [{"text": text} for text in texts]}
+    return json.dumps(request, ensure_ascii=False).encode()
+
+
+def hostile_grammars() -> dict[str, tuple[str, bytes]]:
+    """Name -> (path, body), of sessions and chats. Before they were bounded, these took seconds, 500 MB, or ended the
+    process.
+    """
+    defs: dict[str, Any] = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(1500)}
+    rules = "\n".join(f'A{i}: A{i + 1} | "x{i}"' for i in range(800))
+    schemas: dict[str, Any] = {
+        "definitions that refer to the next one": {"$defs": {**defs, "a1500": {}}, "$ref": "#/$defs/a0"},
+        "500 properties, four times": {
+            "allOf": [{"properties": {f"p{i}_{j}": {"type": "string"} for i in range(500)}} for j in range(4)]
+        },
+        "a multiple of a large number": {"type": "integer", "multipleOf": 999983},
+        "many multiples": {"prefixItems": [{"type": "integer", "multipleOf": 97 + i} for i in range(90)]},
+        "patterns that double": {
+            "properties": {
+                f"p{i}": {"type": "string", "pattern": f"^(.*[a-m].{{{30 + i}}}[n-z].*)$"} for i in range(20)
+            }
+        },
+    }
+    grammars: dict[str, dict[str, Any]] = {
+        **{name: {"kind": "json_schema", "text": json.dumps(schema)} for name, schema in schemas.items()},
+        "repetition of repetition": {"kind": "regex", "text": "((((a{100}){100}){100}){100})"},
+        "an automaton that doubles": {"kind": "regex", "text": ".*[a-m].{200}[n-z].{100}"},
+        "rules that refer to the next one": {"kind": "grammar", "text": f'start: A0\n{rules}\nA800: "x"'},
+        "ambiguous rules": {"kind": "grammar", "text": 'start: a a a a\na: (a a | "x" | "")*'},
+    }
+    body = {"prompt": [5, 9], "max_tokens": 64, "temperature": 1.0}
+    chats = {name: _asked_in_chat(grammar) for name, grammar in grammars.items()} | _hostile_tools(schemas)
+    return {
+        f"grammar: {name}": ("/v1/sessions", json.dumps({**body, "grammar": grammar}).encode())
+        for name, grammar in grammars.items()
+    } | {
+        f"a chat's grammar: {name}": ("/v1/chat/completions", json.dumps({**_CHAT, **fields}).encode())
+        for name, fields in chats.items()
+    }
+
+
+def _asked_in_chat(grammar: dict[str, Any]) -> dict[str, Any]:
+    """The fields of OpenAI's and vLLM's that ask for this grammar."""
+    if grammar["kind"] != "json_schema":
+        return {"structured_outputs": {grammar["kind"]: grammar["text"]}}
+    schema = {"name": "a", "schema": json.loads(grammar["text"]), "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _hostile_tools(schemas: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Fields of chats whose grammar has many schemas, as many as the bounds take, or one that is costly."""
+
+    def functions(schema: Any, count: int) -> list[dict[str, Any]]:
+        return [
+            {"type": "function", "function": {"name": f"function_{index}", "parameters": schema, "strict": True}}
+            for index in range(count)
+        ]
+
+    wide = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(480)}}
+    small = {"type": "object", "properties": {name: {"type": "string"} for name in "abc"}}
+    named = {"type": "function", "function": {"name": "function_0"}}
+    return {
+        "four functions of 480 properties": {"tools": functions(wide, 4)},
+        "128 functions": {"tools": functions(small, 128), "tool_choice": "required"},
+        **{
+            f"a function: {name}": {"tools": functions(schemas[name], 1), "tool_choice": named}
+            for name in ("definitions that refer to the next one", "many multiples", "patterns that double")
+        },
+    }
+
+
+def wrong_elements(subject: Subject) -> Iterator[Row]:
+    """Keeps four bodies in flight, for each kind; asks the server, and an idle one beside it, for their health."""
+    # A small KV cache, which is in use to its last block before the attack: pages that a text touches for the first
+    # time are no attack's.
+    small = () if subject.engine == VLLM else ("--kv-cache-mb", "32")
+    raw: dict[str, dict[str, float]] = {}
+    statuses: list[int] = []
+    with tempfile.TemporaryDirectory() as place:
+        target = Path(place, "target")
+        change_bundle(subject.bundles[0], target, template=TEMPLATE)  # so that chats get as far as their grammars
+        with subject.serve(*small, bundle=target) as server, subject.serve() as idle:
+            for path, body in (
+                (COMPLETIONS, b'{"prompt":"a","max_tokens":1}'),
+                ("/v1/sessions", b"{}"),
+                (COMPLETIONS, b'{"prompt":"a","max_tokens":64,"temperature":1}'),
+            ):
+                request = server.request("POST", path, body)
+                with attacking(repeat, server.port, [request], 4, 20.0) as reports:
+                    for _ in range(160):  # memory that any use takes is not the attack's
+                        reports.recv()
+            before_mb = server.memory_mb()
+            for name, (path, body) in hostile_bodies().items():
+                requests = [server.request("POST", path, body)]
+                server.wait_until_awake()
+                with (
+                    beside(server, idle) as seen,
+                    attacking(repeat, server.port, requests, IN_FLIGHT, 30.0) as reports,
+                ):
+                    found = received_for(reports, 3.0)
+                statuses += found
+                raw[name] = {**seen.in_ms, "answers": len(found)}
+    is_quick = all(
+        one["p99_ms"] < MAX_HEALTH_S * 1e3 and one["max_ms"] < MAX_HEALTH_S * 1e3 + one["idle_max_ms"]
+        for one in raw.values()
+    )
+    # 0: the server closed while the body was being sent, which refuses it. One that died would not answer for health.
+    failures = {status for status in statuses if status and not 200 <= status < 500}
+    what = f"four bodies of 1 MiB of wrong elements in flight, {len(raw)} kinds: GET /health/live"
+    limit = "p99 under 50 ms; max under 50 ms more than the idle server's; no 5xx"
+    yield _health_row("6", what, raw, statuses, failures, limit, is_quick)
+    grammars = set(hostile_grammars())
+    without = {name: one for name, one in raw.items() if name not in grammars}
+    yield _memory_row("6", "the same: memory, without grammars", without, before_mb)
+    yield _memory_row("6", "the same: memory, with costly grammars too", raw, before_mb)
+
+
+def local_bodies(subject: Subject) -> Iterator[Row]:
+    """Keeps four bodies of one key in flight, for each kind, beside two texts of another key."""
+    yield from _beside_texts(subject, "bodies of 1 MiB of wrong elements", hostile_local_bodies())
+
+
+def local_documents(subject: Subject) -> Iterator[Row]:
+    """The same with documents, which are indexed for each request."""
+    yield from _beside_texts(subject, "requests with documents, of 128 KiB and more", hostile_documents())
+
+
+def _beside_texts(subject: Subject, what: str, bodies: Bodies) -> Iterator[Row]:
+    raw: dict[str, dict[str, float]] = {}
+    statuses: list[int] = []
+    with endpoint_and_idle(subject) as (endpoint, idle), honest_texts(endpoint, _NUM_TEXTS) as texts:
+        if endpoint.ask("POST", COMPLETIONS, _documents("abcde fghij\n" * 2000), key=ATTACKER).status != 200:
+            raise NotMeasured("the endpoint takes no documents: pip install bm25s")
+        before_mb = endpoint.memory_mb()  # with what finding passages takes at its first use
+        for name, (path, body) in bodies.items():
+            requests = [endpoint.request("POST", path, body, ATTACKER)]
+            alone = texts.tokens_per_s(2.0)
+            with beside(endpoint, idle) as seen, attacking(repeat, endpoint.port, requests, IN_FLIGHT, 60.0) as reports:
+                during = texts.tokens_per_s(4.0)
+                found = received(reports)
+            statuses += found
+            raw[name] = {**seen.in_ms, "answers": len(found), "alone": alone, "during": during}
+            # Only the other key's texts run then: an abandoned request may still be in work.
+            wait_for("the attack's requests did not end", lambda: endpoint.num_running() <= _NUM_TEXTS, 120.0, 0.1)
+    is_quick = all(
+        one["p99_ms"] < MAX_HEALTH_S * 1e3 + one["idle_p99_ms"]
+        and one["max_ms"] < 2e3 * MAX_HEALTH_S + one["idle_max_ms"]
+        and not one["failures"]
+        for one in raw.values()
+    )
+    failures = {status for status in statuses if status >= 500 and status != 503}
+    what = f"`outrider serve`: four {what} in flight, {len(raw)} kinds: GET /health/live"
+    limit = "p99 under 50 ms and max under 100 ms more than the idle endpoint's; no 5xx but 503"
+    yield _health_row("24", what, raw, statuses, failures, limit, is_quick)
+    yield _memory_row("24", "the same: memory", raw, before_mb)
+    least = min(raw, key=lambda name: raw[name]["during"] / max(1e-9, raw[name]["alone"]))
+    share = raw[least]["during"] / max(1e-9, raw[least]["alone"])
+    yield Row(
+        "24",
+        "the same: tokens/s of another key's two texts",
+        f"{raw[least]['during']:.0f}; without {raw[least]['alone']:.0f} ({share:.2f}x), least with: {least}",
+        f"at least {MIN_RATE:g}x",
+        share >= MIN_RATE,
+    )
+
+
+def _health_row(
+    number: str, what: str, raw: Measured, statuses: list[int], failures: set[int], limit: str, is_quick: bool
+) -> Row:
+    slowest = max(raw, key=lambda name: raw[name]["max_ms"] - raw[name]["idle_max_ms"])
+    worst = raw[slowest]
+    document: dict[str, Any] = {"bodies": raw, "statuses": sorted(set(statuses))}
+    return Row(
+        number,
+        what,
+        f"worst: {slowest}: p99 {worst['p99_ms']:.0f} ms, max {worst['max_ms']:.0f} ms; idle beside it: "
+        f"p99 {worst['idle_p99_ms']:.0f} ms, max {worst['idle_max_ms']:.0f} ms"
+        + (f"; statuses {sorted(failures)}" if failures else ""),
+        limit,
+        is_quick and not failures,
+        document,
+    )
+
+
+def _memory_row(number: str, what: str, raw: Measured, before_mb: float) -> Row:
+    largest = max(raw, key=lambda name: raw[name]["peak_mb"])
+    growth = raw[largest]["peak_mb"] - before_mb
+    return Row(
+        number,
+        what,
+        f"+{growth:.0f} MB, most with: {largest}",
+        f"+{MAX_GROWTH_MB:.0f} MB",
+        growth <= MAX_GROWTH_MB,
+        {"before_mb": before_mb, "growth_mb": growth},
+    )

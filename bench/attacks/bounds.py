@@ -230,7 +230,7 @@ class Requests:
                 # Lists of integers are lists of ids. The context's bound is the model's, so no schema has it.
                 counts = (most,) if "maxItems" in schema else (self._context, most)
                 found += [[1 + index * 7 % (self._vocab_size - 1) for index in range(count)] for count in counts]
-                found = [_cut(ids, self._room) for ids in found]
+                found = [ids[: self._room // 6] for ids in found]
             else:
                 found.append(_filled([self._least(branch)], self._room, most))
                 found.append(_filled([self._extremes(branch)[0]], self._room, most))
@@ -338,10 +338,6 @@ def _filled(items: list[Any], room: int, most: int = MAX_COMMAS) -> list[Any]:
     parts = sum(text.count(mark) for mark in '[{:"') or 1
     count = min(most, room // (len(text.encode()) + 2), 2 * MAX_KEYS // parts if parts > 1 else most)
     return items * max(1, count)
-
-
-def _cut(ids: list[int], room: int) -> list[int]:
-    return ids[: room // 6]
 
 
 def _is_count(placed: tuple[Field, Any]) -> bool:

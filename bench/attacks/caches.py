@@ -1,4 +1,6 @@
-"""Attacks on another key's cache: what it holds, how long a prompt took, and hashes computed from a guessed text."""
+"""Attacks on what a server keeps of another key: its cache and how long a prompt took, hashes computed from a guessed
+text, recent texts; and on how much it keeps.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,22 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from bench.attacks.crowd import first_token_s, prompt_of
-from bench.attacks.exchange import ask
-from bench.attacks.rows import Row, seconds
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, prompt_of, seconds
 
 FIRST, SECOND = KEYS
 LENGTH = 800
 """Tokens of a prompt: long enough that its prefill shows."""
+NUM_PROMPTS = 600
+MAX_TEXTS = 256
+MAX_MB = 9.0
 
 
 def others_prompts(subject: Subject) -> Iterator[Row]:
     """Asks with one key whether another key's prompt was seen before: by usage, and by the clock."""
     with subject.serve(keys=KEYS) as server:
         prompt = prompt_of(1, LENGTH)
-        ask(server.port, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1}, key=FIRST)
-        own, other = (_cached(server, prompt, key) for key in (FIRST, SECOND))
+        server.ask("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1}, key=FIRST)
+        own, other = (cached(server, prompt, key) for key in (FIRST, SECOND))
         yield Row(
             "4",
             "another key's prompt: cached_prompt_tokens",
@@ -36,9 +38,9 @@ def others_prompts(subject: Subject) -> Iterator[Row]:
         took: dict[str, list[float]] = {"fresh": [], "seen": []}
         for i in range(7):
             seen, fresh = prompt_of(100 + i, LENGTH), prompt_of(200 + i, LENGTH)
-            ask(server.port, "POST", "/v1/completions", {"prompt": seen, "max_tokens": 1}, key=FIRST)
+            server.ask("POST", "/v1/completions", {"prompt": seen, "max_tokens": 1}, key=FIRST)
             for kind, tokens in (("fresh", fresh), ("seen", seen)):
-                found = first_token_s(server.port, {"prompt": tokens}, 10.0, key=SECOND)
+                found = server.first_token_s({"prompt": tokens}, 10.0, key=SECOND)
                 if found is None:
                     raise NotMeasured("a prompt of 800 tokens had no first token after 10 s")
                 took[kind].append(found)
@@ -107,12 +109,8 @@ def kept_sessions(subject: Subject) -> Iterator[Row]:
             body = {"prompt": prompt_of(index), "max_tokens": 1, "keep_prefix": True, "ignore_eos": True}
             if not session(server, "", body).get("prefix_hash"):
                 raise NotMeasured("a session got no prefix hash: this version keeps none for sessions")
-        lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
-    found = [
-        float(line.split()[1])
-        for line in lines
-        if line.startswith(("outrider_kv_cache_parked_prefixes ", "outrider_engine_parked "))
-    ]
+        names = ("outrider_kv_cache_parked_prefixes", "outrider_engine_parked")
+        found = [value for name in names for value in server.metrics(name)]
     if not found:
         raise NotMeasured("/metrics shows no parked prefixes")
     held = found[0]
@@ -121,24 +119,104 @@ def kept_sessions(subject: Subject) -> Iterator[Row]:
     )
 
 
+def recent_texts(subject: Subject) -> Iterator[Row]:
+    """Repeats one key's prompt with another key, and with another salt; then floods the store with one key."""
+    with subject.serve("--no-lookup", "--policy", "verify", keys=KEYS) as server:
+        prompt = prompt_of(1, 40)
+        _repeated(server, [prompt], SECOND, 64)
+        num_stores = len(_held(server, "texts"))  # each replica has its own
+        if not num_stores:
+            raise NotMeasured("/metrics shows no recent texts: this version keeps none")
+        other, own = (_repeated(server, [prompt], key, 64) for key in (FIRST, SECOND))
+        yield Row(
+            "36",
+            "another key's prompt, repeated: tokens drafted from its text",
+            f"{other} of 64 (the key's own: {own})",
+            "0, and the key's own are drafted",
+            other == 0 and own > 40,
+            {"own": own, "other": other},
+        )
+        yield from _other_salts(server)
+        for first in range(0, NUM_PROMPTS, 20):
+            _repeated(server, [prompt_of(1000 + first + i, 40) for i in range(20)], FIRST, 32)
+        held, held_mb = sum(_held(server, "texts")), sum(_held(server, "bytes")) / 1e6
+        own = _repeated(server, [prompt], SECOND, 64)
+    yield Row(
+        "36",
+        f"{NUM_PROMPTS} texts of one key: what another key's repeated prompt is drafted from, and what is held",
+        f"{own} of 64 tokens drafted; {held:.0f} texts, {held_mb:.1f} MB",
+        f"over 40 tokens; {num_stores * MAX_TEXTS} texts of a key, {num_stores * MAX_MB:g} MB",
+        own > 40 and held <= num_stores * MAX_TEXTS + 1 and held_mb <= num_stores * MAX_MB,
+        {"own": own, "held": held, "held_mb": held_mb},
+    )
+
+
+def _other_salts(server: Server) -> Iterator[Row]:
+    """Repeats a prompt of one `cache_salt` with another of the same key, and continues its kept prefix."""
+    body = {"prompt": prompt_of(2, 40), "max_tokens": 40, "ignore_eos": True, "keep_prefix": True}
+    first = session(server, FIRST, body | {"cache_salt": "one"})
+    name = first.get("prefix_hash")
+    if not name:
+        raise NotMeasured(f"a session with a cache_salt got no prefix hash: {first}")
+    other, own = (
+        int(session(server, FIRST, body | {"cache_salt": salt})["usage"].get("looked_up_tokens", 0))
+        for salt in ("two", "one")
+    )
+    yield Row(
+        "36",
+        "another cache_salt's prompt, repeated: tokens looked up in its text",
+        f"{other} of 40 (the salt's own: {own})",
+        "0, and the salt's own are",
+        other == 0 and own > 30,
+        {"own": own, "other": other},
+    )
+    turn = {"prompt": [5], "max_tokens": 4, "ignore_eos": True, "prefix_hash": name}
+    taken, kept = ("error" not in session(server, FIRST, turn | {"cache_salt": salt}) for salt in ("two", "one"))
+    yield Row(
+        "36",
+        "the prefix hash of one cache_salt, used with another",
+        f"the other salt {'takes the prefix' if taken else 'gets an error'}, the first "
+        f"{'still has it' if kept else 'gets 409'}",
+        "error, and the first salt still has it",
+        kept and not taken,
+        {"taken": taken, "kept": kept},
+    )
+
+
 def session(server: Server, key: str, body: dict[str, Any]) -> dict[str, Any]:
     """The last event of a session, or the error that refused it."""
-    answer = ask(server.port, "POST", "/v1/sessions", body, key=key or None)
+    answer = server.ask("POST", "/v1/sessions", body, key=key or None)
     if answer.status != 200:
         return dict(answer.json)
     events = [line for line in answer.body.decode().splitlines() if line.startswith("data: ")]
     return dict(json.loads(events[-1].removeprefix("data: ")))
 
 
-def _cached(server: Server, prompt: list[int], key: str) -> int:
-    answer = ask(server.port, "POST", "/v1/completions", {"prompt": prompt, "max_tokens": 1}, key=key)
-    if answer.status != 200:
-        raise NotMeasured(f"a completion got status {answer.status}: {answer.body[:200]!r}")
-    return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+def cached(server: Server, prompt: list[int], key: str, max_tokens: int = 1) -> int:
+    """Tokens of a prompt that a greedy completion found in the cache."""
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return _usage(server.complete(body, key), "prompt", "cached_tokens")
+
+
+def _usage(answer: Any, kind: str, name: str) -> int:
+    """A detail of the usage; 0 where there is none."""
+    details = answer["usage"].get(f"{kind}_tokens_details") or {}
+    return int(details.get(name) or 0)
+
+
+def _repeated(server: Server, prompts: list[list[int]], key: str, max_tokens: int) -> int:
+    """Completes the prompts; how many tokens were drafted from an earlier text and right."""
+    body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    return _usage(server.complete(body, key), "completion", "accepted_prediction_tokens")
+
+
+def _held(server: Server, name: str) -> list[float]:
+    """What the store of recent texts holds: one value, or one of each replica."""
+    return server.metrics(f"outrider_recent_{name}", key=FIRST)
 
 
 def _verify(server: Server, key: str, **item: Any) -> dict[str, Any]:
-    answer = ask(server.port, "POST", "/v1/verify", {"items": [item]}, key=key)
+    answer = server.ask("POST", "/v1/verify", {"items": [item]}, key=key)
     results: list[dict[str, Any]] = answer.json.get("results", [])
     return results[0] if results else {"error": answer.json}
 

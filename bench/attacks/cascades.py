@@ -7,16 +7,13 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from bench.attacks.crowd import Crowd, crowd_of, prompt_of
-from bench.attacks.exchange import ask
-from bench.attacks.probes import health_of
-from bench.attacks.rows import Row, percentile
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.caches import cached
+from bench.attacks.probes import MAX_HEALTH_S, health_of
+from bench.attacks.subject import KEYS, Crowd, NotMeasured, Row, Subject, prompt_of
 
 FIRST, SECOND = KEYS
 NUM_TEXTS: Final = 32
 STOPPED_S: Final = 5.0
-MAX_HEALTH_S: Final = 0.05
 
 
 def cascades(subject: Subject) -> Iterator[Row]:
@@ -24,39 +21,38 @@ def cascades(subject: Subject) -> Iterator[Row]:
     # Its key is no client's: clients of the mid-size verifier are one owner there.
     with subject.serve() as target, subject.serve("--upstream", target.url, keys=KEYS) as mid:
         prompt = prompt_of(1, 200)
-        cached = [_cached(mid, key, prompt) for key in (FIRST, SECOND, FIRST)]
+        found = [cached(mid, prompt, key, 4) for key in (FIRST, SECOND, FIRST)]
         yield Row(
             "39",
             "a cascade: another key's prompt, cached upstream under the same key",
-            f"{cached[1]} tokens (the key's own: {cached[2]})",
+            f"{found[1]} tokens (the key's own: {found[2]})",
             "0, and the key's own are cached",
-            cached[1] == 0 and cached[2] > 0,
-            {"cached": cached},
+            found[1] == 0 and found[2] > 0,
+            {"cached": found},
         )
         body = {"prompt": prompt, "max_tokens": 8, "provisional": True, "cache_salt": "x" * 65}
-        refused = ask(mid.port, "POST", "/v1/sessions", body, key=FIRST).status
+        refused = mid.ask("POST", "/v1/sessions", body, key=FIRST).status
         yield Row(
             "39", "a cache_salt of 65 characters", f"status {refused}", "400", refused == 400, {"status": refused}
         )
         # Sampled: a greedy text may repeat itself, is drafted from itself, and is over before the last has begun.
         texts: dict[str, Any] = {"max_tokens": 900, "temperature": 1.0, "ignore_eos": True}
         bodies = [{"prompt": prompt_of(10 + i, 20), "seed": i, **texts} for i in range(NUM_TEXTS)]
-        with crowd_of(mid.port, bodies, key=FIRST) as crowd:
+        with mid.crowd(bodies, key=FIRST) as crowd:
             if not crowd.wait(lambda: crowd.num_running() == NUM_TEXTS, 60.0):
                 raise NotMeasured(f"{crowd.num_running()} of {NUM_TEXTS} texts ran at once, {_ends(crowd)}")
             target.signal(signal.SIGSTOP)
             try:
                 time.sleep(0.5)  # what was on its way has arrived
-                before = sum(len(stream.commits) for stream in crowd.streams)
+                before = crowd.num_commits()
                 with health_of(mid) as latency:
                     crowd.wait(lambda: False, STOPPED_S)
-                after = sum(len(stream.commits) for stream in crowd.streams)
+                after = crowd.num_commits()
             finally:
                 target.signal(signal.SIGCONT)
-            crowd.wait(lambda: sum(len(stream.commits) for stream in crowd.streams) > after, 60.0)
-            resumed = sum(len(stream.commits) for stream in crowd.streams) > after
+            resumed = crowd.wait(lambda: crowd.num_commits() > after, 60.0)
             ends = _ends(crowd)
-    p99 = percentile(latency.values, 0.99)
+    p99 = latency.high
     yield Row(
         "39",
         f"{NUM_TEXTS} texts whose target stops for {STOPPED_S:g} s: GET /health/live of the mid-size verifier, and "
@@ -72,12 +68,3 @@ def _ends(crowd: Crowd) -> str:
     """How the texts ended so far."""
     refusals = sorted({stream.refusal for stream in crowd.streams if stream.refusal})
     return f"{sum(stream.is_over for stream in crowd.streams)} are over; refused: {refusals}"
-
-
-def _cached(server: Server, key: str, prompt: list[int]) -> int:
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    answer = ask(server.port, "POST", "/v1/completions", body, key=key)
-    if answer.status != 200:
-        raise NotMeasured(f"a completion got status {answer.status}: {answer.body[:200]!r}")
-    details = dict(answer.json)["usage"].get("prompt_tokens_details") or {}
-    return int(details.get("cached_tokens") or 0)

@@ -1,20 +1,20 @@
-"""Attacks on the HTTP layer: huge headers, trickled ones, pipelined requests, answers left unread."""
+"""Attacks on the HTTP layer of a server and of the local endpoint: huge headers, trickled ones, pipelined requests,
+answers and streams left unread.
+"""
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, huge_header, pipeline, trickle
-from bench.attacks.exchange import request_bytes
-from bench.attacks.probes import health_of, memory_of
-from bench.attacks.rows import Row
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.attackers import attacking, hold, huge_header, pipeline, trickle
+from bench.attacks.local import ATTACKER, GENERATE, WELL, endpoint_and_idle, text_body
+from bench.attacks.probes import beside, health_of
+from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject
 
-MAX_HEALTH_S: Final = 0.05
-MAX_GROWTH_MB: Final = 64.0
 NUM_TRICKLES: Final = 1500
 TRICKLE_LIMIT_S: Final = 30.0
 NUM_BODIES: Final = 100
@@ -25,34 +25,65 @@ def large_header(subject: Subject) -> Iterator[Row]:
     with (
         subject.serve(keys=KEYS) as server,
         subject.serve(keys=KEYS) as idle,
-        memory_of(server) as memory,
-        health_of(server) as health,
-        health_of(idle) as beside,
+        beside(server, idle) as seen,
         attacking(huge_header, server.port, 64 << 20) as reports,
     ):
         sent = reports.recv()
-    is_quick = health.high < MAX_HEALTH_S and health.worst < MAX_HEALTH_S + beside.worst
     yield Row(
         "7",
         "a header of 64 MiB, no key: GET /health/live, memory",
-        f"{health} (an idle server beside it: {beside}); +{memory.growth_mb:.0f} MB; {sent / 2**20:.0f} MiB are taken",
+        f"{seen}; {sent / 2**20:.0f} MiB are taken",
         "p99 under 50 ms; max under 50 ms more than the idle server's; +64 MB; refused before 8 MiB",
-        is_quick and not health.num_failures and memory.growth_mb <= MAX_GROWTH_MB and sent < 8 << 20,
-        {"sent": sent, "health_s": health.values, "idle_s": beside.values, "growth_mb": memory.growth_mb},
+        seen.is_prompt and not seen.health.num_failures and seen.is_small and sent < 8 << 20,
+        {"sent": sent, **seen.raw},
     )
 
 
 def trickled_requests(subject: Subject) -> Iterator[Row]:
     """Opens 1,500 connections that send a header line every two seconds, then 100 whose bodies trickle likewise."""
-    require_open_files(NUM_TRICKLES + 500)
+    _require_open_files(NUM_TRICKLES + 500)
     with subject.serve(keys=KEYS) as server:
-        yield from trickles("8", server)
+        yield from _trickles("8", server)
 
 
-def trickles(number: str, server: Server) -> Iterator[Row]:
-    """The same at a server that runs, with KEYS."""
+def pipelined_requests(subject: Subject) -> Iterator[Row]:
+    """Pipelines POSTs on one connection for ten seconds, without a key and without reading the answers."""
+    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
+        request = server.request("POST", "/v1/sessions", b"{}")
+        yield _pipelines("9", server, idle, "pipelined POSTs on one connection, no key", request, 1)
+
+
+def unread_answers(subject: Subject) -> Iterator[Row]:
+    """Asks on 64 connections for the largest answer that needs no key, again and again, and reads nothing."""
+    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
+        request = server.request("GET", "/openapi.json")
+        yield _pipelines("9", server, idle, "64 connections that never read their answers", request, 64)
+
+
+def local_connections(subject: Subject) -> Iterator[Row]:
+    """Trickles headers and bodies, pipelines answers that need no key, and leaves streams unread."""
+    _require_open_files(NUM_TRICKLES + 500)
+    with endpoint_and_idle(subject) as (endpoint, idle):
+        yield from _trickles("26", endpoint)
+        script = endpoint.request("GET", "/page/page.js")
+        for what, count in (
+            ("pipelined GETs of the page's script on one connection, no key", 1),
+            ("64 connections that never read the page's script, no key", 64),
+        ):
+            endpoint.wait_until_awake()
+            yield _pipelines("26", endpoint, idle, what, script, count)
+        endpoint.wait_until_awake()
+        body = json.dumps(text_body(1, 1500)).encode()
+        request = endpoint.request("POST", GENERATE, body, ATTACKER)
+        with beside(endpoint, idle) as seen, attacking(hold, endpoint.port, request, 64):
+            time.sleep(10.0)
+    yield Row("26", "64 unread streams of the page", str(seen), WELL, seen.is_well, seen.raw)
+
+
+def _trickles(number: str, server: Server) -> Iterator[Row]:
+    """Trickled headers and bodies at a server with KEYS."""
     header = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    body = request_bytes(server.port, "POST", "/v1/completions", b" " * 1000, KEYS[0])[:-1000]
+    body = server.request("POST", COMPLETIONS, b" " * 1000, KEYS[0])[:-1000]
     with (
         attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
         health_of(server, reconnects=True, timeout_s=5.0) as health,
@@ -78,7 +109,7 @@ def trickles(number: str, server: Server) -> Iterator[Row]:
     )
 
 
-def require_open_files(count: int) -> None:
+def _require_open_files(count: int) -> None:
     """Lets this process and its children open as many files. Raises NotMeasured where the system does not."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < count:
@@ -100,35 +131,9 @@ def _closed(open_after: list[tuple[float, int]]) -> str:
     return f"{count} open after {at_s:.0f} s" if count else f"all closed after {at_s:.0f} s"
 
 
-def pipelined_requests(subject: Subject) -> Iterator[Row]:
-    """Pipelines POSTs on one connection for ten seconds, without a key and without reading the answers."""
-    yield from _pipelined(subject, "pipelined POSTs on one connection, no key", "POST", "/v1/sessions", b"{}", 1)
-
-
-def unread_answers(subject: Subject) -> Iterator[Row]:
-    """Asks on 64 connections for the largest answer that needs no key, again and again, and reads nothing."""
-    yield from _pipelined(subject, "64 connections that never read their answers", "GET", "/openapi.json", b"", 64)
-
-
-def _pipelined(subject: Subject, what: str, method: str, path: str, body: bytes, connections: int) -> Iterator[Row]:
-    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
-        yield pipelines("9", server, idle, what, request_bytes(server.port, method, path, body), connections)
-
-
-def pipelines(number: str, server: Server, idle: Server, what: str, request: bytes, connections: int) -> Row:
+def _pipelines(number: str, server: Server, idle: Server, what: str, request: bytes, connections: int) -> Row:
     """Pipelines a request on connections for ten seconds, without reading the answers."""
-    with (
-        memory_of(server) as memory,
-        health_of(server) as health,
-        health_of(idle) as beside,
-        attacking(pipeline, server.port, request * 500, connections, False),
-    ):
+    with beside(server, idle) as seen, attacking(pipeline, server.port, request * 500, connections, False):
         time.sleep(10.0)
-    return Row(
-        number,
-        what,
-        f"+{memory.growth_mb:.0f} MB in 10 s; /health/live: {health} (an idle server beside it: {beside})",
-        "+64 MB; p99 under 50 ms more than the idle server's",
-        memory.growth_mb <= MAX_GROWTH_MB and health.high < MAX_HEALTH_S + beside.high and not health.num_failures,
-        {"growth_mb": memory.growth_mb, "health_s": health.values, "idle_s": beside.values},
-    )
+    limit = "+64 MB; p99 under 50 ms more than the idle server's"
+    return Row(number, what, f"{seen} in 10 s", limit, seen.is_small and seen.is_steady, seen.raw)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bench.attacks.exchange import HOST, request_bytes
+from bench.attacks.exchange import HOST, connect, request_bytes, wait_for
 
 
 @dataclass(eq=False, slots=True)
@@ -83,8 +83,7 @@ class Crowd:
     def open(self, body: dict[str, Any]) -> Stream:
         """Opens a session and returns at once."""
         began_s = time.perf_counter()
-        connection = socket.create_connection((HOST, self._port), source_address=(self._address, 0))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = connect(self._port, address=self._address)
         connection.sendall(request_bytes(self._port, "POST", self._path, json.dumps(body).encode(), self._key))
         stream = Stream(connection, began_s)
         with self._lock:
@@ -102,10 +101,25 @@ class Crowd:
             time.sleep(0.002)
         return True
 
+    def require(self, what: str, is_reached: Callable[[], bool], timeout_s: float) -> None:
+        """Waits until `is_reached`. Raises NotMeasured, which says `what` was not, after `timeout_s`."""
+        wait_for(what, is_reached, timeout_s, 0.002)
+
+    def running(self) -> Stream:
+        """The crowd's only session, once it has a token. Raises NotMeasured."""
+        stream = self.streams[0]
+        self.require("the session had no token", lambda: bool(stream.commits), 10.0)
+        return stream
+
     def num_running(self) -> int:
         """Sessions that have a token and have not ended."""
         with self._lock:
             return sum(bool(stream.commits) and not stream.is_over for stream in self.streams)
+
+    def num_commits(self) -> int:
+        """Of all sessions so far."""
+        with self._lock:
+            return sum(len(stream.commits) for stream in self.streams)
 
     def tokens_per_s(self, duration_s: float) -> float:
         """Tokens of all sessions together in the next `duration_s`, per second."""
@@ -176,8 +190,3 @@ def first_token_s(port: int, body: dict[str, Any], cap_s: float, **options: Any)
         stream = crowd.streams[0]
         crowd.wait(lambda: bool(stream.commits) or stream.is_over, cap_s)
         return stream.first_token_s
-
-
-def prompt_of(index: int, length: int = 16) -> list[int]:
-    """A prompt that no other index shares."""
-    return [1 + (index * 7919 + position * 104729) % 4000 for position in range(length)]

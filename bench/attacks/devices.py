@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from bench.attacks.exchange import HOST, request_bytes
+from bench.attacks.exchange import HOST
+from bench.bare_http import Wire
+
+from outrider.models.errors import CloudError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ async def _device(devices: Devices, index: int, counts: list[tuple[float, int]])
     if devices.patience_ms is not None:
         body["patience_ms"] = devices.patience_ms
     while True:
-        with suppress(OSError):
+        with suppress(OSError, CloudError):
             await _session(devices, body, text, guess, counts)
 
 
@@ -64,44 +66,29 @@ async def _session(
     devices: Devices, body: dict[str, Any], text: list[int], guess: list[int], counts: list[tuple[float, int]]
 ) -> None:
     """One session to its end."""
-    reader, writer = await asyncio.open_connection(HOST, devices.port)
-    up = await asyncio.open_connection(HOST, devices.port)
-    writer.write(request_bytes(devices.port, "POST", "/v1/sessions", json.dumps(body).encode()))
-    session, base, drafter = "", 0, None
-    try:
-        while line := await reader.readline():
-            if not line.startswith(b"data: "):
-                continue
-            event = json.loads(line[6:])
+    url = f"http://{HOST}:{devices.port}"
+    session, drafter = "", None
+    async with Wire(url) as stream, Wire(url) as up:
+        await stream.post("/v1/sessions", body)
+        while (event := await stream.event()) is not None and event.get("type") != "end":
+            session = event.get("session", session)
             if event.get("type") == "open":
-                session = event["session"]
-            elif event.get("type") == "end":
-                return
-            else:
-                base = event["base"] + len(event["tokens"])
-                counts.append((time.perf_counter(), len(event["tokens"])))
-                if drafter is None or drafter.done():
-                    # The next tokens as the device guesses them: the target's own up to the first wrong one.
-                    path = text[base : base + devices.depth]
-                    for at in range(len(path)):
-                        if guess[base + at] != path[at]:
-                            path = path[:at] + guess[base + at : base + devices.depth]
-                            break
-                    if path:
-                        drafter = asyncio.create_task(_post_late(devices, session, base, path, up))
-    finally:
+                continue
+            base = event["base"] + len(event["tokens"])
+            counts.append((time.perf_counter(), len(event["tokens"])))
+            if drafter is None or drafter.done():
+                # The next tokens as the device guesses them: the target's own up to the first wrong one.
+                right = text[base : base + devices.depth]
+                own = guess[base : base + devices.depth]
+                at = next((at for at, token in enumerate(right) if own[at] != token), len(right))
+                if path := right[:at] + own[at:]:
+                    drafter = asyncio.create_task(_post_late(devices, session, base, path, up))
         if drafter is not None:
             drafter.cancel()
-        writer.close()
-        up[1].close()
 
 
-async def _post_late(devices: Devices, session: str, base: int, path: list[int], up: Any) -> None:
+async def _post_late(devices: Devices, session: str, base: int, path: list[int], up: Wire) -> None:
     await asyncio.sleep(devices.lag_s)
-    body = json.dumps({"base": base, "paths": [path]}).encode()
-    up[1].write(request_bytes(devices.port, "POST", f"/v1/sessions/{session}/drafts", body))
     with suppress(OSError, asyncio.IncompleteReadError):
-        head = await up[0].readuntil(b"\r\n\r\n")
-        for line in head.lower().split(b"\r\n"):
-            if line.startswith(b"content-length:"):
-                await up[0].readexactly(int(line.split(b":")[1]))
+        await up.post(f"/v1/sessions/{session}/drafts", {"base": base, "paths": [path]})
+        await up.answer()

@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch, hold
-from bench.attacks.connections import MAX_GROWTH_MB, MAX_HEALTH_S
-from bench.attacks.exchange import ask, request_bytes
-from bench.attacks.hostile_server import Ways, as_answer, hostile_server
-from bench.attacks.probes import health_of, memory_of
-from bench.attacks.rows import Row, listed, seconds
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.false_verifiers import Ways, as_answer, hostile_server
+from bench.attacks.probes import beside
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, listed, seconds
 
 PAD_BYTES: Final = 64 << 20
 PAD: Final = "/v1/drafts/draft/pad.txt"
@@ -47,7 +44,7 @@ def _offering(subject: Subject) -> Iterator[tuple[Server, Path]]:
         (place / "unlisted.md").write_bytes(SECRET)
         (place.parent / "secret.txt").write_bytes(SECRET)
         with subject.serve("--drafts", str(place.parent), keys=KEYS) as server:
-            if ask(server.port, "GET", "/v1/drafts", key=KEYS[0]).status != 200:
+            if server.ask("GET", "/v1/drafts", key=KEYS[0]).status != 200:
                 raise NotMeasured("the server offers no drafts")
             yield server, place
 
@@ -61,12 +58,12 @@ def other_paths(subject: Subject) -> Iterator[Row]:
     ]
     paths += ["/v1/drafts/draft/../../../../../../etc/passwd", "/v1/drafts/./draft/config.json", "/v1/drafts/draft/"]
     with _offering(subject) as (server, place):
-        answers = {path: ask(server.port, "GET", path, key=KEYS[0]) for path in paths}
+        answers = {path: server.ask("GET", path, key=KEYS[0]) for path in paths}
         link = place / "config.json"
         link.unlink()
         link.symlink_to(place.parent / "secret.txt")
-        answers["a link in place of config.json"] = ask(server.port, "GET", "/v1/drafts/draft/config.json", key=KEYS[0])
-        answers["no key"] = ask(server.port, "GET", PAD)
+        answers["a link in place of config.json"] = server.ask("GET", "/v1/drafts/draft/config.json", key=KEYS[0])
+        answers["no key"] = server.ask("GET", PAD)
     wrong = [path for path, answer in answers.items() if answer.status not in (400, 401, 404, 410) or not answer.json]
     leaked = [path for path, answer in answers.items() if SECRET in answer.body or b"root:" in answer.body]
     yield Row(
@@ -91,34 +88,19 @@ def greedy_downloads(subject: Subject) -> Iterator[Row]:
 
 def _beside(subject: Subject, what: str, *, reads: bool) -> Iterator[Row]:
     with _offering(subject) as (server, _), subject.serve(keys=KEYS) as idle:
-        request, attack = request_bytes(server.port, "GET", PAD, key=KEYS[0]), fetch if reads else hold
-        with (
-            memory_of(server) as memory,
-            health_of(server) as health,
-            health_of(idle) as beside,
-            attacking(attack, server.port, request, NUM_CONNECTIONS),
-        ):
+        request, attack = server.request("GET", PAD, key=KEYS[0]), fetch if reads else hold
+        with beside(server, idle) as seen, attacking(attack, server.port, request, NUM_CONNECTIONS):
             time.sleep(ATTACK_S / 2)
-            other = ask(server.port, "GET", PAD, key=KEYS[1], timeout_s=ATTACK_S)
+            other = server.ask("GET", PAD, key=KEYS[1], timeout_s=ATTACK_S)
             time.sleep(ATTACK_S / 2)
     is_whole = other.status == 200 and len(other.body) == PAD_BYTES
     yield Row(
         "21",
         f"{what}: another key's 64 MiB, /health/live, memory",
-        f"{seconds(other.took_s) if is_whole else f'HTTP {other.status}'}; {health} (an idle server beside it: "
-        f"{beside}); +{memory.growth_mb:.0f} MB",
+        f"{seconds(other.took_s) if is_whole else f'HTTP {other.status}'}; {seen}",
         f"whole within {ATTACK_S:g} s; p99 under 50 ms more than the idle server's; +64 MB",
-        is_whole
-        and memory.growth_mb <= MAX_GROWTH_MB
-        and health.high < MAX_HEALTH_S + beside.high
-        and not health.num_failures,
-        {
-            "took_s": other.took_s,
-            "status": other.status,
-            "health_s": health.values,
-            "idle_s": beside.values,
-            "growth_mb": memory.growth_mb,
-        },
+        is_whole and seen.is_small and seen.is_steady,
+        {"took_s": other.took_s, "status": other.status, **seen.raw},
     )
 
 

@@ -1,4 +1,4 @@
-"""Speaks HTTP over plain sockets: requests to the byte, from a chosen address, with any header."""
+"""Speaks HTTP over plain sockets: requests to the byte, from a chosen address, with any header; and waits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 HOST: Final = "127.0.0.1"
 OTHER_ADDRESS: Final = "127.0.0.2"
 """Another client's address on this machine: another owner where there are no keys."""
+
+
+class NotMeasured(Exception):
+    """Says why a row could not be measured."""
+
+
+def wait_for(what: str, is_reached: Callable[[], bool], timeout_s: float, every_s: float = 0.05) -> None:
+    """Returns once it is reached. what: ends a sentence, such as "run". Raises NotMeasured."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_reached():
+        if time.monotonic() > deadline_s:
+            raise NotMeasured(f"{what} within {timeout_s:g} s")
+        time.sleep(every_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +76,13 @@ def ask(
         connection.close()
 
 
+def connect(port: int, timeout_s: float | None = None, address: str = HOST) -> socket.socket:
+    """A connection whose small messages leave at once."""
+    connection = socket.create_connection((HOST, port), timeout_s, source_address=(address, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
 def request_bytes(
     port: int,
     method: str,
@@ -94,10 +114,20 @@ def read_answer(connection: socket.socket) -> int:
     return int(status.split(b" ")[1])
 
 
-def values_of(metrics: str, name: str, label: str = "") -> list[float]:
-    """The values of a metric, by its text form, that have `label`: several where replicas are behind a front."""
-    lines = (line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{")) and label in line)
-    return [float(line.rsplit(" ", 1)[1]) for line in lines]
+def answer_status(port: int, request: bytes, timeout_s: float = 30.0) -> int:
+    """The status of the answer; 0 without one."""
+    try:
+        with socket.create_connection((HOST, port), timeout_s) as connection:
+            connection.sendall(request)
+            return read_answer(connection)
+    except OSError:
+        return 0
+
+
+def values_of(metrics: str, name: str, *labels: str) -> list[float]:
+    """The values of a metric, by its text form, that have `labels`: several where replicas are behind a front."""
+    lines = (line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{")))
+    return [float(line.rsplit(" ", 1)[1]) for line in lines if all(label in line for label in labels)]
 
 
 def _received(connection: socket.socket) -> bytes:

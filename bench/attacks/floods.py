@@ -5,7 +5,6 @@ read in another way.
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,13 +13,10 @@ from itertools import count
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch
-from bench.attacks.bodies import MAX_GROWTH_MB, MAX_HEALTH_S
-from bench.attacks.crowd import first_token_s, prompt_of
-from bench.attacks.exchange import HOST, ask, read_answer, request_bytes
+from bench.attacks.exchange import HOST, answer_status, request_bytes
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
-from bench.attacks.probes import health_of, memory_of
-from bench.attacks.rows import Row, middle
-from bench.attacks.subject import KEYS, Server, Subject
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
+from bench.attacks.subject import KEYS, Row, Server, Subject, middle, prompt_of
 
 ATTACKER, OTHER = KEYS
 MAX_FIRST: Final = 2.0
@@ -84,7 +80,7 @@ def _rows(number: str, server: Server, cases: list[_Flood], newcomer: Any, where
         ends_s = time.monotonic() + _ENOUGH_S
         while len(found) < _NUM_FIRST and time.monotonic() < ends_s:
             body, options = newcomer()
-            found.append(first_token_s(server.port, body, _CAP_S, key=OTHER, **options))
+            found.append(server.first_token_s(body, _CAP_S, key=OTHER, **options))
         return found
 
     firsts()
@@ -113,24 +109,23 @@ def large_answers(subject: Subject) -> Iterator[Row]:
         plain = {"prompt": prompt_of(1), "max_tokens": 300, "ignore_eos": True, "temperature": 1.0}
         body = plain | {"logprobs": 20}
         # What the runtime takes for as many texts is not the answer's.
-        ask(server.port, "POST", "/v1/completions", plain | {"n": 128}, key=ATTACKER, timeout_s=_LARGE_S)
+        server.ask("POST", "/v1/completions", plain | {"n": 128}, key=ATTACKER, timeout_s=_LARGE_S)
         for num_choices in (64, 128):
-            with memory_of(server) as memory, health_of(server) as health, health_of(idle) as beside:
+            with beside(server, idle) as seen:
                 sent = body | {"n": num_choices}
-                answer = ask(server.port, "POST", "/v1/completions", sent, key=ATTACKER, timeout_s=_LARGE_S)
+                answer = server.ask("POST", "/v1/completions", sent, key=ATTACKER, timeout_s=_LARGE_S)
             size_mb = len(answer.body) / 1e6
             num_tokens = sum(len(each["logprobs"]["tokens"]) for each in answer.json.get("choices", ()))
-            is_quick = health.high < MAX_HEALTH_S + beside.high and health.worst < MAX_HEALTH_S + beside.worst
+            is_quick = seen.is_steady and seen.health.worst < MAX_HEALTH_S + seen.idle.worst
             is_whole = answer.status == 200 and num_tokens == 300 * num_choices
             yield Row(
                 "44",
                 f"a whole answer of {num_choices} texts of 300 tokens with 20 logprobs each: /health/live, memory",
-                f"status {answer.status}, {num_tokens} tokens, {size_mb:.0f} MB in {answer.took_s:.0f} s; {health} "
-                f"(an idle server beside it: {beside}); +{memory.growth_mb:.0f} MB",
+                f"status {answer.status}, {num_tokens} tokens, {size_mb:.0f} MB in {answer.took_s:.0f} s; {seen}",
                 f"complete; p99 and max under {MAX_HEALTH_S * 1e3:.0f} ms more than the idle server's; "
                 f"+{MAX_GROWTH_MB:g} MB",
-                is_whole and is_quick and memory.growth_mb <= MAX_GROWTH_MB,
-                {"health_s": health.values, "idle_s": beside.values, "growth_mb": memory.growth_mb},
+                is_whole and is_quick and seen.is_small,
+                seen.raw,
             )
 
 
@@ -143,14 +138,14 @@ def strange_headers(subject: Subject) -> Iterator[Row]:
         key = f"Authorization: Bearer {ATTACKER}\r\n".encode()
         chunked, codings = b"Transfer-Encoding: chunked\r\n\r\n", b"Transfer-Encoding: gzip, chunked\r\n\r\n"
         found = {
-            "a key in a trailer": _status(server, head + chunked + chunk + key + b"\r\n"),
-            "gzip, chunked": _status(server, head + key + codings + chunk + b"\r\n"),
+            "a key in a trailer": answer_status(server.port, head + chunked + chunk + key + b"\r\n"),
+            "gzip, chunked": answer_status(server.port, head + key + codings + chunk + b"\r\n"),
         }
     expected = {"a key in a trailer": 401, "gzip, chunked": 501}
     with subject.serve() as server:
         for host in ("[::1]evil.com", f"localhost:{server.port}:evil.com", "localhost@evil.com", "evil.com"):
             head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
-            found[f"Host: {host}"] = _status(server, head)
+            found[f"Host: {host}"] = answer_status(server.port, head)
     wrong = [f"{what}: {status}" for what, status in found.items() if status != expected.get(what, 403)]
     yield Row(
         "45",
@@ -160,13 +155,3 @@ def strange_headers(subject: Subject) -> Iterator[Row]:
         not wrong,
         found,
     )
-
-
-def _status(server: Server, request: bytes) -> int:
-    """The status of an answer to these bytes; 0 where the connection is closed without one."""
-    with socket.create_connection((HOST, server.port), 30.0) as connection:
-        connection.sendall(request)
-        try:
-            return read_answer(connection)
-        except OSError:
-            return 0

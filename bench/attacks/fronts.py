@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 import socket
 import time
@@ -14,11 +13,9 @@ from statistics import median
 from typing import Final
 
 import psutil
-from bench.attacks.attackers import attacking, repeat
-from bench.attacks.crowd import crowd_of, prompt_of
+from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.exchange import HOST, ask, request_bytes
-from bench.attacks.rows import Row
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, Row, Server, Subject, prompt_of
 
 CLIENT, SCRAPER = KEYS
 NUM_REPLICAS: Final = 2
@@ -58,7 +55,7 @@ def _forged(server: Server) -> Row:
     """Headers such as the front sends to its replicas, sent to the front."""
     digest = hashlib.sha256(CLIENT.encode()).hexdigest()
     headers = _forgeries(digest)
-    statuses = [ask(server.port, "POST", "/v1/completions", _TEXT, headers=each).status for each in headers]
+    statuses = [server.ask("POST", "/v1/completions", _TEXT, headers=each).status for each in headers]
     num_answered = sum(status != 401 for status in statuses)
     return Row(
         "37",
@@ -97,7 +94,7 @@ def _other_targets(server: Server) -> Row:
     """Texts that name a target which no replica has."""
 
     def text(headers: Mapping[str, str]) -> object:
-        answer = ask(server.port, "POST", "/v1/completions", _TEXT, key=CLIENT, headers=headers)
+        answer = server.ask("POST", "/v1/completions", _TEXT, key=CLIENT, headers=headers)
         return answer.json["choices"][0]["text"] if answer.status == 200 else answer.status
 
     expected = text({})
@@ -115,12 +112,12 @@ def _other_targets(server: Server) -> Row:
 
 def _odd_targets(server: Server) -> Row:
     """Targets that are no path, or that a replica would redirect."""
-    before = len(server.log())
+    before = len(server.said())
     answers = [_raw(server.port, method, target) for method, target in _ODD * 20]
     statuses = [int(answer[9:12] or 0) if answer.startswith(b"HTTP/1.1 ") else 0 for answer in answers]
     num_failures = sum(status >= 500 for status in statuses)
     num_moved = sum(b"\r\nlocation:" in answer.lower() for answer in answers)
-    grown = len(server.log()) - before
+    grown = len(server.said()) - before
     return Row(
         "37",
         f"{len(answers)} requests for `*`, with slashes at the end, or for another authority: 5xx, redirects, log",
@@ -133,23 +130,20 @@ def _odd_targets(server: Server) -> Row:
 
 def _scrapes(server: Server) -> Iterator[Row]:
     """Floods of /metrics with a key for metrics only, beside floods of /health/live; four sessions of another key."""
-    floods = {path: [request_bytes(server.port, "GET", path, key=SCRAPER)] for path in ("/health/live", "/metrics")}
+    floods = {path: [server.request("GET", path, key=SCRAPER)] for path in ("/health/live", "/metrics")}
     rates: dict[str, list[float]] = {path: [] for path in floods}
-    statuses: list[int] = []
+    statuses: dict[str, list[int]] = {path: [] for path in floods}
     num_before, began_s = _scraped(server), time.monotonic()
     bodies = [{"prompt": prompt_of(10 + i), "max_tokens": 900, "ignore_eos": True} for i in range(4)]
     for path in (*floods, *floods):
         server.wait_until_idle()
         with (
-            crowd_of(server.port, bodies, keeps=True, key=CLIENT) as crowd,
+            server.crowd(bodies, keeps=True, key=CLIENT) as crowd,
             attacking(repeat, server.port, floods[path], NUM_SCRAPERS, 20.0) as reports,
         ):
             crowd.wait(lambda: crowd.num_running() == len(bodies), 20.0)
             rates[path].append(crowd.tokens_per_s(FLOOD_S))
-            while reports.poll():
-                status = reports.recv()
-                if path == "/metrics":
-                    statuses.append(status)
+            statuses[path] += received(reports)
     time.sleep(1.1)  # the next scrape is a new one
     num_scrapes, took_s = _scraped(server) - num_before, time.monotonic() - began_s
     beside, during = (median(each) for each in rates.values())
@@ -158,10 +152,10 @@ def _scrapes(server: Server) -> Iterator[Row]:
         f"{NUM_SCRAPERS} connections ask for /metrics all the while, with a key for metrics only: four sessions' "
         "tokens/s",
         f"{during:.0f}; beside as many that ask for /health/live {beside:.0f} ({beside / max(during, 1e-9):.2f}x "
-        f"slower); {len(statuses)} answers",
+        f"slower); {len(statuses['/metrics'])} answers",
         f"at most {MAX_SLOWER:g}x slower; all 200",
-        MAX_SLOWER * during >= beside and set(statuses) == {200},
-        {"tokens_per_s": rates, "num_answers": len(statuses)},
+        MAX_SLOWER * during >= beside and set(statuses["/metrics"]) == {200},
+        {"tokens_per_s": rates, "num_answers": len(statuses["/metrics"])},
     )
     yield Row(
         "37",
@@ -182,7 +176,7 @@ def _forgeries(owner: str) -> list[dict[str, str]]:
 
 def _ports(server: Server) -> list[int]:
     """Where the server and its children listen, Ray's own included."""
-    leader = psutil.Process(server.process.pid)
+    leader = psutil.Process(server.pid)
     pids = {each.pid for each in (leader, *leader.children(recursive=True))}
     found = psutil.net_connections("tcp")
     return sorted({c.laddr.port for c in found if c.pid in pids and c.status == psutil.CONN_LISTEN})
@@ -206,8 +200,4 @@ def _raw(port: int, method: str, target: str) -> bytes:
 
 def _scraped(server: Server) -> float:
     """How often replicas have been asked for metrics, in all."""
-    answer = ask(server.port, "GET", "/metrics", key=SCRAPER)
-    lines = re.findall(r"^outrider_http_requests_total(\{.*\}) (\S+)$", answer.body.decode(), re.MULTILINE)
-    if answer.status != 200 or not lines:
-        raise NotMeasured(f"/metrics has status {answer.status} and {len(lines)} counters of requests")
-    return sum(float(value) for labels, value in lines if 'route="/metrics"' in labels and "replica=" in labels)
+    return sum(server.metrics("outrider_http_requests_total", 'route="/metrics"', "replica=", key=SCRAPER))

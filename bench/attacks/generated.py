@@ -11,7 +11,6 @@ every run; of the others, which end early for the same reason most often, a smal
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import tempfile
@@ -25,15 +24,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, repeat
-from bench.attacks.bodies import MAX_GROWTH_MB, MAX_HEALTH_S, SIZE
+from bench.attacks.bodies import SIZE, TEMPLATE
 from bench.attacks.bounds import Case, Field, Requests
-from bench.attacks.crowd import prompt_of
-from bench.attacks.exchange import ask, request_bytes
-from bench.attacks.grammars import TEMPLATE
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.noticed import ATTACKER, CAP_S, NUM_TEXTS, Place, Seen, watched
-from bench.attacks.rows import Row, percentile
-from bench.attacks.subject import KEYS, VLLM, Server, Subject
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S
+from bench.attacks.subject import KEYS, VLLM, Row, Server, Subject, percentile, prompt_of
 from bench.changed_bundle import change_bundle
 
 MAX_FIRST: Final = 2.0
@@ -85,7 +81,7 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
         shutil.copytree(subject.bundles[1], Path(place, "drafts", "draft"))
         options = (*small, "--drafts", str(Path(place, "drafts")))
         with subject.serve(*options, keys=KEYS, bundle=target) as server, subject.serve(keys=KEYS) as idle:
-            facts = ask(server.port, "GET", "/v1/model", key=ATTACKER).json
+            facts = server.ask("GET", "/v1/model", key=ATTACKER).json
             names = {"model": facts["name"], "name": "draft", "path": "manifest.json"}
             requests = _requests(verifier_document(), facts, names)
 
@@ -108,7 +104,7 @@ def generated_local(subject: Subject) -> Iterator[Row]:
             _with_template(bundle, stack.enter_context(tempfile.TemporaryDirectory())) for bundle in subject.bundles
         )
         endpoint, idle = stack.enter_context(endpoint_and_idle(subject, draft=draft, target=target))
-        card = ask(endpoint.port, "GET", "/v1/models", key=ATTACKER).json["data"][0]
+        card = endpoint.ask("GET", "/v1/models", key=ATTACKER).json["data"][0]
         facts = {"max_positions": card["max_model_len"], "vocab_size": Bundle.open(target).tokenizer().size}
         requests = _requests(local_document(), facts, {"model": card["id"]})
         _warm_up(endpoint, "/v1/completions", _warm_texts(facts["max_positions"]))
@@ -140,10 +136,7 @@ def _warm_texts(max_positions: int) -> list[dict[str, Any]]:
 
 def _warm_up(server: Server, path: str, texts: Sequence[dict[str, Any]]) -> None:
     """Long texts in every place: memory that any use takes is not the attack's."""
-    requests = [
-        request_bytes(server.port, "POST", path, json.dumps(text).encode(), key)
-        for text, key in zip(texts, cycle(KEYS))
-    ]
+    requests = [server.request("POST", path, text, key) for text, key in zip(texts, cycle(KEYS))]
     with attacking(repeat, server.port, requests, 16, 30.0) as reports:
         for _ in texts:
             reports.recv()
@@ -167,7 +160,9 @@ def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
     send("routes without a body", others, times=50)
     num_pairs = 0
     for route in with_body:
-        alone = send(route, [case for case in requests.singles(route) for _ in range(_times_alone(case))])
+        # A field's largest value so often that all in flight are the same.
+        often = ((1 if any(number for _, number in case.values) else 4, case) for case in requests.singles(route))
+        alone = send(route, [case for count, case in often for _ in range(count)])
         pairs = list(requests.pairs(route))
         num_pairs += len(pairs)
         if pairs:
@@ -176,11 +171,6 @@ def _rows(number: str, what: str, place: Place) -> Iterator[Row]:
     largest = [max(requests.singles(route), key=requests.size) for route in with_body]
     send("without a key, large", largest, None, times=4)
     yield from _judged(number, what, plain, groups, before_mb, num_pairs)
-
-
-def _times_alone(case: Case) -> int:
-    """How often one field's value is sent: its largest one so that all in flight are the same."""
-    return 1 if any(number for _, number in case.values) else 4
 
 
 def _sent(place: Place, plain: Seen, before_mb: float, name: str, cases: list[Case], key: str | None) -> Group:

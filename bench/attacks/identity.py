@@ -14,9 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 from bench.attacks.agents import agent
-from bench.attacks.exchange import ask
-from bench.attacks.rows import Row, seconds
-from bench.attacks.subject import NotMeasured, Server, Subject, end
+from bench.attacks.subject import NotMeasured, Row, Server, Subject, seconds
 
 _PROMPT: Final = "def walk(path):"
 _TEXT: Final = ("--mode", "cloud-only", "--temperature", "0", "--ignore-eos", "--max-tokens", "500", "--", _PROMPT)
@@ -103,7 +101,7 @@ def _killed(subject: Subject, first: Server, second: Server) -> tuple[bytes, int
     with agent(subject, "--cloud", first.url, "--cloud", second.url, *_TEXT) as running:
         if not running.wait(lambda: len(running.text) >= BEGUN, 60.0):
             raise NotMeasured(f"no text within 60 s: {running.errors[-300:]!r}")
-        end(first.process)
+        first.kill()
         printed = len(running.text)
         status = running.finish(60.0)
         return _joined(running.text), status, " ".join(running.errors.decode(errors="replace").split()), printed
@@ -124,12 +122,12 @@ def _joined(text: bytes) -> bytes:
 def _targets(server: Server) -> dict[str, Any]:
     """The target's identity in each answer that should carry it."""
     body = {"prompt": [1, 2, 3], "max_tokens": 1}
-    opened = ask(server.port, "POST", "/v1/sessions", body).body.partition(b"data: ")[2].partition(b"\n")[0]
-    verified = ask(server.port, "POST", "/v1/verify", {"items": [{"prefix": [1, 2, 3]}]}).json
+    opened = server.ask("POST", "/v1/sessions", body).body.partition(b"data: ")[2].partition(b"\n")[0]
+    verified = server.ask("POST", "/v1/verify", {"items": [{"prefix": [1, 2, 3]}]}).json
     return {
         "open": json.loads(opened).get("target"),
         "verify": verified.get("target") or (verified.get("results") or [{}])[0].get("target"),
-        "ready": ask(server.port, "GET", "/health/ready").json.get("target"),
+        "ready": server.ask("GET", "/health/ready").json.get("target"),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,25 +10,22 @@ from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, hold
-from bench.attacks.crowd import first_token_s
-from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.local import (
     ATTACKER,
-    COMPLETIONS,
     GENERATE,
     HONEST,
     MAX_OWN,
+    PLACES,
     STEP_MS,
     WELL,
-    beside,
     endpoint_and_idle,
     honest_texts,
     text_body,
     texts_of,
     warm_up,
 )
-from bench.attacks.rows import Row, middle, seconds
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.probes import beside
+from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject, middle, seconds, wait_for
 
 CAP_S: Final = 20.0
 _NUM_CONNECTIONS: Final = 64
@@ -47,25 +43,19 @@ def greedy_texts(subject: Subject) -> Iterator[Row]:
     with endpoint_and_idle(subject, extra_ms=_EXTRA_MS) as (endpoint, idle), ExitStack() as stack:
         _read_long_texts(endpoint)
         seen = stack.enter_context(beside(endpoint, idle))
-        request = request_bytes(endpoint.port, "POST", COMPLETIONS, json.dumps(_LONG).encode(), ATTACKER)
+        request = endpoint.request("POST", COMPLETIONS, _LONG, ATTACKER)
         for number in range(_ROUNDS):
             _measure(endpoint, rates["alone"], took["alone"], number)
             with attacking(hold, endpoint.port, request, _NUM_CONNECTIONS):
-                _wait_until_running(endpoint, MAX_OWN)
+                _wait_until_running(endpoint)
                 _measure(endpoint, rates["beside"], took["beside"], 100 + number)
             endpoint.wait_until_idle()
-    alone, during = median(rates["alone"]), median(rates["beside"])
-    alone_s, during_s = middle(took["alone"], CAP_S), middle(took["beside"], CAP_S)
-    limit_s = 10.0 * STEP_MS / 1e3 + alone_s
-    yield Row(
+    yield _row(
         "25",
         f"`outrider serve --max-own {MAX_OWN}`: one key's long texts on {_NUM_CONNECTIONS} connections, never read: "
         "another key's first token and tokens/s",
-        f"{seconds(during_s if during_s < CAP_S else None, CAP_S)}, alone {seconds(alone_s)}; "
-        f"{during:.0f} tokens/s, alone {alone:.0f} ({during / max(alone, 1e-9):.2f}x)",
-        f"10 steps and the time alone: {seconds(limit_s)}; at least {_MIN_RATE:g}x",
-        during_s <= limit_s and during >= _MIN_RATE * alone,
-        {"tokens_per_s": rates, "first_token_s": took},
+        rates,
+        took,
     )
     yield Row("25", "the same: /health/live, memory", str(seen), WELL, seen.is_well, seen.raw)
 
@@ -74,9 +64,13 @@ def _read_long_texts(endpoint: Server) -> None:
     """The draft's caches for texts of this length are there before: what they take is bounded by --draft-context."""
     with ThreadPoolExecutor(MAX_OWN) as pool:
         body = {**_LONG, "stream": False, "max_tokens": 100}
-        answers = list(pool.map(lambda _: ask(endpoint.port, "POST", COMPLETIONS, body, key=ATTACKER), range(MAX_OWN)))
+        answers = list(pool.map(lambda _: endpoint.ask("POST", COMPLETIONS, body, key=ATTACKER), range(MAX_OWN)))
     if any(answer.status != 200 for answer in answers):
         raise NotMeasured(f"the endpoint refused long texts: {answers[0].body[-200:]!r}")
+
+
+def _wait_until_running(endpoint: Server) -> None:
+    wait_for(f"the attacker's {MAX_OWN} texts did not run", lambda: endpoint.num_running() >= MAX_OWN, 30.0)
 
 
 def _measure(endpoint: Server, rates: list[float], took: list[float | None], number: int) -> None:
@@ -84,15 +78,7 @@ def _measure(endpoint: Server, rates: list[float], took: list[float | None], num
         rates.append(texts.tokens_per_s(5.0))
         for i in range(3):
             body = text_body(1000 + 10 * number + i)
-            took.append(first_token_s(endpoint.port, body, CAP_S, key=HONEST, path=GENERATE))
-
-
-def _wait_until_running(endpoint: Server, count: int) -> None:
-    deadline_s = time.monotonic() + 30.0
-    while ask(endpoint.port, "GET", "/health/ready").json.get("running", 0) < count:
-        if time.monotonic() > deadline_s:
-            raise NotMeasured(f"the attacker's {count} texts did not run within 30 s")
-        time.sleep(0.05)
+            took.append(endpoint.first_token_s(body, CAP_S, key=HONEST, path=GENERATE))
 
 
 def delayed_texts(subject: Subject) -> Iterator[Row]:
@@ -104,31 +90,24 @@ def delayed_texts(subject: Subject) -> Iterator[Row]:
     with ExitStack() as stack:
         # Two verifiers: then readiness shows what the endpoint measures of them.
         first, second = (stack.enter_context(subject.emulated(STEP_MS)) for _ in range(2))
-        options = ["--cloud", second.url, "--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN)]
-        endpoint = stack.enter_context(subject.endpoint(first.url, *options, keys=KEYS))
+        endpoint = stack.enter_context(subject.endpoint(first.url, "--cloud", second.url, *PLACES, keys=KEYS))
         warm_up(endpoint)
         for number in range(_ROUNDS):
             trips["alone"].append(_round_trip_ms(endpoint, 10 + number))
             _measure(endpoint, rates["alone"], took["alone"], number)
             clouds["alone"] += _cloud_trips_ms(endpoint)
             with texts_of(endpoint, ATTACKER, MAX_OWN, 4096 // 4, keeps=True, round_trip_ms=_DELAY_MS):
-                _wait_until_running(endpoint, MAX_OWN)
+                _wait_until_running(endpoint)
                 _measure(endpoint, rates["beside"], took["beside"], 100 + number)
                 trips["beside"].append(_round_trip_ms(endpoint, 20 + number))
                 clouds["beside"] += _cloud_trips_ms(endpoint)
             endpoint.wait_until_idle()
             trips["after"].append(_round_trip_ms(endpoint, 30 + number))
-    alone, during = median(rates["alone"]), median(rates["beside"])
-    alone_s, during_s = middle(took["alone"], CAP_S), middle(took["beside"], CAP_S)
-    limit_s = 10.0 * STEP_MS / 1e3 + alone_s
-    yield Row(
+    yield _row(
         "28",
         f"one key's {MAX_OWN} texts with `round_trip_ms` {_DELAY_MS:g}: another key's first token and tokens/s",
-        f"{seconds(during_s if during_s < CAP_S else None, CAP_S)}, alone {seconds(alone_s)}; "
-        f"{during:.0f} tokens/s, alone {alone:.0f} ({during / max(alone, 1e-9):.2f}x)",
-        f"10 steps and the time alone: {seconds(limit_s)}; at least {_MIN_RATE:g}x",
-        during_s <= limit_s and during >= _MIN_RATE * alone,
-        {"tokens_per_s": rates, "first_token_s": took},
+        rates,
+        took,
     )
     worst = max([*trips["beside"], *trips["after"], *clouds["beside"]])
     usual = max([*trips["alone"], *clouds["alone"]])
@@ -142,9 +121,25 @@ def delayed_texts(subject: Subject) -> Iterator[Row]:
     )
 
 
+def _row(number: str, what: str, rates: dict[str, list[float]], took: dict[str, list[float | None]]) -> Row:
+    """rates, took: "alone" and "beside" the attack."""
+    alone, during = median(rates["alone"]), median(rates["beside"])
+    alone_s, during_s = middle(took["alone"], CAP_S), middle(took["beside"], CAP_S)
+    limit_s = 10.0 * STEP_MS / 1e3 + alone_s
+    return Row(
+        number,
+        what,
+        f"{seconds(during_s if during_s < CAP_S else None, CAP_S)}, alone {seconds(alone_s)}; "
+        f"{during:.0f} tokens/s, alone {alone:.0f} ({during / max(alone, 1e-9):.2f}x)",
+        f"10 steps and the time alone: {seconds(limit_s)}; at least {_MIN_RATE:g}x",
+        during_s <= limit_s and during >= _MIN_RATE * alone,
+        {"tokens_per_s": rates, "first_token_s": took},
+    )
+
+
 def _round_trip_ms(endpoint: Server, index: int) -> float:
     """What is measured for a text of the other key. Raises NotMeasured."""
-    answer = ask(endpoint.port, "POST", GENERATE, text_body(index, 60), key=HONEST)
+    answer = endpoint.ask("POST", GENERATE, text_body(index, 60), key=HONEST)
     events = [json.loads(line[6:]) for line in answer.body.splitlines() if line.startswith(b"data: ")]
     found = [event["round_trip_ms"] for event in events if event.get("round_trip_ms")]
     if not found:
@@ -153,5 +148,5 @@ def _round_trip_ms(endpoint: Server, index: int) -> float:
 
 
 def _cloud_trips_ms(endpoint: Server) -> list[float]:
-    clouds = ask(endpoint.port, "GET", "/health/ready").json.get("clouds", [])
+    clouds = endpoint.readiness().json.get("clouds", [])
     return [cloud["round_trip_ms"] for cloud in clouds if cloud.get("round_trip_ms") is not None]

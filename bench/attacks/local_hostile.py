@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, probe
-from bench.attacks.exchange import Answer, ask
-from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
-from bench.attacks.local import CHAT, COMPLETIONS, GENERATE, MAX_HEALTH_S, text_body
-from bench.attacks.probes import latency_of, memory_of
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import NotMeasured, Server, Subject
-from bench.attacks.terminal import ESCAPES, HOSTILE, MAX_GROWTH_MB, USAGE, endless_sessions, opened_event, tokens_of
+from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.local import CHAT, GENERATE, text_body
+from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
+from bench.attacks.subject import COMPLETIONS, NotMeasured, Row, Server, Subject, listed, wait_for
+from bench.attacks.terminal import ESCAPES, HOSTILE, USAGE, endless_sessions, opened_event, tokens_of
 
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
 _BIDI: Final = ("\u202e", "\u2066", "\u200f")
@@ -69,9 +65,8 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
     before_mb = endpoint.memory_mb()
     for what, (ways, path, body) in kinds.items():
         server.ways = ways
-        with memory_of(endpoint) as memory, attacking(probe, endpoint.port) as reports:
-            answer = _asked(endpoint, path, body)
-            health = latency_of(reports)
+        with memory_of(endpoint) as memory, health_of(endpoint) as health:
+            answer = endpoint.ask_in_time("POST", path, body, _ENDS_S)
         server.ways = Ways(b"", others=good)
         raw[what] = {
             "status": answer.status,
@@ -81,7 +76,8 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
             "max_ms": health.worst * 1e3,
             "body": answer.body[-200:].decode(errors="replace"),
         }
-        _wait_until_quick(endpoint)
+        with suppress(NotMeasured):  # the row on texts left says so
+            wait_for("a text was not over", lambda: not endpoint.num_running(), 30.0)
     largest = max(raw, key=lambda what: raw[what]["peak_mb"])
     growth = raw[largest]["peak_mb"] - before_mb
     yield Row(
@@ -101,7 +97,7 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
         raw[slowest]["p99_ms"] < 2e3 * MAX_HEALTH_S,
     )
     unclear = [f"{what} (HTTP {one['status']})" for what, one in raw.items() if not 400 <= one["status"] < 600]
-    left = ask(endpoint.port, "GET", "/health/ready").json.get("running")
+    left = endpoint.num_running()
     yield Row(
         "29",
         f"the same: without an error within {_ENDS_S:g} s; texts left in work",
@@ -123,7 +119,7 @@ def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
     prompts = [[7, *tokens_of(subject.bundles[1], letter)] for letter in "abcdefgh"]
 
     def text_of(prompt: list[int]) -> str:
-        answer = ask(endpoint.port, "POST", COMPLETIONS, {"prompt": prompt, "max_tokens": _NUM_TOKENS})
+        answer = endpoint.ask("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": _NUM_TOKENS})
         return str(answer.json["choices"][0]["text"]) if answer.status == 200 else f"HTTP {answer.status}"
 
     alone = [text_of(prompt) for prompt in prompts]
@@ -143,19 +139,19 @@ def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
 
 def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
     """Names and errors with escapes: in the endpoint's log, its answers, and what its page shows."""
-    ask(endpoint.port, "POST", COMPLETIONS, {"prompt": "a", "model": _NAME, "max_tokens": 1})
+    endpoint.ask("POST", COMPLETIONS, {"prompt": "a", "model": _NAME, "max_tokens": 1})
     error = {"code": "invalid_parameter", "message": _NAME, "type": "invalid_request_error", "param": _NAME}
     server.ways = Ways(as_answer({"error": error}, "400 Bad Request"), others=server.ways.others)
-    refused = ask(endpoint.port, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})
-    models = ask(endpoint.port, "GET", "/v1/models")
-    page = ask(endpoint.port, "POST", GENERATE, text_body(1, 5))
+    refused = endpoint.ask("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    models = endpoint.ask("GET", "/v1/models")
+    page = endpoint.ask("POST", GENERATE, text_body(1, 5))
     end = {"type": "end", "reason": "error", "usage": USAGE, "error": {**error, "code": "shutting_down"}}
     server.ways = Ways(as_stream(opened_event(), end), others=server.ways.others)
-    ended = ask(endpoint.port, "POST", GENERATE, text_body(1, 5))
+    ended = endpoint.ask("POST", GENERATE, text_body(1, 5))
     shown = [
         f"{where}: {escape!r}"
         for where, words in {
-            "the log": endpoint.log(),
+            "the log": endpoint.said(),
             "/v1/models": models.body.decode(errors="replace"),
             "an error": refused.body.decode(errors="replace"),
             "the page's events": (page.body + ended.body).decode(errors="replace"),
@@ -230,26 +226,9 @@ def _honest(server: HostileServer, endpoint: Server, good: dict[str, tuple[bytes
     end = {"type": "end", "reason": "stop", "usage": USAGE}
     server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end), others=good)
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
-        answer = ask(endpoint.port, "POST", path, {**body, "max_tokens": 5})
+        answer = endpoint.ask("POST", path, {**body, "max_tokens": 5})
         if answer.status != 200:
             raise NotMeasured(f"the endpoint refused an honest verifier's text: {answer.body[-300:]!r}")
-
-
-def _asked(endpoint: Server, path: str, body: dict[str, Any]) -> Answer:
-    began_s = time.monotonic()
-    try:
-        return ask(endpoint.port, "POST", path, body, timeout_s=_ENDS_S)
-    except TimeoutError:
-        return Answer(0, b"", time.monotonic() - began_s)
-
-
-def _wait_until_quick(endpoint: Server) -> None:
-    """Returns once no text is in work."""
-    deadline_s = time.monotonic() + 30.0
-    while ask(endpoint.port, "GET", "/health/ready").json.get("running"):
-        if time.monotonic() > deadline_s:
-            return  # the row on texts left says so
-        time.sleep(0.05)
 
 
 def _head(length: int) -> bytes:

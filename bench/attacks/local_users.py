@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Final
 
 from bench.attacks.attackers import as_user, attacking
-from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.local import BODIES, CHAT, VERIFY
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, listed
 
 _ROOT: Final = 0
 _NOBODY: Final = 65534
@@ -65,9 +62,7 @@ def other_users(subject: Subject) -> Iterator[Row]:
 
 def _codes(server: Server, user: int, key: str | None = None) -> dict[str, list[int]]:
     """The statuses that this user gets at each route, in the order of `_WAYS`."""
-    requests = [
-        request_bytes(server.port, "POST", path, json.dumps(body).encode(), key) for path, body in BODIES.items()
-    ]
+    requests = [server.request("POST", path, body, key) for path, body in BODIES.items()]
     with attacking(as_user, user, server.port, requests) as reports:
         codes: list[list[int]] = reports.recv()
     server.wait_until_idle()
@@ -80,10 +75,4 @@ def _plain(codes: dict[str, list[int]]) -> dict[str, int]:
 
 def _sessions(cloud: Server) -> int:
     """Sessions that the verifier has opened."""
-    text: Any = ask(cloud.port, "GET", "/metrics").body.decode()
-    counts = [
-        line
-        for line in text.splitlines()
-        if line.startswith("outrider_http_requests_total") and '/v1/sessions"' in line
-    ]
-    return sum(int(float(line.rpartition(" ")[2])) for line in counts)
+    return int(sum(cloud.metrics("outrider_http_requests_total", '/v1/sessions"')))

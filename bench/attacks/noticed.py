@@ -13,12 +13,9 @@ from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, sweep
-from bench.attacks.bodies import MAX_HEALTH_S
 from bench.attacks.bounds import Case, Requests
-from bench.attacks.crowd import crowd_of, first_token_s
-from bench.attacks.probes import Latency, Memory, health_of, memory_of
-from bench.attacks.rows import percentile
-from bench.attacks.subject import KEYS, NotMeasured, Server
+from bench.attacks.probes import MAX_HEALTH_S, Latency, Memory, health_of, memory_of
+from bench.attacks.subject import KEYS, Server, percentile
 
 ATTACKER, OTHER = KEYS
 NUM_TEXTS: Final = 2
@@ -145,7 +142,7 @@ def _newcomers(place: Place) -> Iterator[list[tuple[float, float]]]:
         while not is_over.wait(NEWCOMERS_EVERY_S):
             number += 1
             began_s = time.perf_counter()
-            took_s = first_token_s(place.server.port, place.text(number), CAP_S, key=OTHER, path=place.path)
+            took_s = place.server.first_token_s(place.text(number), CAP_S, key=OTHER, path=place.path)
             found.append((began_s, CAP_S if took_s is None else took_s))
 
     thread = threading.Thread(target=ask_again, daemon=True)
@@ -161,14 +158,13 @@ def watched(place: Place, cases: list[Case], key: str | None, timeout_s: float, 
     """Sends the cases, four at a time, for at most `limit_s`, and looks what others notice."""
     bodies = [place.text(number) for number in range(NUM_TEXTS)]
     with (
-        crowd_of(place.server.port, bodies, key=OTHER, path=place.path, keeps=True) as crowd,
+        place.server.crowd(bodies, key=OTHER, path=place.path, keeps=True) as crowd,
         memory_of(place.server) as memory,
         health_of(place.server) as health,
         health_of(place.idle) as idle,
         _newcomers(place) as firsts,
     ):
-        if not crowd.wait(lambda: crowd.num_running() >= NUM_TEXTS, 30.0):
-            raise NotMeasured("the other key's texts did not run within 30 s")
+        crowd.require("the other key's texts did not run", lambda: crowd.num_running() >= NUM_TEXTS, 30.0)
         seen = Seen(health, idle, memory, firsts=firsts)
         with attacking(sweep, place.server.port, place.requests, cases, key, timeout_s) as reports:
             began_s = time.perf_counter()

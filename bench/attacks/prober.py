@@ -7,7 +7,6 @@ every other process where the system lets it (Linux, as root). Standard library 
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import sys
@@ -18,49 +17,28 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
-from bench.attacks.exchange import HOST, read_answer, request_bytes
+from bench.attacks.exchange import connect, read_answer, request_bytes
 
 EVERY_S: Final = 0.01
-
-
-class Prober:
-    """The process, as this one sees it. Not safe to share between threads."""
-
-    def __init__(self) -> None:
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-        if not self._pipe.recv():
-            print("health is probed without priority: on a busy machine the prober's own wait counts", file=sys.stderr)
-
-    def begin(self, port: int, *, reconnects: bool, timeout_s: float) -> int:
-        """Begins to ask 127.0.0.1:port, on one connection or on a new one each time; returns a name for `end`."""
-        self._pipe.send((port, reconnects, timeout_s))
-        return int(self._pipe.recv())
-
-    def end(self, name: int) -> tuple[list[float], list[float], int]:
-        """When each answer was asked for (perf_counter), the seconds that it took, and how often the server refused or
-        closed a connection.
-        """
-        self._pipe.send(name)
-        began_s, values, num_failures = self._pipe.recv()
-        return began_s, values, num_failures
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+Seen = tuple[list[float], list[float], int]
+"""When each answer was asked for (perf_counter), the seconds that it took, and how often the server refused or closed a
+connection."""
 
 
 @cache
-def the_prober() -> Prober:
-    """The one of this process; ends with it."""
-    prober = Prober()
-    atexit.register(prober.close)
-    return prober
+def the_prober() -> Connection:
+    """A pipe to the one prober of this process, which ends with it. Not safe to share between threads.
+
+    (port, reconnects, timeout_s) begins to ask 127.0.0.1:port, on one connection or on a new one each time; the answer
+    is a number. The number ends it; the answer is what was `Seen`.
+    """
+    context = get_context("spawn")
+    pipe, theirs = context.Pipe()
+    context.Process(target=_serve, args=(theirs,), daemon=True).start()
+    theirs.close()
+    if not pipe.recv():
+        print("health is probed without priority: on a busy machine the prober's own wait counts", file=sys.stderr)
+    return pipe
 
 
 def _serve(pipe: Connection) -> None:
@@ -92,42 +70,39 @@ def _has_priority() -> bool:
 class _Probe:
     def __init__(self, port: int, reconnects: bool, timeout_s: float) -> None:
         self._port, self._reconnects, self._timeout_s = port, reconnects, timeout_s
-        self._began_s: list[float] = []
-        self._values: list[float] = []
-        self._num_failures = 0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def end(self) -> tuple[list[float], list[float], int]:
+    def end(self) -> Seen:
         self._is_over.set()
         self._thread.join()
-        return self._began_s, self._values, self._num_failures
+        return self._seen
 
     def _run(self) -> None:
         request = request_bytes(self._port, "GET", "/health/live")
         connection: socket.socket | None = None
+        began_s, values, num_failures = list[float](), list[float](), 0
         while not self._is_over.is_set():
-            began_s = time.perf_counter()
+            began = time.perf_counter()
             try:
-                if connection is None:
-                    connection = socket.create_connection((HOST, self._port), self._timeout_s)
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection = connection or connect(self._port, self._timeout_s)
                 connection.sendall(request)
                 if read_answer(connection) != 200:
                     raise ConnectionError
             except TimeoutError:
                 connection = None
             except OSError:
-                self._num_failures += 1
+                num_failures += 1
                 connection = None
                 self._is_over.wait(EVERY_S)
                 continue
-            self._began_s.append(began_s)
-            self._values.append(time.perf_counter() - began_s)
+            began_s.append(began)
+            values.append(time.perf_counter() - began)
             if self._reconnects and connection is not None:
                 connection.close()
                 connection = None
             self._is_over.wait(EVERY_S)
         if connection is not None:
             connection.close()
+        self._seen: Seen = began_s, values, num_failures

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.attacks.exchange import ask
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import Server, Subject
+from bench.attacks.subject import Row, Server, Subject, listed
 
 
 def booleans(subject: Subject) -> Iterator[Row]:
@@ -15,11 +13,11 @@ def booleans(subject: Subject) -> Iterator[Row]:
     with subject.serve() as server:
         taken = [what for what, path, body in _booleans() if _status(server, path, body) == 200]
         cases = len(_booleans())
-        answer = ask(server.port, "POST", "/v1/completions", {"prompt": [1, 2], "max_tokens": 1, "prompt_logprobs": 0})
+        answer = server.ask("POST", "/v1/completions", {"prompt": [1, 2], "max_tokens": 1, "prompt_logprobs": 0})
         param = answer.json.get("error", {}).get("param")
-        names = [card["id"] for card in ask(server.port, "GET", "/v1/models").json["data"]]
-        found = ask(server.port, "GET", f"/v1/models/{names[0]}")
-        missing = ask(server.port, "GET", "/v1/models/no-such-model")
+        names = [card["id"] for card in server.ask("GET", "/v1/models").json["data"]]
+        found = server.ask("GET", f"/v1/models/{names[0]}")
+        missing = server.ask("GET", "/v1/models/no-such-model")
     yield Row(
         "14",
         f"booleans as numbers, {cases} fields",
@@ -61,4 +59,4 @@ def _booleans() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 def _status(server: Server, path: str, body: dict[str, Any]) -> int:
-    return ask(server.port, "POST", path, body).status
+    return server.ask("POST", path, body).status

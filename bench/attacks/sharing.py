@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -10,10 +9,20 @@ from statistics import median
 from typing import Any
 
 from bench.attacks.attackers import attacking, once, repeat
-from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, Answer, ask, request_bytes
-from bench.attacks.rows import Row, middle, percentile, seconds
-from bench.attacks.subject import NotMeasured, Server, Subject
+from bench.attacks.subject import (
+    COMPLETIONS,
+    HOST,
+    OTHER_ADDRESS,
+    Answer,
+    NotMeasured,
+    Row,
+    Server,
+    Subject,
+    middle,
+    percentile,
+    prompt_of,
+    seconds,
+)
 
 CAP_S = 20.0
 STEP_MS = 20.0
@@ -26,14 +35,13 @@ def long_sessions(subject: Subject) -> Iterator[Row]:
     with subject.emulated(STEP_MS) as server:
         for what, address in (("the same owner's", HOST), ("another owner's", OTHER_ADDRESS)):
             server.wait_until_idle()
-            alone = [first_token_s(server.port, {"prompt": prompt_of(200 + i)}, CAP_S) for i in range(3)]
-            with crowd_of(server.port, [{"prompt": prompt_of(i), **LONG} for i in range(32)], keeps=True) as crowd:
+            alone = [server.first_token_s({"prompt": prompt_of(200 + i)}, CAP_S) for i in range(3)]
+            with server.crowd([{"prompt": prompt_of(i), **LONG} for i in range(32)], keeps=True) as crowd:
                 took: list[float | None] = []
                 for i in range(3):
                     # Sessions end together and are opened again; a newcomer between would find free places.
-                    if not crowd.wait(lambda: crowd.num_running() >= 32, 30.0):
-                        raise NotMeasured("32 sessions did not all run within 30 s")
-                    took.append(first_token_s(server.port, {"prompt": prompt_of(100 + i)}, CAP_S, address=address))
+                    crowd.require("32 sessions did not all run", lambda: crowd.num_running() >= 32, 30.0)
+                    took.append(server.first_token_s({"prompt": prompt_of(100 + i)}, CAP_S, address=address))
                 step_s = median(crowd.gaps_s())
             limit_s = 10.0 * step_s + middle(alone, CAP_S)
             found = middle(took, CAP_S)
@@ -55,14 +63,14 @@ def unequal_owners(subject: Subject) -> Iterator[Row]:
     """
     few = [{"prompt": prompt_of(100 + i), **LONG} for i in range(2)]
     with subject.emulated(STEP_MS) as server:
-        with crowd_of(server.port, few, keeps=True, address=OTHER_ADDRESS) as crowd:
+        with server.crowd(few, keeps=True, address=OTHER_ADDRESS) as crowd:
             crowd.wait(lambda: all(s.commits for s in crowd.streams), CAP_S)
             alone = crowd.tokens_per_s(3.0)
         server.wait_until_idle()
         many = [{"prompt": prompt_of(i), **LONG} for i in range(64)]
-        with crowd_of(server.port, many, keeps=True) as crowd:
+        with server.crowd(many, keeps=True) as crowd:
             crowd.wait(lambda: sum(bool(s.commits) for s in crowd.streams) >= 32, CAP_S)
-            with crowd_of(server.port, few, keeps=True, address=OTHER_ADDRESS) as others:
+            with server.crowd(few, keeps=True, address=OTHER_ADDRESS) as others:
                 beside = others.tokens_per_s(10.0)
     yield Row(
         "3",
@@ -88,16 +96,15 @@ def long_prompts(subject: Subject) -> Iterator[Row]:
 def _beside_prompts(server: Server, what: str) -> Row:
     gaps: dict[str, list[float]] = {}
     prompts = [
-        request_bytes(server.port, "POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 1}).encode())
+        server.request("POST", COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
         for prompt in (prompt_of(50_000 + i, 1000) for i in range(400))
     ]
     for phase, attack in (("alone", []), ("beside", prompts)):
         server.wait_until_idle()
         # Another prompt each time: a text that was written before is drafted from.
         text = {"prompt": prompt_of(len(gaps)), "max_tokens": 1000, "ignore_eos": True}
-        with crowd_of(server.port, [text], address=OTHER_ADDRESS) as crowd:
-            if not crowd.wait(lambda: crowd.num_running() == 1, CAP_S):
-                raise NotMeasured(f"the text had no token within {CAP_S:g} s")
+        with server.crowd([text], address=OTHER_ADDRESS) as crowd:
+            crowd.require("the text had no token", lambda: crowd.num_running() == 1, CAP_S)
             if attack:
                 with attacking(repeat, server.port, attack, 4, 120.0):
                     crowd.wait(lambda: not crowd.num_running(), 8.0)
@@ -159,12 +166,12 @@ def held_prefixes(subject: Subject) -> Iterator[Row]:
     """Continues a call of 256 items by its 256 prefix hashes."""
     with subject.emulated(5.0) as server:
         items = [{"prefix": prompt_of(i)} for i in range(256)]
-        first = ask(server.port, "POST", "/v1/verify", {"items": items}).json.get("results", [])
+        first = server.ask("POST", "/v1/verify", {"items": items}).json.get("results", [])
         hashes = [result.get("prefix_hash") for result in first]
         if len(hashes) != 256 or not all(hashes):
             raise NotMeasured(f"{sum(map(bool, hashes))} of 256 items got a prefix hash")
         items = [{"prefix_hash": name} for name in hashes]
-        second = ask(server.port, "POST", "/v1/verify", {"items": items}).json.get("results", [])
+        second = server.ask("POST", "/v1/verify", {"items": items}).json.get("results", [])
     held = sum("error" not in result for result in second)
     yield Row(
         "5",
@@ -180,22 +187,18 @@ def _call(server: Server, seed: int) -> bytes:
     """A call of 256 items of 48 tokens, none of which any cache holds."""
     rng = random.Random(seed)
     items = [{"prefix": [rng.randrange(1, 4000) for _ in range(48)]} for _ in range(256)]
-    return request_bytes(server.port, "POST", "/v1/verify", json.dumps({"items": items}).encode())
+    return server.request("POST", "/v1/verify", {"items": items})
 
 
 def _small(server: Server, index: int, timeout_s: float = PATIENT_S) -> Answer:
     """The other owner's request: a verify and a completion in turn, of one token each."""
     prompt = prompt_of(10_000 + index + int(time.perf_counter() * 1e3))
-    path, body = "/v1/completions", {"prompt": prompt, "max_tokens": 1}
+    path, body = COMPLETIONS, {"prompt": prompt, "max_tokens": 1}
     if index % 2:
         path, body = "/v1/verify", {"items": [{"prefix": prompt}]}
-    try:
-        return ask(server.port, "POST", path, body, address=OTHER_ADDRESS, timeout_s=timeout_s)
-    except TimeoutError:
-        return Answer(0, b"", timeout_s)
+    return server.ask_in_time("POST", path, body, timeout_s, address=OTHER_ADDRESS)
 
 
 def _steps(server: Server) -> int:
     """Steps of the engine so far; 0 where /metrics does not count them."""
-    lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
-    return next((int(float(line.split()[1])) for line in lines if line.startswith("outrider_engine_steps_total ")), 0)
+    return int(sum(server.metrics("outrider_engine_steps_total")))

@@ -1,30 +1,43 @@
-"""Starts the servers and agents under attack, by the interpreter of the version that is measured."""
+"""What an attack takes and gives: the version under attack, with its servers and agents, and rows."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final, TextIO
+from statistics import median
+from typing import Any, Final
 
 import psutil
-from bench.attacks.exchange import ask
-from bench.processes import pass_niceness
+from bench.attacks.crowd import Crowd, Stream, crowd_of, first_token_s
+from bench.attacks.exchange import (
+    HOST,
+    OTHER_ADDRESS,
+    Answer,
+    NotMeasured,
+    ask,
+    request_bytes,
+    values_of,
+    wait_for,
+)
+from bench.processes import ANY_PORT, Program, started
+
+# What attacks take from here, though it is made elsewhere.
+__all__ = ["HOST", "OTHER_ADDRESS", "Answer", "Crowd", "NotMeasured", "Stream", "wait_for"]
 
 EMBEDDED: Final = "embedded"
 VLLM: Final = "vllm"
 
-READY_PREFIX: Final = "OUTRIDER_READY "
 KEYS: Final = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
+COMPLETIONS: Final = "/v1/completions"
 _EXPORT: Final = (
     "from outrider.export.make.reference_pair import export_reference_pair\n"
     "pair = export_reference_pair()\nprint(pair.target)\nprint(pair.draft)"
@@ -38,39 +51,104 @@ _LEAST_STEP_MS: Final = 100.0
 _TREE: Final = "from pathlib import Path\nimport outrider.cloud\nprint(Path(outrider.cloud.__file__).parents[3])"
 
 
-class NotMeasured(Exception):
-    """Says why a row could not be measured."""
-
-
 @dataclass(frozen=True, slots=True)
-class Server:
-    """A running server. process: the leader of its own process group. errors: where its log goes."""
+class Row:
+    """One line of the table. is_met: None where nothing could be measured; `measured` then says why.
 
-    url: str
-    process: subprocess.Popen[str]
-    errors: TextIO
+    raw: the numbers behind `measured`, for --json.
+    """
 
-    def log(self) -> str:
-        """What it has logged so far."""
-        descriptor = self.errors.fileno()  # the server writes at the same position, so this does not move it
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
+    number: str
+    what: str
+    measured: str
+    limit: str
+    is_met: bool | None
+    raw: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def port(self) -> int:
-        """Where it listens on 127.0.0.1."""
-        return int(self.url.rsplit(":", 1)[1])
+
+def seconds(value: float | None, cap_s: float = 0.0) -> str:
+    """A time for people; None is one that did not end within `cap_s`."""
+    if value is None:
+        return f"over {cap_s:g} s"
+    return f"{value:.1f} s" if value >= 1.0 else f"{value * 1e3:.0f} ms"
+
+
+def middle(values: Sequence[float | None], cap_s: float) -> float:
+    """The median, where None counts as `cap_s`."""
+    return median(cap_s if value is None else value for value in values)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie; the largest where there are few."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def listed(names: Sequence[str], word: str) -> str:
+    """How many, and which: all of a few, the first of many."""
+    if len(names) > 5:
+        return f"{len(names)} {word}: {', '.join(names[:3])}, ..."
+    return f"{len(names)} {word}" + (f": {', '.join(names)}" if names else "")
+
+
+def prompt_of(index: int, length: int = 16) -> list[int]:
+    """A prompt that no other index shares."""
+    return [1 + (index * 7919 + position * 104729) % 4000 for position in range(length)]
+
+
+class Server(Program):
+    """A server under attack."""
+
+    def ask(self, method: str, path: str, body: object = None, **options: Any) -> Answer:
+        """One request on a connection of its own, as `exchange.ask`."""
+        return ask(self.port, method, path, body, **options)
+
+    def ask_in_time(self, method: str, path: str, body: object, timeout_s: float, **options: Any) -> Answer:
+        """The same; a status of 0 where there is no answer in that time."""
+        try:
+            return self.ask(method, path, body, timeout_s=timeout_s, **options)
+        except TimeoutError:
+            return Answer(0, b"", timeout_s)
+
+    def request(self, method: str, path: str, body: object = None, key: str | None = None) -> bytes:
+        """The same request as bytes."""
+        content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        return request_bytes(self.port, method, path, content, key)
+
+    def crowd(self, bodies: list[dict[str, Any]], **options: Any) -> AbstractContextManager[Crowd]:
+        """Sessions that are open at once, as `crowd_of`."""
+        return crowd_of(self.port, bodies, **options)
+
+    def first_token_s(self, body: dict[str, Any], cap_s: float, **options: Any) -> float | None:
+        """A newcomer's time to its first token, as `crowd.first_token_s`."""
+        return first_token_s(self.port, body, cap_s, **options)
 
     def memory_mb(self) -> float:
         """Resident memory of the server and its children."""
         try:
-            leader = psutil.Process(self.process.pid)
+            leader = psutil.Process(self.pid)
             return float(sum(p.memory_info().rss for p in (leader, *leader.children(recursive=True))) / 1e6)
         except psutil.NoSuchProcess:
             return 0.0
 
-    def signal(self, number: int) -> None:
-        """Sends a signal to the server and its children."""
-        os.killpg(self.process.pid, number)
+    def metrics(self, name: str, *labels: str, key: str | None = None) -> list[float]:
+        """The values of a metric that have `labels`: several where replicas are behind a front."""
+        return values_of(self.ask("GET", "/metrics", key=key).body.decode(), name, *labels)
+
+    def readiness(self) -> Answer:
+        """Of /health/ready."""
+        return self.ask("GET", "/health/ready", timeout_s=10.0)
+
+    def num_running(self) -> int:
+        """Texts in work."""
+        return int(self.readiness().json.get("running", 0))
+
+    def complete(self, body: dict[str, Any], key: str | None = None) -> Any:
+        """The answer to a completion. Raises NotMeasured where it is refused."""
+        answer = self.ask("POST", COMPLETIONS, body, key=key)
+        if answer.status != 200:
+            raise NotMeasured(f"a completion got status {answer.status}: {answer.body[:200]!r}")
+        return answer.json
 
     def wait_until_awake(self, timeout_s: float = 30.0) -> None:
         """Returns once /health/live answers at once, five times in a row. Raises NotMeasured after `timeout_s`."""
@@ -79,7 +157,7 @@ class Server:
             if time.monotonic() > deadline_s:
                 raise NotMeasured(f"the server's health took long {timeout_s:g} s after the attack had ended")
             try:
-                answer = ask(self.port, "GET", "/health/live", timeout_s=timeout_s)
+                answer = self.ask("GET", "/health/live", timeout_s=timeout_s)
             except TimeoutError:
                 continue
             num_quick = num_quick + 1 if answer.took_s < 0.03 else 0
@@ -87,13 +165,12 @@ class Server:
 
     def wait_until_idle(self, timeout_s: float = 30.0) -> None:
         """Returns once nothing runs and nothing is queued. Raises NotMeasured after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            answer = ask(self.port, "GET", "/health/ready", timeout_s=10.0)
-            if answer.status == 200 and not answer.json["running"] and not answer.json.get("queue_depth"):
-                return
-            time.sleep(0.02)
-        raise NotMeasured(f"the server was still busy {timeout_s:g} s after the last request had ended")
+
+        def is_idle() -> bool:
+            answer = self.readiness()
+            return answer.status == 200 and not answer.json["running"] and not answer.json.get("queue_depth")
+
+        wait_for("the server was not idle after the last request had ended", is_idle, timeout_s, 0.02)
 
 
 @dataclass(frozen=True)
@@ -129,19 +206,15 @@ class Subject:
     def _engine_options(self) -> tuple[str, ...]:
         return _VLLM_OPTIONS if self.engine == VLLM else ()
 
-    @contextmanager
-    def serve(self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None) -> Iterator[Server]:
+    def serve(
+        self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None
+    ) -> AbstractContextManager[Server]:
         """Runs `outrider-cloud serve` on the reference target."""
-        with tempfile.TemporaryDirectory() as place:
-            arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), "--port", "0"]
-            arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *self.options, *options]
-            if keys:
-                arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
-            with self._running(arguments) as server:
-                yield server
+        arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), *ANY_PORT]
+        arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *self.options, *options]
+        return self._running(arguments, keys)
 
-    @contextmanager
-    def emulated(self, step_ms: float, extra_ms: float = 0.0) -> Iterator[Server]:
+    def emulated(self, step_ms: float, extra_ms: float = 0.0) -> AbstractContextManager[Server]:
         """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`, and
         extra_ms more for each token after the first. With vLLM, `bench.paced_vllm` over the reference target: its steps
         take as long at least, and never less than `_LEAST_STEP_MS`.
@@ -149,56 +222,36 @@ class Subject:
         if self.engine == VLLM:
             step = str(max(step_ms, _LEAST_STEP_MS))
             paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", step, "--extra-ms", str(extra_ms)]
-            paced += ["--port", "0", "--threads", "1", "--drain-s", "0", *self._engine_options]
-            with self._running(paced) as server:
-                yield server
-            return
+            return self._running([*paced, *ANY_PORT, "--threads", "1", "--drain-s", "0", *self._engine_options])
         if not (self.tree / "bench" / "emulated.py").is_file():
             raise NotMeasured(f"{self.tree} has no bench/emulated.py, which a step of a given time needs")
-        arguments = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)]
-        with self._running(arguments) as server:
-            yield server
+        return self._running(["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)])
 
-    @contextmanager
     def endpoint(
         self, cloud: str, *options: str, keys: Sequence[str] = (), draft: Path | None = None
-    ) -> Iterator[Server]:
+    ) -> AbstractContextManager[Server]:
         """Runs `outrider serve` on a draft, by default the reference draft, for the verifier at the URL `cloud`."""
-        with tempfile.TemporaryDirectory() as place:
-            arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud]
-            arguments += ["--draft", str(draft or self.bundles[1])]
-            arguments += ["--port", "0", "--threads", "1", *options]
-            if keys:
-                arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
-            with self._running(arguments, self.own_python) as server:
-                yield server
+        arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud, "--draft", str(draft or self.bundles[1])]
+        return self._running([*arguments, *ANY_PORT, "--threads", "1", *options], keys, self.own_python)
 
     def agent(self, *arguments: str) -> list[str]:
         """The command line of `outrider run` on the reference draft."""
         return [self.own_python, "-m", "outrider.edge.cli", "run", "--draft", str(self.bundles[1]), *arguments]
 
     @contextmanager
-    def _running(self, arguments: Sequence[str], python: str | None = None) -> Iterator[Server]:
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-            process = subprocess.Popen(
-                [python or self.python, *arguments],
-                cwd=self.tree,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-            pass_niceness(process.pid)
-            try:
-                url = _ready_url(process, self.start_s)
-                if url is None:
-                    errors.seek(0)
-                    raise NotMeasured(f"the server did not start: {errors.read()[-500:].strip()}")
-                yield Server(url, process, errors)
-            finally:
-                end(process)
+    def _running(
+        self, arguments: Sequence[str], keys: Sequence[str] = (), python: str | None = None
+    ) -> Iterator[Server]:
+        with tempfile.TemporaryDirectory() as place:
+            if keys:
+                file = Path(place, "keys")
+                file.write_text("\n".join(keys) + "\n", encoding="utf-8")
+                file.chmod(0o600)
+                arguments = [*arguments, "--api-key-file", str(file)]
+            log, python = Path(place, "log"), python or self.python
+            server = Server(arguments, log, None, self.environment, python, directory=self.tree, start_s=self.start_s)
+            with started(server):
+                yield server
 
     def _output(self, *arguments: str, python: str | None = None) -> str:
         command = [python or self.python, *arguments]
@@ -206,37 +259,3 @@ class Subject:
         if done.returncode:
             raise NotMeasured(f"`{command[0]} {' '.join(arguments)[:60]}` failed: {done.stderr.strip()[-500:]}")
         return done.stdout
-
-
-def written_keys(place: Path, keys: Sequence[str]) -> Path:
-    """A file with these keys, for its owner only."""
-    path = place / "keys"
-    path.write_text("\n".join(keys) + "\n", encoding="utf-8")
-    path.chmod(0o600)
-    return path
-
-
-def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
-    """Ends a process group that was started with start_new_session, also a stopped one."""
-    for number in (signal.SIGKILL, signal.SIGCONT):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _ready_url(process: subprocess.Popen[str], timeout_s: float) -> str | None:
-    """The URL that the server announces; None where it ends without, or does not announce one in time."""
-    assert process.stdout is not None
-    watchdog = threading.Timer(timeout_s, process.kill)
-    watchdog.start()
-    try:
-        for line in process.stdout:
-            if line.startswith(READY_PREFIX):
-                return line.removeprefix(READY_PREFIX).strip()
-    finally:
-        watchdog.cancel()
-    return None

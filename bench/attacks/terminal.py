@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.agents import agent
-from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
-from bench.attacks.rows import Row, listed
-from bench.attacks.subject import NotMeasured, Subject
+from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.probes import MAX_GROWTH_MB
+from bench.attacks.subject import NotMeasured, Row, Subject, listed
 
 ESCAPES: Final = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\x1b\\", "\x08\x08", "\x7f")
 """A title, a cleared screen, a question that the terminal answers as if typed, C1 codes, a device string, BS, DEL."""
 HOSTILE: Final = "a" + "b".join(ESCAPES) + "c"
-MAX_GROWTH_MB: Final = 64.0
 ENDS_S: Final = 15.0
 USAGE: Final = {
     "prompt_tokens": 1,
@@ -74,7 +73,6 @@ def escapes(subject: Subject) -> Iterator[Row]:
 def huge_answers(subject: Subject) -> Iterator[Row]:
     """Sends events, ids, commits and errors without end; the agent must end, without growing."""
     ways = endless_sessions()
-    grown: dict[str, float] = {}
     unclear: list[str] = []
     raw: dict[str, Any] = {}
     with hostile_server() as server:
@@ -86,18 +84,18 @@ def huge_answers(subject: Subject) -> Iterator[Row]:
                 is_over = running.finish(ENDS_S) is not None
                 status, growth = running.process.returncode, running.peak_mb - plain_mb
                 errors = running.errors.decode(errors="replace")
-            raw[what] = {"status": status, "growth_mb": growth, "took_s": time.monotonic() - began_s}
-            raw[what]["errors"] = errors[-300:]
-            grown[what] = growth
+            took_s = time.monotonic() - began_s
+            raw[what] = {"status": status, "growth_mb": growth, "took_s": took_s, "errors": errors[-300:]}
             if not is_over or status == 0 or "Traceback" in errors:
                 unclear.append(f"{what} ({'runs on' if not is_over else f'exit {status}'})")
-    worst = max(grown, key=lambda what: grown[what])
+    worst = max(raw, key=lambda what: raw[what]["growth_mb"])
+    growth = raw[worst]["growth_mb"]
     yield Row(
         "15",
         f"answers without end or sense, {len(ways)} kinds: the agent's memory",
-        f"+{grown[worst]:.0f} MB, most with: {worst}",
+        f"+{growth:.0f} MB, most with: {worst}",
         f"+{MAX_GROWTH_MB:.0f} MB",
-        grown[worst] <= MAX_GROWTH_MB,
+        growth <= MAX_GROWTH_MB,
         {"plain_mb": plain_mb, "kinds": raw},
     )
     yield Row(

@@ -10,12 +10,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Final
 
-from bench.attacks.attackers import attacking, repeat
-from bench.attacks.crowd import crowd_of, prompt_of
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, ask, request_bytes, values_of
+from bench.attacks.attackers import attacking, received, repeat
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, NotMeasured, request_bytes
 from bench.attacks.probes import memory_of
-from bench.attacks.rows import Row
-from bench.attacks.subject import NotMeasured, Server, Subject
+from bench.attacks.subject import Row, Server, Subject, prompt_of
 
 ATTACK_S: Final = 5.0
 MAX_GROWTH_MB: Final = 16.0
@@ -44,13 +42,12 @@ def _measured(server: Server) -> Iterator[Row]:
         bodies = [{"prompt": prompt_of(i), "max_tokens": 900, "ignore_eos": True} for i in range(4)]
         requests = [_request(server.port, index, is_traced=is_traced) for index in range(64)]
         with (
-            crowd_of(server.port, bodies, keeps=True, address=OTHER_ADDRESS) as crowd,
+            server.crowd(bodies, keeps=True, address=OTHER_ADDRESS) as crowd,
             memory_of(server) as memory,
             attacking(repeat, server.port, requests, 2, 20.0) as reports,
         ):
             rates[is_traced].append(crowd.tokens_per_s(ATTACK_S))
-            while reports.poll():
-                statuses.add(reports.recv())
+            statuses.update(received(reports))
         growth_mb[is_traced] = max(growth_mb[is_traced], memory.growth_mb)
     spans = _spans(server)
     recorded, allowed = sum(spans), len(spans) * NUM_OWNERS * (BURST + PER_S * (time.monotonic() - began_s))
@@ -92,8 +89,7 @@ def _request(port: int, index: int, *, is_traced: bool) -> bytes:
 
 def _spans(server: Server) -> list[float]:
     """Spans recorded so far: one number, or one of each replica, which has budgets of its own."""
-    text = ask(server.port, "GET", "/metrics").body.decode()
-    found = values_of(text, "outrider_trace_spans_total", 'outcome="recorded"')
+    found = server.metrics("outrider_trace_spans_total", 'outcome="recorded"')
     if not found:
         raise NotMeasured("/metrics counts no spans: this version makes none")
     return found

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -193,14 +194,11 @@ def _shapes(run: Run, dtype: str) -> None:
         per = -(-len(tokens) // runtime.block_size)
         alone = np.concatenate(_in_steps(runtime, tokens, start, 1, per, 1))
         told: dict[str, Any] = {}
-        for name, at_once, num in (
-            *((f"{num} sequences, one token each", 1, num) for num in run.sizes.sessions),
-            *((f"{num} sequences, {count} tokens each", count, num) for num in run.sizes.sessions),
-        ):
-            if num * per > runtime.num_blocks:
-                continue
-            rows = np.concatenate(_in_steps(runtime, tokens, start, at_once, per, num))
-            told[name] = _compare(alone, rows, start)
+        for at_once, num in product((1, count), run.sizes.sessions):
+            if num * per <= runtime.num_blocks:
+                rows = np.concatenate(_in_steps(runtime, tokens, start, at_once, per, num))
+                each = "one token" if at_once == 1 else f"{at_once} tokens"
+                told[f"{num} sequences, {each} each"] = _compare(alone, rows, start)
     run.note(f"shapes_{dtype}", told)
 
 

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from bench.beside import target_options
-from bench.engine_throughput import CONTEXT, decode_rate
+from bench.engine_throughput import decode_rate
 from bench.gpu.place import Run
+from bench.load import CONTEXT
 
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
@@ -136,12 +138,8 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
             batch = [SequenceSlice([1], CONTEXT, table, 1) for table in tables]
             params = [SamplingParams(temperature=0.8, seed=i) for i in range(num)]
 
-            def picked(batch: Any = batch, params: Any = params) -> None:
-                runtime.forward_picks(batch, params, [CONTEXT] * len(batch))
-
-            def whole(batch: Any = batch) -> None:
-                runtime.forward(batch)
-
+            picked = partial(runtime.forward_picks, batch, params, [CONTEXT] * num)
+            whole = partial(runtime.forward, batch)
             picked()
             whole()
             picked_ms = _timed_ms(picked, sizes.steps, run.is_cuda)
@@ -181,7 +179,7 @@ def _read_bytes(runtime: TorchPagedRuntime) -> int:
     return int(total if head is table else total - table.numel() * table.element_size())
 
 
-def _profile(step: Callable[[], None], repeats: int, is_cuda: bool) -> dict[str, Any]:
+def _profile(step: Callable[[], Any], repeats: int, is_cuda: bool) -> dict[str, Any]:
     """Per step, ms: the time on the GPU, that of the host, and the kernels and host calls that take most."""
     from torch.profiler import ProfilerActivity, profile
 
