@@ -29,7 +29,7 @@ from outrider.edge.devices.profiles import Link, Load, Profile, Profiles, node_m
 from outrider.edge.doctor.probe import ProbeFailed
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, Effort
-from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.link.endpoints import Endpoints
@@ -431,7 +431,7 @@ def test_half_the_work_is_low_effort_half_the_nodes_and_half_the_bytes() -> None
     assert PowerWatch(OnBattery.FULL, lambda: pytest.fail("asked"), clock).reason is None
 
 
-class Mixed:
+class Mixed(Drafter):
     """A draft of the fake language that agrees in every other passage, and hardly in between."""
 
     def __init__(self) -> None:
@@ -458,12 +458,17 @@ class Mixed:
     def read_on(self) -> None:
         self._now().read_on()
 
-    def close(self) -> None:
-        """Nothing to release."""
+    @property
+    def length(self) -> int:
+        return self.easy.length
 
-    length = property(lambda self: self.easy.length)
-    max_branches = property(lambda self: 8)
-    is_behind = property(lambda self: self._now().is_behind)
+    @property
+    def max_branches(self) -> int:
+        return 8
+
+    @property
+    def is_behind(self) -> bool:
+        return self._now().is_behind
 
 
 class Steady(CostModelDepth):

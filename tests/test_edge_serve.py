@@ -736,8 +736,8 @@ def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer
         chat = {"messages": MESSAGES, "max_tokens": 4}
         with httpx.Client(base_url=local.url, timeout=30.0) as client:
             assert client.post("/v1/chat/completions", json=chat).json()["model"] == "fake"
-            local.core.upstream.fleet._clients.reverse()  # the first one is gone, and the second answers
-            local.core.upstream.fleet._clients.pop()
+            local.core.upstream.fleet.clients.reverse()  # the first one is gone, and the second answers
+            local.core.upstream.fleet.clients.pop()
             for path, asked in (("/v1/completions", body()), ("/v1/chat/completions", chat)):
                 refused = client.post(path, json=asked)
                 assert refused.status_code == 503 and error_of(refused)["code"] == "no_verifier"

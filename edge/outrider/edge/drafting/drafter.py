@@ -57,6 +57,7 @@ class Drafter(Protocol):
 
     def read_on(self) -> None:
         """Reads the next piece of the text; `is_behind` must be true. Blocking, about a tenth of a second."""
+        return None
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """Guesses of the token after each branch, at most about `width`, the draft's own pick first; [] for none.
@@ -87,6 +88,7 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Releases the model; safe to call twice."""
+        return None
 
 
 class ModelDrafter(Drafter):

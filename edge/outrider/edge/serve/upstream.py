@@ -49,6 +49,7 @@ class Upstream:
         retry: RetryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clients = list(clients)
         self._fingerprint = fingerprint
         self._retry = retry or RetryPolicy(max_loading_s=2.0, max_asked_s=ASKED_S)
         self._clock = clock
@@ -58,7 +59,7 @@ class Upstream:
         self._ready: tuple[float, ReadyAnswer] | None = None
         # One question of a kind at a time, however many clients wait for its answer.
         self._asked: dict[Callable[[], Awaitable[Any]], asyncio.Task[Any]] = {}
-        self.fleet = Fleet(clients, on_change=_note)
+        self.fleet = Fleet(self._clients, on_change=_note)
 
     async def aclose(self) -> None:
         """Closes every connection."""
@@ -66,7 +67,7 @@ class Upstream:
         for question in self._asked.values():
             question.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
-        for client in self.fleet.clients:
+        for client in self._clients:
             await client.aclose()
 
     def endpoints(self, delay_s: float = 0.0, *, no_store: bool = False) -> Endpoints:
