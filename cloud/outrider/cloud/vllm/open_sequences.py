@@ -105,7 +105,8 @@ class OpenSequences:
         """Gives each sequence what is reported of it; a bug of ours ends this sequence, and no other."""
         self._heard()
         self.gauges = report.gauges
-        for what in (*report.commits, *report.ends):
+        reported: list[wire.Commit | wire.End] = [*report.commits, *report.ends]
+        for what in reported:
             sequence = self.by_number.get(what.number)
             if sequence is not None:
                 try:
