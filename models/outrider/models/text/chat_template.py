@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -52,18 +53,7 @@ def render_template(
     variables: further names, such as enable_thinking. Raises TokenizerError if the template is not valid jinja2, and
     with the template's own message when it refuses the conversation.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    try:
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-        raise TokenizerError(
-            f"the model's chat template is not valid jinja2: {error}; correct it in the model"
-        ) from None
+    template = _compiled(source)
     names = {"documents": None, **special_tokens, **(variables or {})}
     own = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
     try:
@@ -78,6 +68,23 @@ def render_template(
         ArithmeticError,
     ) as error:
         raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> jinja2.Template:
+    # Kept: compiling a model's template takes milliseconds, in which a server's other threads want the interpreter.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise TokenizerError(
+            f"the model's chat template is not valid jinja2: {error}; correct it in the model"
+        ) from None
 
 
 def choose_template(
