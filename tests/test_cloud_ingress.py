@@ -134,6 +134,16 @@ def server() -> Iterator[FakeServer]:
 # Headers
 
 
+def test_a_url_beyond_the_limit_is_refused(server: FakeServer) -> None:
+    """Before it is decoded; one of the largest size reaches the routes."""
+    with Raw(server) as raw:
+        raw.send(b"GET /v1/" + b"%" * 4092 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert raw.answer()[0] == 404
+    with Raw(server) as raw:
+        raw.send(b"GET /v1/" + b"%" * 4093 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert raw.refusal() == (414, "url_too_long")
+
+
 @pytest.mark.parametrize(
     "head",
     [

@@ -98,7 +98,7 @@ class Requests:
         found: dict[Field, list[Any]] = {}
         schema = self._bodies[route].get(media)
         for name in re.findall(r"{(\w+)", route):
-            found["{" + name + "}",] = ["a" * 30_000, "%2e%2e%2f" * 3_000]
+            found["{" + name + "}",] = ["a" * 4_000, "%2e%2e%2f" * 440]
         if schema is None:
             return found
         if media != _JSON:

@@ -52,6 +52,7 @@ _GROUPS: Final[dict[str, Codes]] = {
         405: ("method_not_allowed",),
         408: ("request_timeout",),
         413: ("body_too_large",),
+        414: ("url_too_long",),
         431: ("headers_too_large",),
         500: ("internal_error",),
         501: ("unsupported_transfer_encoding",),

@@ -55,6 +55,7 @@ def refusals(limits: ConnectionLimits) -> dict[str, RequestError]:
         f"the request line and headers are larger than {limits.max_header_bytes} bytes or more than "
         f"{limits.max_headers} lines; send fewer"
     )
+    long = f"the URL is longer than {limits.max_url_bytes} bytes; send a shorter one"
     coding = "the request's Transfer-Encoding is not chunked alone; send the body as it is"
     plain = "this is not an HTTP/1.1 request; compare the URL's scheme and port"
     full = "the server has as many connections as it takes, in all or from this address; retry later"
@@ -63,6 +64,7 @@ def refusals(limits: ConnectionLimits) -> dict[str, RequestError]:
         "malformed requests": RequestError("malformed_http", plain),
         "transfer codings": RequestError("unsupported_transfer_encoding", coding, status=501),
         "large headers": RequestError("headers_too_large", large, status=431),
+        "long URLs": RequestError("url_too_long", long, status=414),
         "slow headers": RequestError("request_timeout", f"the request line and headers {late}", status=408),
         "slow bodies": RequestError("request_timeout", f"the body {late}", status=408),
         "large bodies at once": too_many_bytes("unfinished"),
@@ -218,6 +220,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._fed_bytes > self._limits.max_header_bytes and self._head_bytes() > self._limits.max_header_bytes
         ):
             raise _Overrun("large headers")
+        if len(self.url) > self._limits.max_url_bytes:
+            raise _Overrun("long URLs")
         if self.timeout_keep_alive_task is not None:  # armed by an answer that ended since the first byte
             self._unset_keepalive_if_required()
         before = self.cycle

@@ -26,8 +26,9 @@ class ConnectionLimits:
     max_connections: open at once. max_per_client: of one client address (of a /64, for IPv6). The default has room for
     the 256 sessions that one key may open, with a stream and a connection for drafts each.
 
-    max_header_bytes, max_headers: of the request line and headers together. header_s: from a request's first byte, or
-    from the connection's start, to the end of its headers.
+    max_header_bytes, max_headers: of the request line and headers together. max_url_bytes: decoding and matching a
+    longer URL would hold the event loop for milliseconds. header_s: from a request's first byte, or from the
+    connection's start, to the end of its headers.
 
     max_body_bytes: of one body that no route reads; the application bounds the others. max_client_bodies, max_bodies:
     how many times that may be held of bodies that are still arriving, of one client and in all. body_grace_s,
@@ -43,6 +44,7 @@ class ConnectionLimits:
     max_per_client: int = 640
     max_header_bytes: int = 32 << 10
     max_headers: int = 100
+    max_url_bytes: int = 4 << 10
     header_s: float = 10.0
     max_body_bytes: int = MAX_BODY_BYTES
     body_grace_s: float = 10.0
