@@ -16,9 +16,8 @@ from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter, guess_together
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.scheduler import DraftScheduler
+from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
-from outrider.edge.drafting.worker import DraftCall
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
@@ -262,7 +261,7 @@ def run_jobs(jobs: Sequence[Job]) -> tuple[DraftScheduler, list[BaseException | 
             scheduler.enter()
         go = threading.Event()
         scheduler.do(lambda: assert_set(go))  # so that all are there at the first turn
-        runs = [scheduler.run(job) for job in jobs]  # type: ignore[arg-type]
+        runs = [scheduler.run(job) for job in jobs]
         go.set()
         found = await asyncio.gather(*runs, return_exceptions=True)
         for _ in jobs:

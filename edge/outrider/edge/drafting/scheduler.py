@@ -13,17 +13,47 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.drafter import guess_together
-from outrider.edge.drafting.worker import DraftCall, DraftWorker
+from outrider.edge.drafting.drafter import Drafter, guess_together
+from outrider.edge.drafting.tree import GuessNode
 
 THREAD_NAME = "outrider-draft"
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCall:
+    """Nodes to expand in one call, and the branches that lead to them."""
+
+    nodes: Sequence[GuessNode]
+    branches: Sequence[Sequence[int]]
+
+
+class DraftJob(Protocol):
+    """The drafting of one text, as the scheduler's thread drives it. Any method may raise what the drafter raises."""
+
+    @property
+    def drafter(self) -> Drafter:
+        """What guesses."""
+
+    @property
+    def width(self) -> int:
+        """Guesses per token."""
+
+    def is_wanted(self) -> bool:
+        """Whether anything is worth drafting now; gives the drafter the newest commits."""
+
+    def next_call(self, most: int) -> DraftCall | None:
+        """The next call, of at most `most` nodes; None where nothing is worth one."""
+
+    def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
+        """Takes a call's guesses. before, now: from when the text was ready for the call to its end."""
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
-    job: DraftWorker
+    job: DraftJob
     done: Future[None]
     since: float = field(default=0.0)  # when the job was ready for its next call
 
@@ -53,7 +83,7 @@ class DraftScheduler:
             self._num_texts -= 1
             self._changed.notify()
 
-    def run(self, job: DraftWorker) -> asyncio.Future[None]:
+    def run(self, job: DraftJob) -> asyncio.Future[None]:
         """Drafts for a text until nothing is worth it; the future gets the drafter's exception if it raised one.
 
         Call it on the text's event loop.
@@ -192,7 +222,7 @@ def _share(run: _Run, num_runs: int) -> int:
     return max(1, run.job.drafter.max_branches // num_runs)
 
 
-def _model(job: DraftWorker) -> object | None:
+def _model(job: DraftJob) -> object | None:
     """What texts must have in common to share a call; None for one that runs alone."""
     drafter = job.drafter.model_drafter if job.width > 1 else None
     return (drafter.model, job.width) if drafter is not None else None

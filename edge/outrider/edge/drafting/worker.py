@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import LEAST_REACH, DepthController, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.results import GenerationRequest
 from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
-
-if TYPE_CHECKING:
-    from outrider.edge.drafting.scheduler import DraftScheduler
 
 _CLEARLY = 1.2  # how much better another number of nodes per call must be
 _MAX_CHAIN = 16  # tokens that a source without a model may add at once
@@ -54,14 +51,6 @@ class Drafting:
     limits: TreeLimits
     scheduler: DraftScheduler
     on_call: OnCall | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCall:
-    """Nodes to expand in one call, and the branches that lead to them."""
-
-    nodes: Sequence[GuessNode]
-    branches: Sequence[Sequence[int]]
 
 
 class DraftWorker:

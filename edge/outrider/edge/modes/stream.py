@@ -15,8 +15,9 @@ from typing import Any
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
-from outrider.edge.drafting.drafter import Drafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.ladder import WaitingDrafter
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
@@ -122,16 +123,14 @@ class _Generation:
         self._origin = origin
         self._request = request
         options, estimates = agent.options, agent.estimates
-        mode, drafter, depth = Mode.STREAM, agent.drafter, agent.depth
-        if drafter is None:
-            mode, drafter, depth = Mode.CLOUD_ONLY, NgramDrafter(), FixedDepth(0)
+        mode = Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY
+        drafter = agent.drafter or WaitingDrafter()  # without one only the known tokens are kept
         self._recorder = Recorder(mode, on_tokens, agent.clock, options.terms.rule)
         self._result = self._recorder.result
         self._sender = DraftSender(estimates.on_posted, clock=agent.clock, on_free=lambda: self._ahead.pump())
         self._ahead = DraftAhead(
             request,
-            # Without a drafter only the known tokens are kept.
-            Drafting(drafter, depth, estimates, options.tree, agent.scheduler, agent.on_call),
+            Drafting(drafter, agent.depth, estimates, options.tree, agent.scheduler, agent.on_call),
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             self._send,
             lambda: self._posts is not None and self._sender.is_free,
