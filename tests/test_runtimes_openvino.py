@@ -66,16 +66,25 @@ def test_rows_are_gathered_before_the_lm_head(tiny_ir: Callable[..., Path], fami
     assert np.abs(every - all_logits(tiny_ir(family))).max() < (0.5 if int8 else 1e-6)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_logits_do_not_depend_on_the_batch(tiny_ir: Callable[..., Path], int8: bool, num_threads: int) -> None:
-    """Bit for bit: one prefill, decoding token by token, verifying several, after a rollback, among other sequences."""
+@pytest.mark.parametrize(("int8", "num_threads"), [(False, 1), (False, 2), (True, 1), (True, 2), (True, 0)])
+def test_logits_do_not_depend_on_the_batch(
+    tiny_ir: Callable[..., Path], int8: bool, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: one prefill, decoding token by token, verifying several, after a rollback, among other sequences.
+
+    0 threads: one thread, and two rows in each step, as on a CPU that rounds one row differently.
+    """
+    if not num_threads:
+        monkeypatch.setattr(OpenVinoPagedRuntime, "_rounds_one_row_differently", lambda runtime: True)
+        num_threads = 1
     runtime = OpenVinoPagedRuntime(tiny_ir("qwen2", int8=int8), replace(OPTIONS, num_threads=num_threads))
     text = (TOKENS * 3)[:100]
     blocks = [9, 4, 7, 2]
     whole = runtime.forward([SequenceSlice(text, 0, blocks, 100)]).copy()
     for i in range(60, 70):
         assert np.array_equal(runtime.forward([SequenceSlice(text[i : i + 1], i, blocks, 1)]), whole[i : i + 1])
+    assert np.array_equal(runtime.forward([SequenceSlice(text, 0, blocks, 1)]), whole[99:])
+    assert len(runtime.forward([SequenceSlice(text, 0, blocks, 0)])) == 0
     neighbours = [SequenceSlice(text[:n], 0, [n, n + 1], 0) for n in (10, 20, 40)]
     for past, num_new in ((65, 5), (70, 2), (0, 33), (33, 60)):
         own = SequenceSlice(text[past : past + num_new], past, blocks, num_new)

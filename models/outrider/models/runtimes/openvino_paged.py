@@ -8,6 +8,8 @@ several, and for fewer sequences than threads (this one splits the context betwe
 last-bit difference to a per cent of the logits' scale, because activations are quantized on the fly. So on CPU every
 token is a sequence of its own that attends its predecessors through the cache (the plugin writes all keys and values of
 a step before any token attends), and a step has at least as many of these as threads: always the same kernel.
+Without AVX-512 the plugin multiplies one row by INT8 weights in another kernel than several: where it does, which is
+tried at the start, a step has two rows at least.
 """
 
 from __future__ import annotations
@@ -50,9 +52,14 @@ class OpenVinoPagedRuntime:
         self.why_no_trees = _why_no_trees(self._model, options)
         self.why_no_blocks = _why_no_blocks(self._caches, options)
         self._is_split = options.is_batch_invariant and options.device == "CPU"
-        self._min_pieces = int(self._model.compiled.get_property("INFERENCE_NUM_THREADS")) if self._is_split else 1
         self._request: Any = self._model.request
         self._bound: RaggedStep | None = None
+        self._num_rows = 0
+        self._min_pieces = self._min_rows = 1
+        if self._is_split:
+            self._min_pieces = int(self._model.compiled.get_property("INFERENCE_NUM_THREADS"))
+            if self._rounds_one_row_differently():
+                self._min_pieces, self._min_rows = max(2, self._min_pieces), 2
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """Runs one step; returns logits [sum of num_rows, vocab_size] float32, valid until the next call.
@@ -67,19 +74,28 @@ class OpenVinoPagedRuntime:
             num_blocks=self.num_blocks,
             is_split=self._is_split,
             min_pieces=self._min_pieces,
+            min_rows=self._min_rows,
         )
+        self._num_rows = sum(item.num_rows for item in batch)
         self._bound = step  # the request reads this memory but does not keep it alive
         self._request.set_tensor("qq_bias", shared_tensor(step.mask))
         self._request.set_tensor("qq_bias_begins", shared_tensor(step.mask_begins))
         bind_step(self._request, self._model, step)
         self._request.infer(share_outputs=True)
-        return step_logits(self._request, self._model, step)
+        return step_logits(self._request, self._model, step)[: self._num_rows]
+
+    def _rounds_one_row_differently(self) -> bool:
+        """Whether a token alone has logits that differ in any bit. Writes the first slots of the cache."""
+        tokens = range(min(2, self.limits.vocab_size))
+        alone = [self.forward([SequenceSlice([token], 0, [0], 1)]).copy() for token in tokens]
+        twice = [self.forward([SequenceSlice([token, token], 0, [0], 2)])[:1].copy() for token in tokens]
+        return not np.array_equal(alone, twice)
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The last hidden states of the latest step's rows, [R, hidden_size] float32, valid until the next call."""
         assert self.hidden_size is not None, "hidden states are not kept"
         hidden: NDArray[np.float32] = self._request.get_output_tensor(1).data
-        return hidden.reshape(-1, self.hidden_size)
+        return hidden.reshape(-1, self.hidden_size)[: self._num_rows]
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies keys and values of all layers from slots to slots, in the memory that the infer request reads."""

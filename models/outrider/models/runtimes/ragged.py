@@ -64,6 +64,7 @@ def lay_out(
     num_blocks: int,
     is_split: bool = False,
     min_pieces: int = 1,
+    min_rows: int = 1,
 ) -> RaggedStep:
     """The flat arrays of a step; asserts that every id, position and block number is inside its range.
 
@@ -71,6 +72,7 @@ def lay_out(
       their slice's block table (their `block_indices_begins` are equal). Only for a runtime that writes the
       keys and values of the whole step before anything attends.
     min_pieces: repeats the last piece, its slot included, to reach this number; only with is_split.
+    min_rows: repeats the last row of logits, if there is one, to reach this number.
     """
     assert batch, "a step needs at least one sequence"
     tokens: list[int] = []
@@ -111,6 +113,7 @@ def lay_out(
         token_begins += range(len(tokens) + 1, len(tokens) + num_more + 1)
         for repeated in (tokens, positions, past_lens, block_begins):
             repeated += repeated[-1:] * num_more
+    rows += rows[-1:] * (min_rows - len(rows))
     block_begins.append(len(blocks))
     mask, mask_begins = _masks(batch, is_split) if has_mask else (np.zeros(0, np.uint8), np.zeros(1, np.int32))
     step = RaggedStep(
