@@ -462,7 +462,7 @@ def test_lookup_can_be_turned_off(
         seen.append(config)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(embedded, "Engine", engine)
+    monkeypatch.setattr(embedded, "EngineThread", engine)
     monkeypatch.setattr(serve_module, "configure_logging", lambda form: None)
     monkeypatch.setattr(embedded, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
     monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
