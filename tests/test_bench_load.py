@@ -16,7 +16,6 @@ from bench.attacks.exchange import values_of
 from bench.attacks.identity import other_model
 from bench.beside import Written
 from bench.capacity import Costs, Found, saturated_rate
-from bench.fuzz_api import Finding
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
 from bench.open_and_drop import BOUNDED, State, leaks
@@ -198,19 +197,3 @@ def test_another_model_for_either_engine(tmp_path: Path, name: str) -> None:
     assert data != (bundle / name).read_bytes()
     (entry,) = json.loads((other / "manifest.json").read_text(encoding="utf-8"))["files"]
     assert entry["sha256"] == hashlib.sha256(data).hexdigest()
-
-
-@pytest.mark.parametrize(
-    ("check", "answer", "is_explained"),
-    [
-        ("not_a_server_error", {"error": {"code": "deadline_exceeded", "message": ""}}, True),
-        ("not_a_server_error", {"error": {"code": "internal_error", "message": ""}}, False),
-        ("positive_data_acceptance", {"error": {"code": "no_chat_template", "message": ""}}, True),
-        ("negative_data_rejection", {"results": [{"error": {"code": code}} for code in ("a", "b")]}, True),
-        ("negative_data_rejection", {"results": [{"error": {"code": "a"}}, {"error": None}]}, False),
-    ],
-)
-def test_what_a_fuzzer_finds(check: str, answer: object, *, is_explained: bool) -> None:
-    """A deadline of the request's own, a target without a chat template and items that all fail are no faults."""
-    found = Finding("POST /v1/verify", check, 504, json.dumps(answer))
-    assert (found.explanation() is not None) == is_explained
