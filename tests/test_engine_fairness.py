@@ -336,6 +336,33 @@ def test_another_owners_verify_items_take_their_share_of_time(num_texts: int) ->
     assert num_done >= 40
 
 
+@pytest.mark.parametrize("policy", list(Policy))
+def test_another_owners_sure_drafts_add_no_more_time_than_a_step(policy: Policy) -> None:
+    """Sixteen texts with right drafts beside one without: its steps last two decode steps at most, but for capacity."""
+    harness = Harness(
+        config=EngineConfig(policy=policy), num_blocks=4096, max_positions=512, step_s=lambda n: 0.006 + 0.0005 * n
+    )
+    harness.engine.calibrate()
+    _, text = harness.submit(prompt_of(99), 300, owner=BOB, patience_ms=0.0)
+    truths = [plain(prompt_of(i), SAMPLED, 200) for i in range(16)]
+    sessions = [harness.submit(prompt_of(i), 200, owner=ALICE, patience_ms=0.0) for i in range(16)]
+    harness.run_steps(4)
+    longest_s, most = 0.0, 0
+    while not any(session.end for _, session in sessions):
+        for (sequence_id, session), truth in zip(sessions, truths, strict=True):
+            base = len(session.tokens)
+            harness.engine.draft(sequence_id, base, [truth[base : base + 16]])
+        began, num_before = harness.clock.now, len(text.tokens)
+        harness.step()
+        longest_s, most = max(longest_s, harness.clock.now - began), max(most, sum(harness.batches[-1]))
+        assert len(text.tokens) == num_before + 1
+    assert most > 17
+    # The curve is measured in buckets of sizes.
+    assert (longest_s <= 2.1 * (0.006 + 0.0005 * 17)) is (policy is not Policy.VERIFY)
+    for (_, session), truth in zip(sessions, truths, strict=True):
+        assert session.tokens == truth[: len(session.tokens)]
+
+
 def test_prompts_delay_nobody_without_another_owners_text() -> None:
     """Alone, and beside texts of a lower priority but for every eighth step, they fill the steps."""
     _, alone, _ = flooded(0, 8)

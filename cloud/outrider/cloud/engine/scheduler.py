@@ -21,7 +21,7 @@ from outrider.cloud.engine.runner import Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize, tokens_within_a_step
-from outrider.cloud.pending.policy import NO_WAIT
+from outrider.cloud.pending.policy import NO_WAIT, Policy
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.cloud.seam import Totals
 
@@ -186,7 +186,14 @@ class Scheduler:
         if prompts:
             fixed += StepSize.of(for_prompts, sum(s.computed for s in prompts) // len(prompts))
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
-        drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
+        room = max(0, budget - for_prompts)
+        if self._config.policy is not Policy.VERIFY and len({self.owners.of(s) for s in texts}) > 1:
+            # Sure guesses for one owner's many texts would make everybody's step as long as they are many.
+            num_own = sum(s.num_wanted - 1 for s in decoding if s.drafts.num_own)
+            beside = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
+            within = tokens_within_a_step(self._drafting.curve.steps_added(room, beside, context))
+            room = min(room, num_own + within)
+        drafts = self._drafting.choose([s.drafts for s in decoding], room, fixed, context)
         left = max(budget - sum(len(chosen.tokens) for chosen in drafts.values()), for_prompts)
         chunks = self.owners.split_tokens(prompts, for_prompts if has_delaying else left)
         if has_delaying and decoding:  # else the step delays a text by itself at most, and nobody's step is shared
