@@ -88,6 +88,7 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
     """Answers a call whose body is of this kind: checks it, takes its places, encodes and submits its texts."""
     arrived_s = time.monotonic()
     owner, tokenizer, name = owner_of(request), core.model.tokenizer, core.model.name
+    core.slots.require(owner)  # parsing a flood's bodies only to refuse them would keep Python from the engine's thread
     body = await core.bodies.parse(owner, kind, await read_body(request.receive))
     check_call(tokenizer, core.max_prompt, body, name)
     if body.model:

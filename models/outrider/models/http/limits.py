@@ -155,6 +155,11 @@ class Slots:
 
     def take(self, owner: bytes, count: int = 1) -> None:
         """Takes `count` slots. Raises RequestError 429 `too_many_sessions`, and takes none, when too few are free."""
+        self.require(owner, count)
+        self._taken.add(owner, count)
+
+    def require(self, owner: bytes, count: int = 1) -> None:
+        """Raises RequestError 429 `too_many_sessions` when fewer than `count` slots are free."""
         limit = self.limit(owner)
         if self._taken[owner] + count > limit:
             raise RequestError(
@@ -163,7 +168,6 @@ class Slots:
                 f"{limit} may be open. End some first",
                 status=429,
             )
-        self._taken.add(owner, count)
 
     async def wait(self, owner: bytes, *, max_waiting: int | None = None) -> None:
         """Takes one slot as soon as one is free; first come, first served within the owner.
