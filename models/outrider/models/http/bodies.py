@@ -175,13 +175,15 @@ async def read_body(receive: Receive, max_bytes: int | None = None) -> bytes:
     """A request's whole body. Raises ClientDisconnect, and RequestError 413 once it has more than `max_bytes`; the gate
     bounds it too. Starlette's `Request.body` would keep it as long as a stream.
     """
-    body = bytearray()
+    parts: list[bytes] = []  # joined at the end: a body that arrives in one piece is not copied
+    num_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        body += message.get("body", b"")
-        if max_bytes is not None and len(body) > max_bytes:
+        parts.append(message.get("body", b""))
+        num_bytes += len(parts[-1])
+        if max_bytes is not None and num_bytes > max_bytes:
             raise body_too_large(max_bytes)
         if not message.get("more_body"):
-            return bytes(body)
+            return b"".join(parts)

@@ -50,6 +50,7 @@ class OnnxRuntimeSequence(OneSequence):
 
         Raises ConfigError beyond `num_sequences` of the options.
         """
+        assert self._model is not None, "the runtime is closed"
         another = OnnxRuntimeSequence.__new__(OnnxRuntimeSequence)
         another._open = self._open
         another._begin(self._model)
