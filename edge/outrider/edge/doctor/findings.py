@@ -70,6 +70,6 @@ def in_one_line(error: Exception) -> str:
 def without_secrets(finding: Finding, secrets: Iterable[str]) -> Finding:
     """The finding on one line, and with `***` wherever one of these keys stands in it."""
     found, advice = " ".join(finding.found.split()), " ".join(finding.advice.split())
-    for secret in secrets:
+    for secret in filter(None, secrets):
         found, advice = found.replace(secret, "***"), advice.replace(secret, "***")
     return replace(finding, found=found, advice=advice)

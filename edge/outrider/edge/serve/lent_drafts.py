@@ -204,7 +204,11 @@ class _Pool:
             self.waiting.setdefault(text)
             num_free = len(self.idle) + self.max_sequences - len(self.opened)
             is_next = text in itertools.islice(self.waiting, num_free)
-            found = self._find(text.owner, text.prompt) if is_next else None
+            try:
+                found = self._find(text.owner, text.prompt) if is_next else None
+            except BaseException:
+                self.waiting.pop(text)  # it goes on without this model, and keeps nobody waiting
+                raise
             if found is None:
                 return None
             del self.waiting[text]

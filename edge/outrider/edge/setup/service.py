@@ -232,8 +232,12 @@ def write_service(service: Service, *, force: bool = False) -> bool:
 
 
 def remove_service(service: Service) -> None:
-    """Removes the file, which is there. Raises ConfigError for one that we did not write."""
-    if MARK not in service.path.read_bytes().decode(service.encoding, errors="replace"):
+    """Removes the file, if it is there still. Raises ConfigError for one that we did not write."""
+    try:
+        written = service.path.read_bytes()
+    except FileNotFoundError:  # `systemctl disable` removes a link
+        return
+    if MARK not in written.decode(service.encoding, errors="replace"):
         raise ConfigError(f"{service.path} was not written by `outrider service install`; remove it yourself")
     service.path.unlink()
 
