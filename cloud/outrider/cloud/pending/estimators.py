@@ -27,7 +27,7 @@ _UNSEEN_DISCOUNT = 0.01
 CHEAP = 0.02
 """Of a step: what a further token costs where it costs little, and where nothing is known of it."""
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
-"""Tokens of a step that are told apart."""
+"""Step sizes that have a time of their own."""
 _CONTEXT_SHARE = 0.05  # of a step in the usual context
 _MEMORY = 0.97  # weight of an observation after a newer one at its position
 
@@ -96,7 +96,7 @@ class StepSize:
 
 @cache
 def _bucket(num_tokens: int) -> int:
-    """The nearest size that is told apart; of two the smaller."""
+    """The nearest of these sizes; of two the smaller."""
     return min(_SIZES, key=lambda size: abs(size - num_tokens))
 
 
