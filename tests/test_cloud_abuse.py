@@ -327,7 +327,11 @@ def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPat
         with client.stream("POST", SESSIONS, json={"prompt": [1], "max_tokens": 2}):
             with monkeypatch.context() as patch:
                 patch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
-                for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user"}]})):
+                for path, body in (
+                    (COMPLETIONS, {"prompt": "a"}),
+                    (CHAT, {"messages": [{"role": "user"}]}),
+                    (SESSIONS, {}),  # nor parsed
+                ):
                     assert client.post(path, json=body).json()["error"]["code"] == "too_many_sessions"
             gate.open()
         server.wait_until(server.is_empty)

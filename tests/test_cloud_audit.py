@@ -94,18 +94,20 @@ def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> No
         assert client.post("/v1/completions", json={}, headers=HEADERS).status_code == 400
         assert client.post("/v1/sessions/x/drafts", json={}).status_code == 401
         assert client.get("/metrics", headers=HEADERS).status_code == 403
+        unknown = {"prompt": [10**6], "max_tokens": 2}  # which the engine refuses
+        assert client.post("/v1/sessions", json=unknown, headers=HEADERS).status_code == 400
     log.close()
-    *single, one, two, three, four = lines_of(path)
+    *single, one, two, three, four, five = lines_of(path)
     assert len(single) == MAX_REFUSED_LINES
     assert {(line["status"], line["end"], line["key"]) for line in single} == {(401, "unauthorized", None)}
-    counts = {
-        (line["endpoint"], line["status"], line["end"]): line["refused_requests"] for line in (one, two, three, four)
-    }
+    many = (one, two, three, four, five)
+    counts = {(line["endpoint"], line["status"], line["end"]): line["refused_requests"] for line in many}
     assert counts == {
         ("/v1/completions", 401, "unauthorized"): 30,
         ("/v1/completions", 400, "invalid_parameter"): 1,
         ("/v1/sessions/{session_id}/drafts", 401, "unauthorized"): 1,
         ("/metrics", 403, "scope_missing"): 1,
+        ("/v1/sessions", 400, "token_out_of_range"): 1,
     }
 
 

@@ -252,6 +252,22 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
         assert len(httpx.get(server.url + WEIGHTS).content) == 16 << 20
 
 
+def test_a_refused_download_hears_why_it_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its client's other download ends before the answer."""
+    slots = DownloadSlots(DownloadLimits(max_each=1))
+
+    async def ended(seconds: float) -> None:
+        slots.add(b"", -1)
+
+    async def refused() -> None:
+        monkeypatch.setattr("asyncio.sleep", ended)
+        async with slots.place(b""), slots.place(b""):
+            pass
+
+    with pytest.raises(RequestError, match="this client has 1 downloads"):
+        asyncio.run(refused())
+
+
 def test_a_download_that_is_too_slow_is_cut(tmp_path: Path) -> None:
     """Its place is free again; with such limits every download is too slow after its first piece."""
     make_draft(tmp_path / "cpu-int8", content=bytes(1 << 20))

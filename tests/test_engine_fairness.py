@@ -336,6 +336,20 @@ def test_another_owners_verify_items_take_their_share_of_time(num_texts: int) ->
     assert num_done >= 40
 
 
+def test_two_owners_verify_items_leave_a_third_its_prompt() -> None:
+    """Where every decoding sequence is an item that delays the others, prompts go on beside them."""
+    harness = Harness(num_blocks=8192, max_positions=2048, step_s=lambda n: 0.006 + 0.0005 * n)
+    harness.engine.calibrate()
+    floods = [Flood(harness, owner, has_items=True) for owner in (ALICE, BOB)]
+    harness.run_steps(2)
+    _, third = harness.submit(prompt_of(7, 400), 3, owner=b"third")
+    for _ in range(150):
+        harness.step()
+        for flood in floods:
+            flood.refill()
+    assert third.tokens
+
+
 @pytest.mark.parametrize("policy", list(Policy))
 def test_another_owners_sure_drafts_add_no_more_time_than_a_step(policy: Policy) -> None:
     """Sixteen texts with right drafts beside one without: its steps last two decode steps at most, but for capacity."""

@@ -109,7 +109,7 @@ def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
     arguments = engine_arguments(
         VllmOptions.parse(["gpu_memory_utilization=0.5"]),
         "model",
-        max_running=8,
+        max_running=300,
         step_tokens=256,
         kv_cache_bytes=1 << 20,
         shares_prefixes=False,
@@ -119,6 +119,7 @@ def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
     assert arguments["async_scheduling"] is False and arguments["enable_prefix_caching"] is False
     assert arguments["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in arguments
     assert arguments["shutdown_timeout"] == 1
+    assert arguments["max_num_batched_tokens"] == arguments["max_num_seqs"] == 300
     assert ENVIRONMENT["VLLM_NO_USAGE_STATS"] == ENVIRONMENT["DO_NOT_TRACK"] == "1"
     assert ENVIRONMENT["RAY_USAGE_STATS_ENABLED"] == "0" and ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert ENVIRONMENT["VLLM_PLUGINS"] == "" and ENVIRONMENT["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"

@@ -88,6 +88,9 @@ class Admission:
         except BaseException:
             if per_minute is not None:
                 self.budget.take(owner, -num_prompt, per_minute)
+            if asked.entry is not None:
+                asked.entry.num_sequences -= 1
+                asked.entry.num_prompt -= num_prompt
             raise
         with self._lock:
             if not followed.is_over:

@@ -38,6 +38,7 @@ def session_routes(core: Core) -> APIRouter:
         """Opens a session and answers with its event stream: SessionOpen, then Commits, then SessionEnd."""
         arrived_s = time.monotonic()
         owner = owner_of(request)
+        core.slots.require(owner)  # as for completions
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
         check_tokens(core.engine.limits.max_positions, body.prompt)  # before it is copied and looked up

@@ -74,8 +74,9 @@ class DownloadSlots(Shares[bytes]):
     async def place(self, owner: bytes) -> AsyncIterator[None]:
         """Holds a place. Raises RequestError 429 or 503 `too_many_downloads` where none is free, after `refusal_s`."""
         if not self.add(owner):
+            refusal = self._refusal(owner)
             await asyncio.sleep(self._refusal_s)
-            raise self._refusal(owner)
+            raise refusal
         try:
             yield
         finally:

@@ -171,8 +171,9 @@ class Scheduler:
         prompts = [s for s in ready if s.num_missing > 1]
         budget = max(0, self._config.token_budget - len(decoding))
         fixed = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
-        if decoding:  # beside items, prompts that delay others too would delay them twice
-            in_time -= delaying if any(s in delaying for s in decoding) else set()
+        if decoding:
+            # Beside items, prompts that delay others too would delay them twice; where all are such items, nobody.
+            in_time -= delaying if 0 < sum(s in delaying for s in decoding) < len(decoding) else set()
             prompts = [s for s in prompts if s in in_time]
         # However full a step is, prompts advance by a block: every sequence gets its first token.
         for_prompts = min(sum(s.num_wanted for s in prompts), max(budget - budget // 2, self._cache.pool.block_size))

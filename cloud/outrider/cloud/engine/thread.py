@@ -76,8 +76,8 @@ class EngineThread(Engine):
             self._is_idle.wait(left_s)
             self._is_idle.clear()
         self._is_stopping = True
-        self._wake.set()
         while self._thread.is_alive() and not self.health.is_hung:
+            self._wake.set()
             self._thread.join(timeout=_LOOK_S)
         self._has_ended.set()
 

@@ -52,7 +52,7 @@ class CascadeEngine(ServingEngine):
         self._ids = itertools.count(1)
         self._texts: dict[int, CascadedText] = {}
         self._gate = threading.Lock()
-        self._is_draining = False
+        self._is_draining = self._has_stopped = False
         self._is_idle = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="outrider-cascade", daemon=True)
@@ -133,8 +133,10 @@ class CascadeEngine(ServingEngine):
         while self._texts and time.monotonic() < deadline:
             self._is_idle.wait(timeout=max(0.0, deadline - time.monotonic()))
             self._is_idle.clear()
-        if self._thread.is_alive():
-            self._post(self._end_all)
+        with self._gate:
+            is_first, self._has_stopped = not self._has_stopped, True
+        if is_first and self._thread.is_alive():
+            self._post(self._end_all)  # a second time would stop the loop in its last work
             self._thread.join(_JOIN_S)
         self._mid.stop()
 

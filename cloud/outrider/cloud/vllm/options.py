@@ -150,7 +150,7 @@ def engine_arguments(
         "kv_cache_dtype": options.kv_cache_dtype,
         "tensor_parallel_size": options.tensor_parallel_size,
         "max_num_seqs": min(max(max_running, step_tokens), _SLOTS_PER_PLACE * max_running),
-        "max_num_batched_tokens": step_tokens,
+        "max_num_batched_tokens": max(step_tokens, max_running),  # vLLM wants one for each sequence at least
         "enable_chunked_prefill": True,
         "enable_prefix_caching": shares_prefixes,
         "async_scheduling": False,

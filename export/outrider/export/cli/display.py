@@ -119,7 +119,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
     """A sweep: a row per draft, the reasons of those that were not made, the recommendation and the verdict."""
     # Short, so that the figures fit a terminal of 60 columns.
     figures = ("MB", "ms/\ntoken", "arg-\nmax", "T 0", "T 0.5", f"T {JUDGED_AT:g}", "per\npass")
-    table = figure_table("drafts compared", *figures, first="draft")
+    table = figure_table("drafts compared", *figures, first="draft", no_wrap=True)
     places = (f"at {rtt_ms:g} ms" for rtt_ms in found.round_trips_ms)
     speeds = figure_table("predicted tokens/s, and speed-up over cloud-only streaming", *places, first="draft")
     for row in found.rows:
@@ -224,7 +224,7 @@ def _by_gap(found: Acceptance) -> Table:
         (name, f"{row.share:.0%}", *(f"{rate:.2f}" for rate in row.rates))
         for name, row in zip(leads(found), found.by_gap, strict=True)
     ]
-    return figure_table(title, "lead", "tokens", "first", "second", rows=rows)
+    return figure_table(title, "lead", "tokens", "first", "second", rows=rows, no_wrap=True)
 
 
 def _curve(forecast: Forecast) -> Table:
@@ -236,13 +236,22 @@ def _curve(forecast: Forecast) -> Table:
     return figure_table(title, "round trip, ms", *ways, rows=rows)
 
 
-def figure_table(title: str, *columns: str, first: str | None = None, rows: Iterable[Sequence[str]] = ()) -> Table:
-    """A table of figures, each column to the right. first: a column of names before them. rows: the first ones."""
+def figure_table(
+    title: str,
+    *columns: str,
+    first: str | None = None,
+    rows: Iterable[Sequence[str]] = (),
+    no_wrap: bool = False,
+) -> Table:
+    """A table of figures, each column to the right. first: a column of names before them. rows: the first ones.
+
+    no_wrap: a narrow terminal cuts the names short, and no figure.
+    """
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     if first is not None:
         table.add_column(first)
     for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=no_wrap)
     for row in rows:
         table.add_row(*row)
     return table

@@ -128,7 +128,7 @@ class _Job:
         self.origins = (draft.describe(), target.describe())
         chosen = options.of_the_result()
         for_text = {
-            "version": 1,
+            "version": 2,
             "target": self.origins[1].weights_sha256,
             "tokenizer": target.tokenizer.fingerprint,
             "prompts": split.fingerprint,

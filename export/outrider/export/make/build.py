@@ -136,7 +136,10 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
     texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]
     # Sequences of the check are not longer than the longest window that it goes beyond, and some tokens.
     longest = min(longest_sequence(job.source, job.options), 2 * LONGEST_CHECKED)
-    place = job.store.get(job.key("truth", layout=3, texts=texts, longest=longest), tell_truth)
+    place = job.store.get(
+        job.key("truth", layout=3, texts=texts, longest=longest, originals=job.source.shape.crossed_originals),
+        tell_truth,
+    )
     match job.options.resolved_runtime:
         case "openvino":
             with _advising(job):
@@ -271,7 +274,13 @@ def _onnx_graph(job: Job) -> Path:
 
 def place_files(source: Path, destination: Path) -> None:
     """Links the files of one directory into another, or copies them where the disk has no links."""
-    shutil.copytree(source, destination, copy_function=link_or_copy, dirs_exist_ok=True)
+    destination.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.rglob("*")):  # copytree changes the directories' modes, which not every disk allows
+        place = destination / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir(parents=True, exist_ok=True)
+        else:
+            link_or_copy(path, place)
 
 
 def separate_files(directory: Path) -> None:
