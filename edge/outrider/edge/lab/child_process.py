@@ -117,12 +117,12 @@ class EndingOnSignals:
 
         async def cancellable() -> Result:
             self._main = asyncio.current_task()
-            return await main
+            try:
+                return await main
+            finally:
+                self._main = None  # it cannot be cancelled any more: a signal from here on must not be lost
 
-        try:
-            return asyncio.run(cancellable())
-        finally:
-            self._main = None
+        return asyncio.run(cancellable())
 
     def _interrupt(self, number: int, frame: object) -> None:
         self._received = number
