@@ -16,6 +16,7 @@ from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.intake import Intake
 from outrider.cloud.engine.own_sources import teach
 from outrider.cloud.engine.request_checks import internal_error
+from outrider.cloud.engine.row_choosers import choosing
 from outrider.cloud.engine.runner import Rows, Share, picked
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.estimators import StepSize
@@ -98,7 +99,12 @@ class Engine(Intake):
         return failed
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
-        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks.
+        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks."""
+        with choosing(shares, rows):
+            self._commit_rows(shares, rows, now)
+
+    def _commit_rows(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
+        """As `_commit`.
 
         A share whose rows are not finite runs again without drafts: keys of a wrong guess that are not finite reach the
         rows beside it (a masked weight of 0 times NaN is NaN), and no guess may end a sequence.

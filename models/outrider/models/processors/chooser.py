@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from outrider.models.picks.sampling import SamplingParams, SurvivorFilter, pick
 from outrider.models.processors.processor_plan import LogitProcessor, apply_all
 
 Row = NDArray[np.float32]
+_TOGETHER: Final = 1 << 18  # logits of one call: a MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +39,26 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def logprobs_of(row: Row, token: int, count: int) -> TokenLogprobs:
-    """Of one row, [V] float32, with the `count` likeliest tokens, ties by id. The error is under 1e-5."""
-    most = row.max()
-    chances = row - most
-    np.exp(chances, out=chances)  # in float32, which takes a tenth of float64's time
-    norm = float(most) + math.log(chances.sum(dtype=np.float64))
+def log_norms(rows: Sequence[Row] | Row) -> list[float]:
+    """log(sum(exp(row))) of rows, [V] float32 each, several in one call of numpy. The error is under 1e-5.
+
+    Each call lets other threads have Python, and waits to have it back.
+    """
+    norms: list[float] = []
+    num_together = max(1, _TOGETHER // len(rows[0])) if len(rows) else 1
+    for first in range(0, len(rows), num_together):
+        chances = np.array(rows[first : first + num_together])
+        most = chances.max(axis=1, keepdims=True)
+        with np.errstate(invalid="ignore"):  # of rows that are not finite, which no pick takes
+            chances -= most
+        np.exp(chances, out=chances)  # in float32, which takes a tenth of float64's time
+        norms += (most[:, 0] + np.log(chances.sum(axis=1, dtype=np.float64))).tolist()
+    return norms
+
+
+def logprobs_of(row: Row, token: int, count: int, norm: float | None = None) -> TokenLogprobs:
+    """Of one row, [V] float32, with the `count` likeliest tokens, ties by id. norm: its `log_norms`, if known."""
+    norm = log_norms([row])[0] if norm is None else norm
     top: list[tuple[int, float]] = []
     if count > 0:
         count = min(count, row.size)
@@ -58,13 +73,14 @@ class TokenChooser:
     """The choices of one sequence. The states have seen what is committed, and nothing else, between two calls.
 
     num_logprobs: likeliest tokens to report for each token; None: no logprobs at all. narrowing: what truncates the
-    distribution beyond `params`.
+    distribution beyond `params`. norms: `log_norms` of the rows of the next `choose`, where they are known.
     """
 
     params: SamplingParams
     states: Sequence[LogitProcessor] = ()
     num_logprobs: int | None = None
     narrowing: SurvivorFilter | None = None
+    norms: Sequence[float] = ()
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens of the last `choose`."""
 
@@ -100,7 +116,7 @@ class TokenChooser:
         """
 
         def choose_at(row: int, depth: int) -> int:
-            return self._choose_one(rows[row], position + depth)
+            return self._choose_one(rows, row, position + depth)
 
         with self._going_back():
             return walk(choose_at, drafted, parents, stop_ids, max_tokens)
@@ -117,9 +133,9 @@ class TokenChooser:
                 state.truncate(length)
             raise
 
-    def _choose_one(self, row: Row, position: int) -> int:
-        token = pick(self._changed(row, position), self.params, position, self.narrowing)
-        self._take(row, token)
+    def _choose_one(self, rows: Sequence[Row] | Row, index: int, position: int) -> int:
+        token = pick(self._changed(rows[index], position), self.params, position, self.narrowing)
+        self._take(rows, index, token)
         return token
 
     def _changed(self, row: Row, position: int) -> Row:
@@ -128,11 +144,12 @@ class TokenChooser:
             raise ModelFault(f"the model's logits at position {position} are not finite")
         return apply_all(self.states, row)
 
-    def _take(self, row: Row, token: int) -> None:
+    def _take(self, rows: Sequence[Row] | Row, index: int, token: int) -> None:
         for state in self.states:
             state.advance(token)
         if self.num_logprobs is not None:
-            self.logprobs.append(logprobs_of(row, token, self.num_logprobs))
+            norm = self.norms[index] if self.norms else None
+            self.logprobs.append(logprobs_of(rows[index], token, self.num_logprobs, norm))
 
 
 @dataclass(slots=True)
@@ -165,11 +182,11 @@ class AcceptanceChooser(TokenChooser):
         with self._going_back():
             for index in range(len(drafted) + 1):
                 if index == len(drafted):
-                    token, goes_on = self._choose_one(rows[index], position + index), False
+                    token, goes_on = self._choose_one(rows, index, position + index), False
                 else:
                     token, goes_on = self._judge(rows[index], drafted[index], evidence[index], position + index)
                     self.num_tested += 1
-                    self._take(rows[index], token)
+                    self._take(rows, index, token)
                 tokens.append(token)
                 if not goes_on or token in stop_ids or len(tokens) == max_tokens:
                     break
