@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from hypothesis import settings
 from tests import tiny_models
 
 if TYPE_CHECKING:
+    from tests.serving import FakeServer
+
     from outrider.export.make.pair import PairPaths
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
@@ -139,6 +142,25 @@ def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("onnx") / "draft"
     return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path
+
+
+def _verifier() -> Iterator[FakeServer]:
+    """One verifier for the tests of a module that only read from it."""
+    from tests.serving import serve_fake
+
+    with serve_fake() as running:
+        yield running
+
+
+server = pytest.fixture(scope="module", name="server")(_verifier)
+cloud = pytest.fixture(scope="module", name="cloud")(_verifier)
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    """A client of `server`."""
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

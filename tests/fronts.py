@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import TIMEOUT_S, FakeServer, StepGate, serve_fake
+from tests.serving import FakeServer, StepGate, serve_fake
+from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
@@ -89,12 +89,7 @@ class RunningFront:
     server: FrontServer
     publish: Callable[[Sequence[Report]], None] = field(repr=False)
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Returns once `is_so()` is true; fails the test after TIMEOUT_S."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not is_so():
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.002)
+    wait_until = staticmethod(wait_until)
 
 
 @contextmanager

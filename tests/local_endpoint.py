@@ -7,13 +7,13 @@ with serve_fake() as cloud, serve_local(cloud.url) as local:
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import TIMEOUT_S, fake_tokenizer
+from tests.serving import fake_tokenizer
+from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.edge.devices.placement import Placement
 from outrider.edge.link.endpoints import RetryPolicy
@@ -38,12 +38,7 @@ class LocalEndpoint:
     core: LocalCore
     server: LocalServer
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Returns once `is_so()` is true; fails the test after TIMEOUT_S."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not is_so():
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.002)
+    wait_until = staticmethod(wait_until)
 
     def is_at_rest(self) -> bool:
         """Whether no text is in work and every sequence of the draft is back."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
-
-TIMEOUT_S = 30.0
+from tests.waiting import wait_until
 
 
 def find_redis() -> str:
@@ -22,14 +20,6 @@ def find_redis() -> str:
     if found is None:
         pytest.skip("there is no redis-server here: apt-get install redis-server")
     return found
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Returns once `is_so()` is true; fails the test after TIMEOUT_S."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.002)
 
 
 def _answers(place: Path) -> bool:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import httpx
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
+from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.serving import VerifierServer
@@ -53,7 +53,6 @@ TURNS_TEMPLATE = (
 """Ends each turn with the end token, as most templates do: what follows an answer begins with what was before it."""
 JSON = {"content-type": "application/json"}
 """For bodies that are posted as bytes."""
-TIMEOUT_S = 30.0
 
 
 def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True, chat_template: str = CHAT_TEMPLATE) -> None:
@@ -137,12 +136,7 @@ class FakeServer:
     server: VerifierServer
     runtime: FakeBatchRuntime
 
-    def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Returns once `is_so()` is true; fails the test after TIMEOUT_S. The engine works in the background."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not is_so():
-            assert time.monotonic() < deadline, "the condition did not come true in time"
-            time.sleep(0.002)
+    wait_until = staticmethod(wait_until)
 
     def is_empty(self) -> bool:
         """Whether nothing runs or waits, and every block and slot is free."""

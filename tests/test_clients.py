@@ -61,12 +61,6 @@ SENT_BY_CLIENTS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def cloud() -> Iterator[FakeServer]:
-    with serve_fake() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
     with serve_local(cloud.url) as running:
         yield running

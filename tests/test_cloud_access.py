@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import pytest
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import EOS_ID, fake_tokenizer
+from tests.waiting import wait_until
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine.thread import EngineThread
@@ -33,14 +33,6 @@ ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 def bearer(key: str) -> dict[str, str]:
     """The header that carries a key."""
     return {"authorization": f"Bearer {key}"}
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    """Returns once it is so: the server runs beside."""
-    deadline = time.monotonic() + 30.0
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextmanager
@@ -73,21 +65,21 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
             return client.post("/v1/completions", json=body, headers=bearer(key)).status_code
 
         with httpx.Client(base_url=url) as client:
-            wait_for(lambda: status(ALICE) == 200)  # the file changed while the model was loaded
+            wait_until(lambda: status(ALICE) == 200)  # the file changed while the model was loaded
             assert status(BOB) == 401
             keys.write_text(f"sha256:{ApiKey.plain(BOB).digest.hex()} name=bob scopes=generate,metrics\n")
-            wait_for(lambda: status(BOB) == 200)
+            wait_until(lambda: status(BOB) == 200)
             assert status(ALICE) == 401
             keys.write_text("broken\n")
             os.kill(os.getpid(), signal.SIGHUP)
             failed = 'outrider_reloads_total{file="keys",result="failed"} 1.0'
-            wait_for(lambda: failed in client.get("/metrics", headers=bearer(BOB)).text)
+            wait_until(lambda: failed in client.get("/metrics", headers=bearer(BOB)).text)
             assert status(BOB) == 200
             assert client.post("/v1/completions", json=body | {"prompt": [1] * 90}, headers=bearer(BOB)).is_error
 
     def beside() -> None:
         try:
-            wait_for(port_file.exists)
+            wait_until(port_file.exists)
             use(f"http://127.0.0.1:{port_file.read_text().strip()}")
         except BaseException as error:
             failures.append(error)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.serving import StepGate, read_events, run_session, serve_fake
+from tests.waiting import wait_until
 
 from outrider.cloud.api.audit import MAX_REFUSED_LINES, MAX_WAITING, AuditLog
 from outrider.cloud.api.state import ServerSettings
@@ -118,7 +119,7 @@ def test_a_rotated_log_is_opened_again(tmp_path: Path) -> None:
     path.chmod(0o644)
     log = AuditLog(path, clock=lambda: now[0])
     log.write({"n": 1})
-    wait_for(lambda: len(lines_of(path)) == 1)
+    wait_until(lambda: len(lines_of(path)) == 1)
     path.rename(tmp_path / "audit.1")
     now[0] = 2.0
     log.write({"n": 2})
@@ -127,16 +128,6 @@ def test_a_rotated_log_is_opened_again(tmp_path: Path) -> None:
     assert [line["n"] for line in lines_of(path)] == [2]
     if os.name == "posix":
         assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()} == {0o600}
-
-
-def wait_for(is_so: Any) -> None:
-    """Returns once it is so: the log writes on a thread of its own."""
-    import time
-
-    deadline = time.monotonic() + 30.0
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")

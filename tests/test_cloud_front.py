@@ -21,7 +21,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
-from tests.serving import TIMEOUT_S, run_session, target_tokens
+from tests.serving import run_session, target_tokens
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.replicas import cluster, forward, members

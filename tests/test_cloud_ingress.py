@@ -21,7 +21,8 @@ import pytest
 import uvicorn
 from packaging.requirements import Requirement
 from starlette.types import Message, Receive, Scope, Send
-from tests.serving import TIMEOUT_S, FakeServer, StepGate, run_session, serve_fake, target_tokens
+from tests.serving import FakeServer, StepGate, run_session, serve_fake, target_tokens
+from tests.waiting import TIMEOUT_S
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from outrider.cloud.api.state import ServerSettings

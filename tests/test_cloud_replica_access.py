@@ -18,8 +18,9 @@ import httpx
 import pytest
 from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
-from tests.serving import EOS_ID, TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session
+from tests.serving import EOS_ID, StepGate, fake_tokenizer, read_events, run_session
 from tests.test_edge_tls import OPENSSL, make_own, make_signed
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.state import ServedModel, ServerSettings

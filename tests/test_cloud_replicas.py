@@ -20,7 +20,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, changed, replicas, report_of, serve_front
-from tests.serving import TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session, target_tokens
+from tests.serving import StepGate, fake_tokenizer, read_events, run_session, target_tokens
+from tests.waiting import TIMEOUT_S
 from typer.testing import CliRunner
 
 from outrider.cloud.api.recent_texts import Recalled

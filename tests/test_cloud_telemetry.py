@@ -63,12 +63,6 @@ def value(found: dict[str, float], name: str, **labels: str) -> float:
     return found.get(f"outrider_{name}" + json.dumps(labels, sort_keys=True), 0.0)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:
-        yield running
-
-
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 

@@ -197,13 +197,6 @@ def run(*arguments: Any, **options: Any) -> GenerationResult:
     return asyncio.run(asyncio.wait_for(generate(*arguments, **options), 60.0))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    """The server that takes over."""
-    with serve_fake() as running:
-        yield running
-
-
 BOMB = gzip.compress(b"a" * (1 << 20))
 DIGITS = b"1" * 5000
 USAGE = (

@@ -64,12 +64,6 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
 
 @pytest.fixture(scope="module")
-def cloud() -> Iterator[FakeServer]:
-    with serve_fake() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
     settings = LocalSettings(keys=KeyRing([LOCAL_KEY]), depth="8", docs_tokens=200)
     with serve_local(cloud.url, settings, api_key="a-key-of-the-cloud") as running:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.local_endpoint import LocalEndpoint, serve_local
-from tests.serving import FakeServer, serve_fake
+from tests.serving import FakeServer
 
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
@@ -49,12 +49,6 @@ class Seen:
     def of(self, path: str) -> list[str | None]:
         """The traceparent of each request to a path."""
         return [headers.get("traceparent") for found, headers in self.headers if found == path]
-
-
-@pytest.fixture(scope="module")
-def cloud() -> Iterator[FakeServer]:
-    with serve_fake() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import TIMEOUT_S, serve_fake
+from tests.serving import serve_fake
+from tests.waiting import TIMEOUT_S
 
 from outrider.models.client import exchange
 from outrider.models.client.client import ClientOptions, VerifierClient

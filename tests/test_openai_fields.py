@@ -47,12 +47,6 @@ def test_a_message_of_parts_is_passed_on_without_a_warning() -> None:
 
 
 @pytest.fixture(scope="module")
-def cloud() -> Iterator[FakeServer]:
-    with serve_fake() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
     with serve_local(cloud.url) as running:
         yield running

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis import Redis
 from tests.engine_harness import Clock
-from tests.redis_server import redis_server, wait_until
+from tests.redis_server import redis_server
+from tests.waiting import wait_until
 
 from outrider.cloud.recent import redis_store
 from outrider.cloud.recent.redis_store import SLOTS, RedisStore

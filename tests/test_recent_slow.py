@@ -11,8 +11,8 @@ from typing import cast
 
 import pytest
 from tests.engine_harness import Clock
-from tests.redis_server import wait_until
 from tests.test_recent import find, place, store_at, warnings_of
+from tests.waiting import wait_until
 
 from outrider.cloud.recent.redis_store import MAX_PAUSE_S, LateAnswers, RedisStore
 from outrider.models.breaker import Breaker

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
-from tests.redis_server import redis_server, wait_until
+from tests.redis_server import redis_server
 from tests.requests import flat_request
 from tests.serving import FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
+from tests.waiting import wait_until
 
 from outrider.cloud.api.recent_texts import RecentTexts
 from outrider.cloud.api.state import ServerSettings

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.requests import flat_request
-from tests.serving import TIMEOUT_S
 from tests.vllm.serving import Reference
 from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, Text, mixed, nothing, right
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine

@@ -14,8 +14,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.serving import CHAT_TEMPLATE, EOS_ID, TIMEOUT_S, FakeServer, fake_tokenizer, save_fake_tokenizer
+from tests.serving import CHAT_TEMPLATE, EOS_ID, FakeServer, fake_tokenizer, save_fake_tokenizer
 from tests.vllm.gated import VARIABLE, VllmGate, map_gate
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.serving import VerifierServer

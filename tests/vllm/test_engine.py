@@ -11,8 +11,9 @@ import msgspec
 import pytest
 import zmq
 from tests.requests import flat_request
-from tests.serving import EOS_ID, TIMEOUT_S, run_session
+from tests.serving import EOS_ID, run_session
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event
 from outrider.cloud.vllm.engine import VllmEngine

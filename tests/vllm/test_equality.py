@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from tests.requests import flat_request
-from tests.serving import TIMEOUT_S
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import Reference, start_engine
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import zmq
 from tests.requests import flat_request
-from tests.serving import TIMEOUT_S
 from tests.vllm.test_engine import Collector
+from tests.waiting import TIMEOUT_S
 from vllm.v1.engine import core
 
 from outrider.cloud.seam import CommitEvent, SequenceUsage

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 
 from tests.requests import flat_request
-from tests.serving import TIMEOUT_S
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, start_engine
 from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, wrong
+from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.picks.sampling import SamplingParams

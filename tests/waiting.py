@@ -1,0 +1,16 @@
+"""Waits for what goes on beside a test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+TIMEOUT_S = 30.0
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Returns once `is_so()` is true; fails the test after TIMEOUT_S."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.002)
