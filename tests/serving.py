@@ -79,6 +79,16 @@ def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True, chat_temp
 
 
 @cache
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def code_of(answer: httpx.Response) -> tuple[int, str]:
+    """Status and code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
+
+
 def fake_tokenizer(*, has_chat_template: bool = True, chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
     """The tokenizer that `save_fake_tokenizer` writes."""
     with tempfile.TemporaryDirectory() as directory:

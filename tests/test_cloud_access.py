@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import EOS_ID, fake_tokenizer
+from tests.serving import EOS_ID, bearer, fake_tokenizer
 from tests.waiting import wait_until
 
 from outrider.cloud.api.state import ServedModel
@@ -28,11 +28,6 @@ from outrider.models.http.keys import ApiKey
 from outrider.models.process import watched_files
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
-
-
-def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key."""
-    return {"authorization": f"Bearer {key}"}
 
 
 @contextmanager

@@ -11,8 +11,9 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.engine_harness import Clock
 from tests.requests import flat_request
-from tests.serving import StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import StepGate, bearer, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.admission import Admission, Asked
 from outrider.cloud.api.state import ServerSettings
@@ -35,11 +36,6 @@ def ring(attributes: str) -> KeyRing:
     return KeyRing([ApiKey.parse(f"sha256:{OWNER.hex()} name=limited {attributes}"), OTHER])
 
 
-def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key."""
-    return {"authorization": f"Bearer {key}"}
-
-
 class Scripted:
     """An engine that takes everything, and notes it."""
 
@@ -55,15 +51,6 @@ class Scripted:
     def cancel(self, number: int) -> None:
         """Notes it."""
         self.cancelled.append(number)
-
-
-class Clock:
-    """Seconds that pass only on request."""
-
-    now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def admission_of(engine: Scripted, keys: KeyRing, clock: Clock, per_minute: int | None = None) -> Admission:

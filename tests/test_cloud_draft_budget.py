@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
+from tests.engine_harness import Clock
 from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.bridge import Bridge
@@ -24,16 +25,6 @@ from outrider.models.wire.protocol import Commit, SessionEvent, SessionOpen, par
 
 PROMPT = [5, 17, 99, 3]
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 # -- the buckets -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serving import StepGate, read_events, serve_fake
+from tests.serving import StepGate, bearer, code_of, read_events, serve_fake
 from typer.testing import CliRunner
 
 from outrider.cloud.api.state import ServerSettings
@@ -29,20 +29,10 @@ def line_of(key: str, attributes: str = "") -> str:
     return f"sha256:{ApiKey.plain(key).digest.hex()} {attributes}".strip()
 
 
-def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key."""
-    return {"authorization": f"Bearer {key}"}
-
-
 def written(path: Path, *lines: str) -> Path:
     """A key file."""
     path.write_text("\n".join(lines) + "\n")
     return path
-
-
-def code_of(answer: httpx.Response) -> tuple[int, str]:
-    """Status and code of an error."""
-    return answer.status_code, answer.json()["error"]["code"]
 
 
 # -- the file --------------------------------------------------------------------------------------------------------

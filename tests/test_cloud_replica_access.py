@@ -18,7 +18,7 @@ import httpx
 import pytest
 from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
-from tests.serving import EOS_ID, StepGate, fake_tokenizer, read_events, run_session
+from tests.serving import EOS_ID, StepGate, bearer, code_of, fake_tokenizer, read_events, run_session
 from tests.test_edge_tls import OPENSSL, make_own, make_signed
 from tests.waiting import TIMEOUT_S
 
@@ -51,11 +51,6 @@ BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True}
 LONG: dict[str, Any] = BODY | {"max_tokens": 4000}
 
 
-def bearer(key: str) -> dict[str, str]:
-    """The header that carries a key."""
-    return {"authorization": f"Bearer {key}"}
-
-
 def line_of(key: str, attributes: str = "") -> str:
     """A key file's line."""
     return f"sha256:{ApiKey.plain(key).digest.hex()} {attributes}"
@@ -64,11 +59,6 @@ def line_of(key: str, attributes: str = "") -> str:
 def ring_of(*lines: str) -> KeyRing:
     """The keys of a file with these lines."""
     return KeyRing([ApiKey.parse(line) for line in lines])
-
-
-def code_of(answer: httpx.Response) -> tuple[int, str]:
-    """Status and the error's code."""
-    return answer.status_code, answer.json()["error"]["code"]
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from tests.engine_harness import SAMPLED, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.requests import flat_request
 from tests.serving import run_session, serve_fake, target_tokens
+from tests.waiting import wait_until
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine import spill as spill_module
@@ -72,12 +73,17 @@ class SpillHarness(Harness):
 
     def text(self, collector: Collector) -> list[int]:
         """Runs until this sequence has ended."""
-        deadline = time.monotonic() + 30.0
-        while collector.end is None:
-            assert time.monotonic() < deadline, "the sequence did not end"
-            if self.engine.step() != 0.0:
-                time.sleep(0.001)
+        self.steps_until(lambda: collector.end is not None)
         return collector.tokens
+
+    def steps_until(self, is_so: Callable[[], bool]) -> None:
+        """Runs steps, one at least, until it is so."""
+
+        def is_so_after_a_step() -> bool:
+            self.engine.step()
+            return is_so()
+
+        wait_until(is_so_after_a_step)
 
     def submit(self, prompt: Sequence[int], *given: Any, **options: Any) -> tuple[int, Collector]:
         """As the routes do: looks on disk first."""
@@ -182,10 +188,7 @@ def test_a_prefix_without_room_waits_for_it(place: Path) -> None:
     with engine(place) as second:
         blocks = second.engine._cache.pool.allocate(62) or []
         _, collector = second.submit((3, 4), 10, prefix_hash=name)
-        deadline = time.monotonic() + 30.0
-        while not second.engine.stats().queued:  # it was read, and found no room
-            assert time.monotonic() < deadline
-            second.engine.step()
+        second.steps_until(lambda: second.engine.stats().queued == 1)  # it was read, and found no room
         assert second.engine._cache.pool.num_available == 2
         second.engine._cache.pool.release(blocks)
         assert second.text(collector) == plain([*tokens, 3, 4], SAMPLED, 10)
@@ -204,10 +207,7 @@ def test_a_prefix_from_disk_takes_no_blocks_of_others_before_its_turn(place: Pat
         refuse = lambda sequence, length: False  # noqa: E731 - nobody is admitted yet
         grow, second.engine._cache.grow = second.engine._cache.grow, refuse  # type: ignore[method-assign]
         _, waits = second.submit((3, 4), 4, prefix_hash=name, owner=b"bob")
-        deadline = time.monotonic() + 30.0
-        while second.engine.stats().queued < 2:
-            assert time.monotonic() < deadline
-            second.engine.step()
+        second.steps_until(lambda: second.engine.stats().queued == 2)
         assert second.engine.stats().parked == 1
         second.engine._cache.grow = grow  # type: ignore[method-assign]
         second.engine._cache.pool.release(blocks)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 TIMEOUT_S = 30.0
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    """Returns once `is_so()` is true; fails the test after TIMEOUT_S."""
-    deadline = time.monotonic() + TIMEOUT_S
+def wait_until(is_so: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    """Returns once `is_so()` is true; fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.002)

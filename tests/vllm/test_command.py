@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import psutil
 import pytest
 from tests.serving import read_events, run_session
 from tests.vllm.serving import Reference
+from tests.waiting import wait_until
 
 from outrider.cloud.server.serve import ENGINE_FAILED
 from outrider.models.text.tokenizer import Tokenizer
@@ -26,14 +26,6 @@ from outrider.models.wire.protocol import SessionEnd, SessionOpen
 
 TARGET = Path(__file__).parents[2] / "reference" / "outrider" / "reference" / "target"
 START_S = 240.0
-
-
-def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Returns once `is_so()` is true."""
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -63,7 +55,7 @@ def serving(tmp_path: Path, code: int = 0) -> Iterator[tuple[subprocess.Popen[by
             [*command, "--port", "0", "--port-file", str(port_file)], stdout=log, stderr=log, start_new_session=True
         )
         try:
-            until(lambda: port_file.exists() or process.poll() is not None, START_S)
+            wait_until(lambda: port_file.exists() or process.poll() is not None, START_S)
             assert process.poll() is None, (tmp_path / "log").read_text()
             with httpx.Client(base_url=f"http://127.0.0.1:{port_file.read_text().strip()}", timeout=60.0) as client:
                 yield process, client
@@ -100,7 +92,7 @@ def test_the_death_of_vllm_ends_the_server(tmp_path: Path) -> None:
             *_, end = events
         assert isinstance(end, SessionEnd) and end.reason == "error"
     assert "vLLM's engine process has died; its log is above" in (tmp_path / "log").read_text()
-    until(lambda: are_gone(children))
+    wait_until(lambda: are_gone(children))
 
 
 def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +114,7 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path, monkeypatch: p
             named = {path for path in sockets if isinstance(path, str) and path.startswith("/")}
             assert named and all(Path(path).parent == place for path in named), named
             process.kill()
-        until(lambda: are_gone(children) and not place.exists())
+        wait_until(lambda: are_gone(children) and not place.exists())
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -132,13 +124,13 @@ def test_a_signal_during_the_load_ends_vllm_too(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(TARGET), "--engine", "vllm", "--port", "0"]
     with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
-            until(lambda: len(children_of(process)) > 1, START_S)  # Python's tracker, and vLLM's process
+            wait_until(lambda: len(children_of(process)) > 1, START_S)  # Python's tracker, and vLLM's process
             children = children_of(process)
             process.terminate()
             assert process.wait(60.0) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
         finally:
             process.kill()
-    until(lambda: are_gone(children))
+    wait_until(lambda: are_gone(children))
 
 
 def test_ctrl_c_lets_a_session_finish(tmp_path: Path) -> None:

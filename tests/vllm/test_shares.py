@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from tests.requests import flat_request
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, start_engine
 from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, wrong
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.picks.sampling import SamplingParams
@@ -43,19 +42,13 @@ class Crowd:
         """Runs as many steps of the engine; all texts have to be long enough."""
         expected = self.engine.stats().totals.steps + num_steps
         self._gate.allow(num_steps)
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.engine.stats().totals.steps < expected:
-            assert time.monotonic() < deadline, "the steps did not run"
-            time.sleep(0.002)
+        wait_until(lambda: self.engine.stats().totals.steps >= expected)
 
     def close(self) -> None:
         """Ends all texts; nothing is left behind."""
         self.engine.end(self._ids, "cancelled")
         self._gate.open()
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.engine._sequences:
-            assert time.monotonic() < deadline, "the texts did not end"
-            time.sleep(0.002)
+        wait_until(lambda: not self.engine._sequences)
         stats = self.engine.stats()
         assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
 
