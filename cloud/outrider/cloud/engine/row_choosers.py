@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from outrider.cloud.engine.runner import Share
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.processors.chooser import AcceptanceChooser, TokenChooser, log_norms
+from outrider.models.processors.chooser import AcceptanceChooser, TokenChooser, summaries
 from outrider.models.processors.processor_plan import ProcessorPlan
 
 _USUAL_S: Final = sys.getswitchinterval()
@@ -48,9 +48,10 @@ def choosing(shares: Sequence[Share], rows: Any) -> Iterator[None]:
             if chooser is not None and chooser.num_logprobs is not None:
                 asking.append((chooser, range(first, first + num_rows)))
             first += num_rows
-        norms = iter(log_norms([rows[index] for _, indices in asking for index in indices]))
+        count = max((each.num_logprobs or 0 for each, _ in asking), default=0)
+        known = iter(summaries([rows[index] for _, indices in asking for index in indices], count))
         for each, indices in asking:
-            each.norms = list(islice(norms, len(indices)))
+            each.known = list(islice(known, len(indices)))
         yield
     finally:
         sys.setswitchinterval(_USUAL_S)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,33 +39,42 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def log_norms(rows: Sequence[Row] | Row) -> list[float]:
-    """log(sum(exp(row))) of rows, [V] float32 each, several in one call of numpy. The error is under 1e-5.
+class RowSummary(NamedTuple):
+    """What logprobs need of a whole row. norm: log(sum(exp(row))); the error is under 1e-5. top: ids, [n], among which
+    are the likeliest tokens.
+    """
+
+    norm: float
+    top: NDArray[np.intp]
+
+
+def summaries(rows: Sequence[Row] | Row, count: int) -> list[RowSummary]:
+    """Of rows, [V] float32 each, with at least the `count` likeliest tokens: several rows in one call of numpy.
 
     Each call lets other threads have Python, and waits to have it back.
     """
-    norms: list[float] = []
+    found: list[RowSummary] = []
     num_together = max(1, _TOGETHER // len(rows[0])) if len(rows) else 1
     for first in range(0, len(rows), num_together):
-        chances = np.array(rows[first : first + num_together])
-        most = chances.max(axis=1, keepdims=True)
+        some = np.array(rows[first : first + num_together])
+        count = min(count, some.shape[1])
+        least = np.partition(some, -count)[:, -count, None] if count else np.full((len(some), 1), np.inf)
+        whose, ids = np.nonzero(some >= least)
+        tops = np.split(ids, np.searchsorted(whose, np.arange(1, len(some))))
+        most = some.max(axis=1, keepdims=True)
         with np.errstate(invalid="ignore"):  # of rows that are not finite, which no pick takes
-            chances -= most
-        np.exp(chances, out=chances)  # in float32, which takes a tenth of float64's time
-        norms += (most[:, 0] + np.log(chances.sum(axis=1, dtype=np.float64))).tolist()
-    return norms
+            some -= most
+        np.exp(some, out=some)  # in float32, which takes a tenth of float64's time
+        norms = most[:, 0] + np.log(some.sum(axis=1, dtype=np.float64))
+        found += map(RowSummary, norms.tolist(), tops)
+    return found
 
 
-def logprobs_of(row: Row, token: int, count: int, norm: float | None = None) -> TokenLogprobs:
-    """Of one row, [V] float32, with the `count` likeliest tokens, ties by id. norm: its `log_norms`, if known."""
-    norm = log_norms([row])[0] if norm is None else norm
-    top: list[tuple[int, float]] = []
-    if count > 0:
-        count = min(count, row.size)
-        among = np.flatnonzero(row >= np.partition(row, row.size - count)[row.size - count])
-        order = among[np.lexsort((among, -row[among]))][:count]
-        top = [(int(each), float(row[each]) - norm) for each in order]
-    return TokenLogprobs(token, float(row[token]) - norm, tuple(top))
+def logprobs_of(row: Row, token: int, count: int, known: RowSummary | None = None) -> TokenLogprobs:
+    """Of one row, [V] float32, with the `count` likeliest tokens, ties by id. known: of the row, for as many."""
+    norm, among = summaries([row], count)[0] if known is None else known
+    order = among[np.lexsort((among, -row[among]))][:count]
+    return TokenLogprobs(token, float(row[token]) - norm, tuple((int(each), float(row[each]) - norm) for each in order))
 
 
 @dataclass(slots=True)
@@ -73,14 +82,14 @@ class TokenChooser:
     """The choices of one sequence. The states have seen what is committed, and nothing else, between two calls.
 
     num_logprobs: likeliest tokens to report for each token; None: no logprobs at all. narrowing: what truncates the
-    distribution beyond `params`. norms: `log_norms` of the rows of the next `choose`, where they are known.
+    distribution beyond `params`. known: `summaries` of the rows of the next `choose`, if any.
     """
 
     params: SamplingParams
     states: Sequence[LogitProcessor] = ()
     num_logprobs: int | None = None
     narrowing: SurvivorFilter | None = None
-    norms: Sequence[float] = ()
+    known: Sequence[RowSummary] = ()
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens of the last `choose`."""
 
@@ -148,8 +157,8 @@ class TokenChooser:
         for state in self.states:
             state.advance(token)
         if self.num_logprobs is not None:
-            norm = self.norms[index] if self.norms else None
-            self.logprobs.append(logprobs_of(rows[index], token, self.num_logprobs, norm))
+            known = self.known[index] if self.known else None
+            self.logprobs.append(logprobs_of(rows[index], token, self.num_logprobs, known))
 
 
 @dataclass(slots=True)
