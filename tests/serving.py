@@ -78,7 +78,6 @@ def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True, chat_temp
     (root / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-@cache
 def bearer(key: str) -> dict[str, str]:
     """The header that carries a key."""
     return {"authorization": f"Bearer {key}"}
@@ -89,6 +88,7 @@ def code_of(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
+@cache
 def fake_tokenizer(*, has_chat_template: bool = True, chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
     """The tokenizer that `save_fake_tokenizer` writes."""
     with tempfile.TemporaryDirectory() as directory:

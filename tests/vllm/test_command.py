@@ -92,7 +92,7 @@ def test_the_death_of_vllm_ends_the_server(tmp_path: Path) -> None:
             *_, end = events
         assert isinstance(end, SessionEnd) and end.reason == "error"
     assert "vLLM's engine process has died; its log is above" in (tmp_path / "log").read_text()
-    wait_until(lambda: are_gone(children))
+    wait_until(lambda: are_gone(children), 60.0)
 
 
 def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path, monkeypatch: p
             named = {path for path in sockets if isinstance(path, str) and path.startswith("/")}
             assert named and all(Path(path).parent == place for path in named), named
             process.kill()
-        wait_until(lambda: are_gone(children) and not place.exists())
+        wait_until(lambda: are_gone(children) and not place.exists(), 60.0)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -130,7 +130,7 @@ def test_a_signal_during_the_load_ends_vllm_too(tmp_path: Path) -> None:
             assert process.wait(60.0) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
         finally:
             process.kill()
-    wait_until(lambda: are_gone(children))
+    wait_until(lambda: are_gone(children), 60.0)
 
 
 def test_ctrl_c_lets_a_session_finish(tmp_path: Path) -> None:

@@ -135,8 +135,9 @@ class CascadeEngine(ServingEngine):
             self._is_idle.clear()
         with self._gate:
             is_first, self._has_stopped = not self._has_stopped, True
-        if is_first and self._thread.is_alive():
-            self._post(self._end_all)  # a second time would stop the loop in its last work
+        if self._thread.is_alive():
+            if is_first:  # a second time would stop the loop in its last work
+                self._post(self._end_all)
             self._thread.join(_JOIN_S)
         self._mid.stop()
 

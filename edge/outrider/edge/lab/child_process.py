@@ -120,9 +120,12 @@ class EndingOnSignals:
             try:
                 return await main
             finally:
-                self._main = None  # it cannot be cancelled any more: a signal from here on must not be lost
+                self._main = None
 
-        return asyncio.run(cancellable())
+        result = asyncio.run(cancellable())
+        if self._received:  # too late to cancel it
+            raise KeyboardInterrupt
+        return result
 
     def _interrupt(self, number: int, frame: object) -> None:
         self._received = number

@@ -62,7 +62,7 @@ def summaries(rows: Sequence[Row] | Row, count: int) -> list[RowSummary]:
         whose, ids = np.nonzero(some >= least)
         tops = np.split(ids, np.searchsorted(whose, np.arange(1, len(some))))
         most = some.max(axis=1, keepdims=True)
-        with np.errstate(invalid="ignore"):  # of rows that are not finite, which no pick takes
+        with np.errstate(invalid="ignore", over="ignore"):  # of rows that are not finite, which no pick takes
             some -= most
         np.exp(some, out=some)  # in float32, which takes a tenth of float64's time
         norms = most[:, 0] + np.log(some.sum(axis=1, dtype=np.float64))
