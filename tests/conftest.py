@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 from hypothesis import settings
 from tests import tiny_models
@@ -154,13 +153,6 @@ def _verifier() -> Iterator[FakeServer]:
 
 server = pytest.fixture(scope="module", name="server")(_verifier)
 cloud = pytest.fixture(scope="module", name="cloud")(_verifier)
-
-
-@pytest.fixture(scope="module")
-def client(server: FakeServer) -> Iterator[httpx.Client]:
-    """A client of `server`."""
-    with httpx.Client(base_url=server.url) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,18 @@ ALIASES = {
     "/readyz": "/health/ready",
 }
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,18 @@ from outrider.models.wire.protocol import TREES_SINCE, Commit, SessionEnd, Sessi
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
 
 
 def body(**changes: Any) -> dict[str, Any]:

@@ -9,13 +9,19 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import JSON, FakeServer, target_tokens
+from tests.serving import JSON, FakeServer, serve_fake, target_tokens
 
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.verify import VerifyAnswer, VerifyResult
 
 PREFIX = [5, 17, 99, 3]
 SAMPLED = {"temperature": 0.9, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
@@ -120,6 +120,13 @@ async def generate(
     finally:
         for client in clients:
             await client.aclose()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """One verifier for the tests that only read from it."""
+    with serve_fake() as running:
+        yield running
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "sampled", "truncated"])
