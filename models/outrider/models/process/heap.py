@@ -12,7 +12,7 @@ TRIM_EVERY_S: Final = 1.0
 # Of mallopt(3): parameter -> value. By itself glibc raises both thresholds with the largest block that was freed, up to
 # 64 MB, so one large request leaves that much in a thread's heap for good.
 _BOUNDS: Final = {
-    -3: 1 << 18,  # M_MMAP_THRESHOLD, bytes: larger blocks come from the system and return to it
+    -3: 1 << 20,  # M_MMAP_THRESHOLD, bytes: larger blocks come from the system and return to it
     -1: 4 << 20,  # M_TRIM_THRESHOLD, bytes: more than this at a heap's end returns
     -8: 2,  # M_ARENA_MAX: heaps for all threads. Python's small objects are in none
 }
