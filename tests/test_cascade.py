@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -566,3 +567,22 @@ def test_a_mid_that_refuses_a_request_leaves_the_text_to_the_target() -> None:
             patch.setattr(mid, "submit", refuse)
             found = run_session(running.client, asking())
         assert found.tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
+
+
+def test_a_second_stop_lets_the_first_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the loop's thread closes what is open, nothing stops its loop again."""
+    with serve_fake(name="big") as big, serve_fake(name="mid", upstream=big.url) as mid:
+        engine, posted = mid.core.engine, list[object]()
+        assert isinstance(engine, CascadeEngine)
+        post = engine._post
+
+        def noted(act: Callable[[], None]) -> None:
+            posted.append(act)
+            post(act)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_thread", SimpleNamespace(is_alive=lambda: True, join=lambda timeout_s: None))
+            patch.setattr(engine, "_post", noted)
+            engine.stop()
+            engine.stop()
+        assert posted == [engine._end_all]

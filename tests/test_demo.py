@@ -36,6 +36,7 @@ from outrider.edge.cli.draft_source import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import Effort
+from outrider.edge.lab.child_process import EndingOnSignals
 from outrider.edge.lab.comparison import MARGIN, ModeFigures, TextTime, TimePlan, compare, plan_texts
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM
 from outrider.edge.modes.stream import AgentOptions
@@ -370,3 +371,15 @@ def test_a_lead_of_stop_and_wait_is_explained() -> None:
     for waiting, streaming, is_explained in ((1.9, 1.8, True), (1.8, 1.9, False), (float("nan"), 1.0, False)):
         modes = {STOP_AND_WAIT: figures(speed_up=waiting), STREAM: figures(speed_up=streaming)}
         assert (short_round_trip_note(modes) is not None) == is_explained
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_a_signal_in_the_last_stretch_of_the_work_counts() -> None:
+    """Where there is nothing left to cancel, too."""
+
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended, EndingOnSignals() as signals:
+        signals.run(work())
+    assert ended.value.code == 128 + signal.SIGTERM

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
-from typing import Any, Final
+from itertools import accumulate
+from typing import Final, cast
 
-from outrider.cloud.engine.runner import Share
+from outrider.cloud.engine.runner import Rows, Share
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.processors.chooser import AcceptanceChooser, TokenChooser, summaries
+from outrider.models.processors.chooser import AcceptanceChooser, Row, TokenChooser, summaries
 from outrider.models.processors.processor_plan import ProcessorPlan
 
 _USUAL_S: Final = sys.getswitchinterval()
@@ -32,26 +33,25 @@ def chooser_of(request: GenerateRequest, tokens: Sequence[int], vocab_size: int)
 
 
 @contextmanager
-def choosing(shares: Sequence[Share], rows: Any) -> Iterator[None]:
-    """Around the choices of a step's rows: for choosers that report logprobs, computes what these need of all rows at
-    once. rows: of all shares, in their order.
+def choosing(shares: Sequence[Share], rows: Rows) -> Iterator[None]:
+    """Around the choices of a step's rows. rows: of all shares, in their order.
+
+    What logprobs need of each text's first row, which is always chosen from, is computed of all texts together.
     """
-    choosers = [(share.sequence.chooser, share.num_rows) for share in shares]
-    if not any(chooser is not None for chooser, _ in choosers):
+    choosers = [share.sequence.chooser for share in shares]
+    if not any(choosers):
         yield
         return
     sys.setswitchinterval(_SOON_S)
     try:
-        asking: list[tuple[TokenChooser, range]] = []
-        first = 0
-        for chooser, num_rows in choosers:
-            if chooser is not None and chooser.num_logprobs is not None:
-                asking.append((chooser, range(first, first + num_rows)))
-            first += num_rows
-        count = max((each.num_logprobs or 0 for each, _ in asking), default=0)
-        known = iter(summaries([rows[index] for _, indices in asking for index in indices], count))
-        for each, indices in asking:
-            each.known = list(islice(known, len(indices)))
+        asking: defaultdict[int, list[tuple[TokenChooser, Row]]] = defaultdict(list)  # by tokens to report
+        ends = accumulate(share.num_rows for share in shares)
+        for share, chooser, end in zip(shares, choosers, ends, strict=True):
+            if chooser is not None and chooser.num_logprobs is not None and share.num_rows:
+                asking[chooser.num_logprobs].append((chooser, cast(Row, rows[end - share.num_rows])))
+        for count, pairs in asking.items():
+            for (chooser, _), known in zip(pairs, summaries([row for _, row in pairs], count), strict=True):
+                chooser.known = known
         yield
     finally:
         sys.setswitchinterval(_USUAL_S)

@@ -57,10 +57,11 @@ def summaries(rows: Sequence[Row] | Row, count: int) -> list[RowSummary]:
     num_together = max(1, _TOGETHER // len(rows[0])) if len(rows) else 1
     for first in range(0, len(rows), num_together):
         some = np.array(rows[first : first + num_together])
-        count = min(count, some.shape[1])
-        least = np.partition(some, -count)[:, -count, None] if count else np.full((len(some), 1), np.inf)
-        whose, ids = np.nonzero(some >= least)
-        tops = np.split(ids, np.searchsorted(whose, np.arange(1, len(some))))
+        tops = [np.empty(0, dtype=np.intp)] * len(some)
+        if count > 0:
+            kth = min(count, some.shape[1])
+            whose, ids = np.nonzero(some >= np.partition(some, -kth)[:, -kth, None])
+            tops = np.split(ids, np.searchsorted(whose, np.arange(1, len(some))))
         most = some.max(axis=1, keepdims=True)
         with np.errstate(invalid="ignore", over="ignore"):  # of rows that are not finite, which no pick takes
             some -= most
@@ -82,14 +83,14 @@ class TokenChooser:
     """The choices of one sequence. The states have seen what is committed, and nothing else, between two calls.
 
     num_logprobs: likeliest tokens to report for each token; None: no logprobs at all. narrowing: what truncates the
-    distribution beyond `params`. known: `summaries` of the rows of the next `choose`, if any.
+    distribution beyond `params`. known: the summary of the first row of the next `choose`, if any.
     """
 
     params: SamplingParams
     states: Sequence[LogitProcessor] = ()
     num_logprobs: int | None = None
     narrowing: SurvivorFilter | None = None
-    known: Sequence[RowSummary] = ()
+    known: RowSummary | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens of the last `choose`."""
 
@@ -157,7 +158,7 @@ class TokenChooser:
         for state in self.states:
             state.advance(token)
         if self.num_logprobs is not None:
-            known = self.known[index] if self.known else None
+            known = self.known if index == 0 else None
             self.logprobs.append(logprobs_of(rows[index], token, self.num_logprobs, known))
 
 
