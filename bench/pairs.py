@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ NO_LOOKUP = "--no-lookup"
 BUNDLE_OPTIONS: Final[Options] = {
     "--target": option(type=Path, help="another target bundle; it runs where it was exported for"),
     "--draft": option(type=Path, help="another draft bundle"),
-    "--cores": option(1, "of the verifier, and of the devices"),
+    "--cores": option(1, "of the verifier, and of the devices; 0: both share all"),
 }
 """For other bundles than the reference pair's, such as a target for a GPU, which is then used."""
 REAL_OPTIONS: Final[Options] = {
@@ -105,7 +106,9 @@ def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterat
 def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
     verifier = verifier_of(options)
     pair = pair_of(options, verifier)
-    cores, cloud_options = plan_cores(options.cores), (*ALIKE, *verifier.options, "--tree", str(options.form))
+    cores, cloud_options = plan_cores(options.cores), [*ALIKE, *verifier.options, "--tree", str(options.form)]
+    if options.cores == 0:
+        cloud_options += ["--threads", str(os.cpu_count())]
     with ExitStack() as stack:
         draft = pair.draft
         if options.widen_draft:

@@ -27,7 +27,11 @@ class CorePlan:
 
 
 def plan_cores(num_each: int = 1) -> CorePlan:
-    """`num_each` cores for each side, or half of those there are; changes nothing where the system allows none."""
+    """`num_each` cores for each side, or half of those there are; 0: both share all. Changes nothing where the system
+    allows none.
+    """
+    if num_each == 0:
+        return CorePlan(None, None, "cloud and agent share this machine's cores, as a laptop that runs both does")
     allowed = sorted(_affinity() or ())
     if not allowed:
         return CorePlan(None, None, "cloud and agent are not pinned to cores: this system does not offer it")
