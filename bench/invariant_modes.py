@@ -19,7 +19,7 @@ from tests.always_wrong import AlwaysWrongDrafter
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy
 
-from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
+from outrider.edge.drafting.depth import CostModelDepth, DepthController, DraftPlan, FixedDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
@@ -74,6 +74,14 @@ def _faulty(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
     )
 
 
+def _turns(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    """As on shared cores; some turns never arrive."""
+    seeds, turns = itertools.count(vocab_size), DepthController(DraftPlan(DEPTH, in_turns=True))
+    return StreamAgent(
+        endpoints, drafter, turns, wrap_posts=lambda client: FaultyPosts(client, FAULTS, seed=next(seeds))
+    )
+
+
 def _many_drafts(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
     return StreamAgent(endpoints, drafter, FixedDepth(DEPTH))
 
@@ -83,6 +91,7 @@ MIXED: Final = "mixed"
 WRONG_TREE: Final = "always-wrong tree"
 WRONG_BLOCKS: Final = "always-wrong blocks"
 FAULTY: Final = "faulty network"
+TURNS: Final = "turns, faulty network"
 CUT: Final = "cut and resumed"
 REPEATED: Final = "repeated"
 """Each request twice; the second is drafted from the text of the first, too, where the server keeps texts."""
@@ -95,6 +104,7 @@ MODES: Final[dict[str, MakeAgent]] = {
     WRONG_BLOCKS: _wrong_blocks,
     "no draft": _no_draft,
     FAULTY: _faulty,
+    TURNS: _turns,
     CUT: _many_drafts,
     REPEATED: _many_drafts,
 }

@@ -19,7 +19,8 @@ from outrider.edge.drafting.calibration import (
     model_guesses,
     shared_guess,
 )
-from outrider.edge.drafting.estimates import CallTimes, Estimates, ForgettingRatio
+from outrider.edge.drafting.estimates import CallTimes, Estimates
+from outrider.edge.drafting.forgetting import ForgettingRatio
 from outrider.edge.drafting.tree import GuessNode, GuessTree
 from outrider.models.errors import CloudError
 from outrider.models.picks.sampling import Candidates

@@ -440,7 +440,7 @@ def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
     async def scenario() -> None:
         sent: list[list[tuple[GuessNode, int | None]]] = []
 
-        def send(num_known: int, nodes: Sequence[GuessNode]) -> int:
+        def send(num_known: int, nodes: Sequence[GuessNode], is_turn: bool) -> int:
             sent.append([(node, node.number) for node in nodes])
             return 4 * len(nodes)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,13 +18,13 @@ from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, Tr
 def messages(draw: st.DrawFn) -> TreeDraft:
     """Messages with parents in the same and in earlier messages."""
     first = draw(st.integers(0, 1000))
-    size = draw(st.integers(1, 20))
+    size = draw(st.integers(0, 20))
     parents = [
         draw(st.one_of(st.just(ROOT), st.integers(0, first + i - 1))) if first + i else ROOT for i in range(size)
     ]
     tokens = draw(st.lists(st.integers(0, MAX_COUNT), min_size=size, max_size=size))
     levels = draw(st.lists(st.integers(0, 15), min_size=size, max_size=size))
-    return TreeDraft(draw(st.integers(0, MAX_COUNT)), first, tokens, parents, levels)
+    return TreeDraft(draw(st.integers(0, MAX_COUNT)), first, tokens, parents, levels, draw(st.booleans()))
 
 
 @given(messages())
@@ -47,6 +49,9 @@ def test_the_bytes_of_a_small_tree() -> None:
     """The example of docs/protocol.md: three bytes a node."""
     tree = TreeDraft(17, 40, [812, 331, 90, 5], [ROOT, 40, 40, ROOT], [13, 10, 7, 5])
     assert tree.encode().hex(" ") == "11 28 d0 ac 06 a1 cb 02 72 5a 50 05"
+    assert replace(tree, is_turn=True).encode().hex(" ") == "11 28 d0 ac 06 a1 cb 02 72 5a 50 05 0f 00"
+    # A parent 15 numbers before, and the token 0, look the same at the end.
+    assert decode_tree(TreeDraft(0, 20, [0], [5], [0]).encode()) == TreeDraft(0, 20, [0], [5], [0])
 
 
 def test_the_longest_message_is_taken() -> None:
@@ -63,10 +68,10 @@ def test_what_no_device_sends_is_refused() -> None:
     """With the reason."""
     for body, reason in (
         (b"", "ends within"),
-        (b"\x00\x00", "0 nodes"),
         (b"\x00\x00\x00", "ends within"),
         (b"\x00\x00\x01\x05", "parent 1 numbers before"),
         (b"\x00\x20\x0f\x03\x05", "distance 3"),
+        (b"\x00\x20\x0f\x00\x05", "distance 0"),
         (b"\xff\xff\xff\xff\xff\x01", "more than 31 bits"),
         (b"\x00\x00" + b"\x00\x05" * (MAX_MESSAGE_NODES + 1), "513 nodes"),
     ):

@@ -13,6 +13,7 @@ from bench.attacks.exchange import HOST
 from bench.bare_http import Wire
 
 from outrider.models.errors import CloudError
+from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Devices:
     """texts: (prompt, the target's own text) of each device. patience_ms: 0 asks the server never to wait.
 
     A drafted token is right with probability `acceptance`. A device posts one message of `depth` tokens at a time.
+    in_turns: each asks the server to wait for the next.
     """
 
     port: int
@@ -28,6 +30,7 @@ class Devices:
     patience_ms: float | None
     acceptance: float = 0.7
     depth: int = 8
+    in_turns: bool = False
 
 
 def run_devices(report: Any, devices: Devices, settle_s: float, window_s: float) -> None:
@@ -89,6 +92,12 @@ async def _session(
 
 async def _post_late(devices: Devices, session: str, base: int, path: list[int], up: Wire) -> None:
     await asyncio.sleep(devices.lag_s)
+    place = f"/v1/sessions/{session}/drafts"
     with suppress(OSError, asyncio.IncompleteReadError):
-        await up.post(f"/v1/sessions/{session}/drafts", {"base": base, "paths": [path]})
+        if devices.in_turns:  # numbers of their own: at most so many tokens after each base
+            numbers = range(base * devices.depth, base * devices.depth + len(path))
+            tree = TreeDraft(base, numbers[0], path, [ROOT, *numbers[:-1]], [13] * len(path), is_turn=True)
+            await up.post(place, tree.encode(), TREE_MEDIA_TYPE)
+        else:
+            await up.post(place, {"base": base, "paths": [path]})
         await up.answer()

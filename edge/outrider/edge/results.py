@@ -181,9 +181,9 @@ class GenerationResult:
     "length" or "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for
     drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
     num_prompt_sent: of the prompt, those that were sent to open it. num_recent: tokens of the text that this prompt got
-    before, which the server drafted from. held: what the server holds now, where the request
-    asked for it. cut: where a stop string ends the text, as the last session counts; None where none does. rule: by
-    which the target accepted.
+    before, which the server drafted from. num_turns: passes that device and target took in turns; turns: why, in words.
+    held: what the server holds now, where the request asked for it. cut: where a stop string ends the text, as the
+    last session counts; None where none does. rule: by which the target accepted.
     """
 
     mode: Mode
@@ -199,6 +199,8 @@ class GenerationResult:
     num_sent: int = 0
     hits: Mapping[int, int] = field(default_factory=dict)
     num_posts: int = 0
+    num_turns: int = 0
+    turns: str = ""
     num_failed_posts: int = 0
     num_sessions: int = 1
     waited_ms: float = 0.0

@@ -187,6 +187,8 @@ def check_tree(
     committed = len(generated)  # grows meanwhile, as above
     check_base(message.base, committed)
     _check_tokens(message.tokens, "the tree", limits)
+    if not message.tokens:
+        return  # nothing to verify, and not to be waited for
     here: dict[int, int] = {}  # positions of this message's nodes
     nodes = zip(message.tokens, message.parents, strict=True)
     for number, (token, parent) in enumerate(nodes, start=message.first):

@@ -14,6 +14,7 @@ from outrider.cloud.pending.estimators import CHEAP, AcceptanceEstimator, DraftL
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import LEAST, Candidates, PendingDrafts, likeliest_path, line_of, tree_of
 from outrider.cloud.pending.policy import (
+    ENOUGH_ANSWERS,
     NO_WAIT,
     Policy,
     Wait,
@@ -24,6 +25,7 @@ from outrider.cloud.pending.policy import (
     next_rate,
     plan_in_company,
     plan_wait,
+    turn_wait,
     worth_waiting_for,
 )
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
@@ -118,6 +120,9 @@ class Drafting:
     def merge_tree(self, drafts: PendingDrafts, message: TreeDraft, arrived: float) -> None:
         """Adds the nodes of a message that are consistent with the commits."""
         drafts.chances.has_hints = True
+        if message.base >= drafts.newest_base:
+            drafts.in_turns = message.is_turn
+            drafts.turn_base = message.base if message.is_turn else -1
         base, overlap = message.base, len(drafts.committed) - message.base
         num_before = drafts.trie.num_nodes
         length = drafts.trie.merge_tree(message, drafts.committed) - base
@@ -145,7 +150,11 @@ class Drafting:
         pending: the likeliest path before the step, as far as the device sent it. crowding: sequences for each place.
         """
         drafts.acceptance.observe(pending, tokens)
-        if self._is_thin(drafts):  # how fast the device answers now is what a wait would cost
+        drafts.turn_s = 0.0
+        if drafts.in_turns:
+            drafts.lag.committed(len(drafts.committed), now)
+            self._start_turn(drafts, now)
+        elif self._is_thin(drafts):  # how fast the device answers now is what a wait would cost
             drafts.lag.committed(len(drafts.committed), now)
             self._start_wait(drafts, now, crowding)
 
@@ -209,6 +218,22 @@ class Drafting:
             for source in drafts.sources
         )
 
+    def _start_turn(self, drafts: PendingDrafts, now: float) -> None:
+        """Waits for the one message by which a device that takes turns answers the commit: whole, or not at all."""
+        allowed = drafts.patience_ms
+        if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or drafts.lag.answer_rate < ENOUGH_ANSWERS:
+            return
+        wait, (lag_s,) = turn_wait(self.curve.step_and_extra()[0]), drafts.lag.seconds_until(1)
+        if lag_s is not None and lag_s > wait.lag_s:
+            return  # most of its answers are too late
+        self._wait(drafts, wait, now, wait.lag_s)
+
+    def _wait(self, drafts: PendingDrafts, wait: Wait, now: float, longest_s: float) -> None:
+        allowed = drafts.patience_ms
+        drafts.wait, drafts.wait_started = wait, now
+        drafts.wait_nodes = drafts.trie.num_nodes - drafts.trie.num_looked_up
+        drafts.wait_deadline = now + (longest_s if allowed is None else min(longest_s, allowed / 1e3))
+
     def _start_wait(self, drafts: PendingDrafts, now: float, crowding: float) -> None:
         allowed = drafts.patience_ms
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
@@ -242,10 +267,7 @@ class Drafting:
         here = line.survivals if drafts.trie.has_device_nodes else []
         if here and not saves_passes and best_rate(here, step_s, extra_s) > next_rate(alpha, wait, step_s, extra_s):
             return  # what is here is worth a step now
-        longest = longest_wait(wait.lag_s)
-        drafts.wait, drafts.wait_started = wait, now
-        drafts.wait_nodes = drafts.trie.num_nodes - drafts.trie.num_looked_up
-        drafts.wait_deadline = now + (longest if allowed is None else min(longest, allowed / 1e3))
+        self._wait(drafts, wait, now, longest_wait(wait.lag_s))
 
     def is_waiting(self, drafts: PendingDrafts, now: float) -> bool:
         """Whether the sequence sits this step out for a draft; ends the wait when the draft is here or late."""
@@ -254,15 +276,21 @@ class Drafting:
         if now < drafts.wait_deadline and not self._is_enough(drafts):
             return True
         trie = drafts.trie
-        drafts.lag.waited(trie.num_nodes - trie.num_looked_up > drafts.wait_nodes)
+        is_answered = trie.num_nodes - trie.num_looked_up > drafts.wait_nodes
+        if drafts.in_turns:
+            drafts.in_turns = is_answered = drafts.turn_base == len(drafts.committed)
+        drafts.lag.waited(is_answered)
         waited_s = now - drafts.wait_started
         drafts.waited_s += waited_s
+        drafts.turn_s = waited_s if drafts.in_turns else 0.0
         self.distributions.wait_s.observe(waited_s)
         drafts.wait = NO_WAIT
         return False
 
     def _is_enough(self, drafts: PendingDrafts) -> bool:
         """Whether what was waited for is here, or what is here and likely has come to its end."""
+        if drafts.in_turns:
+            return drafts.turn_base == len(drafts.committed)
         want, trie = min(drafts.wait.want, drafts.num_left - 1), drafts.trie
         num_here = trie.num_nodes - trie.num_looked_up
         if num_here <= drafts.wait_nodes:
@@ -296,11 +324,13 @@ class Drafting:
         for drafts in others:
             self._look_up(drafts)
         lines = rows = [line_of(drafts, self._max_draft) for drafts in others]
-        counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
+        # Where nothing else ran meanwhile, a turn's tokens also paid for its wait.
+        spent_s = decoding[0].turn_s if len(decoding) == 1 and not decoding[0].has_company else 0.0
+        counts, rate = self._counts(rows, len(decoding), budget, fixed, context, spent_s)
         if self._with_trees and any(drafts.trie for drafts in others):
             least = self._least_worth(rate, min(budget, self._max_draft * len(others)), fixed, context)
             trees = [tree_of(drafts, self._max_draft, least) for drafts in others]
-            tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
+            tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context, spent_s)
             if tree_rate > rate and self.trees.pay(tree_rate, rate):
                 rows, counts, rate = trees, tree_counts, tree_rate
         if self._num_drafted >= _PLAIN_AFTER and self.curve.lacks(fixed.tokens) and self._policy is not Policy.VERIFY:
@@ -330,8 +360,15 @@ class Drafting:
             self.curve.passed()
 
     def _counts(
-        self, rows: Sequence[Candidates], num_decoding: int, budget: int, fixed: StepSize, context: float
+        self,
+        rows: Sequence[Candidates],
+        num_decoding: int,
+        budget: int,
+        fixed: StepSize,
+        context: float,
+        spent_s: float = 0.0,
     ) -> tuple[list[int], float]:
+        """How many of each, and tokens per second. spent_s: seconds before the step that count as its own."""
         survivals = [row.survivals for row in rows]
         if self._policy is Policy.VERIFY:
             likely = [[p for p in row if p >= _LIKELY] for row in survivals]
@@ -342,7 +379,7 @@ class Drafting:
         if self.curve.is_known:  # step by step to sizes that were not run of late: they are guessed
             most = min(most, 2 * max(fixed.tokens, self.curve.largest) - fixed.tokens)
         step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
-        return choose_drafts(survivals, fixed.tokens, num_decoding, step_s, most)
+        return choose_drafts(survivals, fixed.tokens, num_decoding, step_s + spent_s, most)
 
     def _tried(
         self,

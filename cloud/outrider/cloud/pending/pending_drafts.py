@@ -30,6 +30,8 @@ class PendingDrafts:
     max_new: tokens that the sequence may commit in all. patience_ms: longest wait for a draft; None: no bound.
     num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
     evidence: of these, where their rule needs it.
+    in_turns: the device answers the next commit with one message, which is waited for; turn_base: of the newest one;
+    turn_s: how long it was waited for.
     has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
     sources: the verifier's own, if any.
     num_lookup_chosen: looked-up tokens chosen for the step. num_declined: guesses that were worse than the device's.
@@ -46,6 +48,9 @@ class PendingDrafts:
     evidence: Sequence[Evidence] = ()
     trie: DraftTrie = field(default_factory=DraftTrie)
     newest_base: int = -1  # of the messages merged so far
+    in_turns: bool = False
+    turn_base: int = -1
+    turn_s: float = 0.0
     wait: Wait = NO_WAIT
     wait_started: float = 0.0
     wait_deadline: float = 0.0
@@ -76,7 +81,7 @@ class PendingDrafts:
         self.trie = DraftTrie()
         self.trie.root.position = len(self.committed)
         self.sources = Sources(sources)
-        self.wait, self.wait_nodes, self.num_lookup_chosen = NO_WAIT, 0, 0
+        self.wait, self.wait_nodes, self.num_lookup_chosen, self.in_turns = NO_WAIT, 0, 0, False
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Learns from the committed `tokens`, and drops what they contradict; what follows them stays pending.

@@ -59,6 +59,7 @@ NO_WAIT = Wait(0, 0.0)
 
 _MOST_STEPS = 32
 _MOST_S = 1.0
+_TURN_STEPS = 8
 
 ENOUGH_ANSWERS = 0.5
 """Share of waits that a draft must have ended for another wait to be tried."""
@@ -72,6 +73,11 @@ def bounded(lag_s: float | None, step_s: float) -> float | None:
 def longest_wait(lag_s: float) -> float:
     """Half as long again as expected, plus a margin for timers; after that the draft is late."""
     return 1.5 * lag_s + 0.003
+
+
+def turn_wait(step_s: float) -> Wait:
+    """For a device that takes turns: it drafts a whole path while the target waits, and answers once."""
+    return Wait(0, min(_TURN_STEPS * step_s, _MOST_S))
 
 
 def rate_waiting(

@@ -51,6 +51,7 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "header_bytes_down_per_token": _number(result.wire.headers_down / num_tokens),
         "num_sessions": result.num_sessions,
         "num_posts": result.num_posts,
+        "num_turns": result.num_turns,
         "num_drafted": result.num_drafted,
         "num_sent": result.num_sent,
         "num_proposed": result.num_proposed,
@@ -105,6 +106,8 @@ def _verbose_lines(result: GenerationResult) -> Iterator[str]:
             f"this device: guesses at {result.num_drafted} positions, {result.num_sent} guesses sent; "
             f"{hits_words(result.hits)}"
         )
+        if result.turns:
+            yield f"in turns with the target: {result.num_turns} of {result.num_passes} target passes ({result.turns})"
     yield (
         f"bytes per token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
         f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down"

@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 
 MAX_SENT = 256  # nodes of a message
 
-# Called with the number of known tokens and the nodes to send, parents first; returns the bytes that were sent: 0 where
-# the server has no use for these nodes.
-Send = Callable[[int, Sequence[GuessNode]], int]
+# Called with the number of known tokens, the nodes to send, parents first, and whether they are a whole turn (and maybe
+# none); returns the bytes that were sent: 0 where the server has no use for these nodes.
+Send = Callable[[int, Sequence[GuessNode], bool], int]
 
 
 class DraftAhead(DraftWorker):
     """The drafting side of one generation. Make it inside a running event loop; `close` it there.
 
     is_free: whether `send` would send now. known: committed tokens, in order. hits: tokens of the text that were in the
-    tree, by rank. error: why drafting ended early, if it did.
+    tree, by rank. num_turns: commits that were waited for in turns. error: why drafting ended early, if it did.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class DraftAhead(DraftWorker):
         self._provisional: list[int] = []  # tokens after the known ones, which a cascade's mid has committed
         self.known: Sequence[int] = self._belief.known
         self.num_sent = 0
+        self.num_turns = 0
         self.hits: Counter[int] = Counter()
         self.error: str | None = None
 
@@ -79,6 +80,8 @@ class DraftAhead(DraftWorker):
             outcome = self._belief.on_commit(base, tokens)
             if not outcome.tokens:
                 return outcome
+            self.num_turns += self._has_answered
+            self._has_answered = False
             self._estimates.on_commit(outcome, interval_ms)
             self._depth.observe(outcome)
             self._belief.tree.replant()
@@ -107,6 +110,7 @@ class DraftAhead(DraftWorker):
         """Takes the whole tree as not sent: a new session does not have it."""
         self._provisional = []
         with self.lock:
+            self._has_answered = self._is_waited_for = False
             self._belief.tree.renumber()
 
     def lost(self, nodes: Sequence[GuessNode]) -> None:
@@ -130,9 +134,12 @@ class DraftAhead(DraftWorker):
         """Sends what is worth it and is not sent yet, and goes on drafting."""
         if self._is_closed or self._running is not None:
             return
-        self._flush()
+        if not self.in_turns:
+            self._flush()
         with self.lock:
             has_work = self.error is None and self.has_work()
+        if not has_work and self.in_turns:
+            self._flush()
         if has_work:
             self._running = self.run()
             self._running.add_done_callback(self._on_run_done)
@@ -142,7 +149,7 @@ class DraftAhead(DraftWorker):
         if self._is_closed:
             return
         super().close()
-        self._send, self._is_free = lambda num_known, nodes: 0, lambda: False  # the text's, which has this
+        self._send, self._is_free = lambda num_known, nodes, is_turn: 0, lambda: False  # the text's, which has this
         with self.lock:
             self._belief.tree.clear()
         if (run := self._running) is not None and run.done():
@@ -150,15 +157,20 @@ class DraftAhead(DraftWorker):
 
     def _flush(self) -> None:
         """Sends unsent nodes that are worth their bytes, unless the plan is silent."""
-        if self._is_closed or self.plan.silent or not self._is_free():
+        if self._is_closed or not self._is_free():
             return
         with self.lock:
-            tree = self._belief.tree
-            nodes = tree.take_unsent(self._price.floor, MAX_SENT)
+            is_turn = self.in_turns
+            if is_turn and (self._has_answered or not self._belief.known or self._room() <= 0):
+                return
+            nodes = [] if self.plan.silent else self._belief.tree.take_unsent(self._price.floor, MAX_SENT)
             self._unsent_since = None
-            if nodes and (num_bytes := self._send(len(self._belief.known), nodes)):
+            if not (nodes or is_turn or self._is_waited_for):
+                return
+            if num_bytes := self._send(len(self._belief.known), nodes, is_turn):
                 self._price.sent(num_bytes)
                 self.num_sent += len(nodes)
+                self._has_answered = self._is_waited_for = is_turn
 
     def _on_run_done(self, run: asyncio.Future[None]) -> None:
         if not run.cancelled():

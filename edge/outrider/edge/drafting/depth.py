@@ -11,7 +11,8 @@ from enum import StrEnum
 from typing import Final
 
 from outrider.edge.drafting.belief import CommitOutcome
-from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.forgetting import ForgettingRatio
 from outrider.models.bundle.speed_up import tokens_per_pass
 from outrider.models.errors import ConfigError
 
@@ -28,12 +29,14 @@ class DraftPlan:
     nothing, so that a hopeless draft costs neither network nor server. answer: tokens that the server can use in one
     pass; after the device was out of sync they are sent together, as soon as all are drafted. 0: unknown, so send by
     time.
+    in_turns: draft a path, send it whole, and rest until the next commit.
     """
 
     depth: int
     floor: float = 0.0
     silent: bool = False
     answer: int = 0
+    in_turns: bool = False
 
 
 class DepthController:
@@ -117,6 +120,8 @@ _TOKEN_COST_MS: Final = 0.1
 """Cost of a drafted token on the network and in the server."""
 _MESSAGE_COST_MS: Final = 1.5
 """Cost of a draft message to the server, which often handles it on the model's own cores."""
+_SURE: Final = 0.9
+"""A guess that is as likely is always worth a turn's time."""
 _HYSTERESIS: Final = 1.5
 """Drafting starts again when it is worth this many times its cost."""
 
@@ -169,6 +174,10 @@ class CostModelDepth(DepthController):
         """Turns drafting on or off, with hysteresis, and chooses the depth again."""
         was_on = self.is_on
         self.is_on = self.saved_ms >= self.doubt * self.cost_ms and not self.is_slow
+        e = self._estimates
+        if was_on and e.interval_ms is not None:
+            rest_ms = e.round_trip_ms + self.block() * e.draft_ms
+            e.turns.on_commit(len(outcome.tokens), e.interval_ms, rest_ms, e.step_ms)
         if was_on:
             self._probe_gap = self._commits_to_probe = 1
             self._num_silent = 0
@@ -179,13 +188,8 @@ class CostModelDepth(DepthController):
 
     def block(self) -> int:
         """The k that minimizes (k * draft + round trip + step + extra * k) / expected tokens."""
-        e = self._estimates
-
-        def per_token(k: int) -> float:
-            took = k * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
-            return took / tokens_per_pass(e.acceptance, k)
-
-        return min(range(1, MAX_BLOCK + 1), key=per_token)
+        acceptance = self._estimates.acceptance
+        return min(range(1, MAX_BLOCK + 1), key=lambda k: self._turn_ms(k) / tokens_per_pass(acceptance, k))
 
     def _schedule_probe(self, outcome: CommitOutcome) -> None:
         if outcome.hits and not self.is_slow:
@@ -205,7 +209,9 @@ class CostModelDepth(DepthController):
         # A difference of one is within the estimates' noise.
         if abs(depth - self._depth) > 1 or self._depth == 0:
             self._depth = depth
-        if self.is_on:  # the next token at least: what an earlier text measured may be out of date
+        if self.is_on and e.turns.now:
+            self._plan = DraftPlan(MAX_BLOCK, self._floor_in_turns(), in_turns=True)
+        elif self.is_on:  # the next token at least: what an earlier text measured may be out of date
             self._plan = DraftPlan(self._depth, min(1.0, self._floor()), answer=min(verified, self._depth))
         else:
             probed = _PROBE_DEPTH if self._commits_to_probe == 0 else 0
@@ -213,6 +219,18 @@ class CostModelDepth(DepthController):
             if is_sent:
                 self._num_silent = 0
             self._plan = DraftPlan(probed, floor=0.0, silent=not is_sent)
+
+    def _floor_in_turns(self) -> float:
+        """The reach from which another token of a path gains more than the time that it takes, in which nothing else is
+        done.
+        """
+        e, block = self._estimates, self.block()
+        rate = e.turns.rate(True) or tokens_per_pass(e.acceptance, block) / self._turn_ms(block)
+        return min(_SURE, max(LEAST_REACH, (e.draft_ms + e.extra_ms) * rate))
+
+    def _turn_ms(self, block: int) -> float:
+        e = self._estimates
+        return block * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
 
     def _floor(self) -> float:
         """The reach from which expanding a node is worth its cost."""

@@ -13,35 +13,10 @@ from dataclasses import dataclass, field
 
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.calibration import Calibration
+from outrider.edge.drafting.forgetting import ForgettingRatio
+from outrider.edge.drafting.turns import Turns
 
 _ANSWER_TOKENS = 4  # roughly, drafted before the answer to a commit is sent
-
-
-class ForgettingRatio:
-    """sum(numerators) / sum(denominators), faded by the factor `keep` at every update; starts at `prior`.
-
-    prior_weight: the denominator at the start.
-    """
-
-    def __init__(self, prior: float, prior_weight: float, keep: float) -> None:
-        self._top = prior * prior_weight
-        self._bottom = prior_weight
-        self._keep = keep
-
-    def add(self, numerator: float, denominator: float) -> None:
-        """Takes one observation."""
-        self._top = self._top * self._keep + numerator
-        self._bottom = self._bottom * self._keep + denominator
-
-    def fade(self, count: int) -> None:
-        """Forgets as much as `count` observations would."""
-        share = self._keep**count
-        self._top, self._bottom = self._top * share, self._bottom * share
-
-    @property
-    def value(self) -> float:
-        """The ratio."""
-        return self._top / self._bottom
 
 
 @dataclass(slots=True)
@@ -53,6 +28,7 @@ class _EndpointTimes:
     opened_in_ms: float = 0.0
     step_ms: float | None = None
     extra_ms: float | None = None
+    turns: Turns = field(default_factory=Turns)
 
 
 class Estimates:
@@ -60,12 +36,14 @@ class Estimates:
 
     The acceptance starts at an optimistic 0.6 with the weight of two tokens, so an always-wrong draft shows within ten.
     Round trips, steps and commits are those of the endpoint that `use` named last. calls: times of the drafter's calls.
+    interval_ms: from the commit before to the newest; None where that does not measure the server's pace.
     """
 
     def __init__(self) -> None:
         self.accepted = ForgettingRatio(0.6, 2.0, keep=0.98)
         self.calibration = Calibration()
         self.calls = CallTimes()
+        self.interval_ms: float | None = None
         self._endpoint = _EndpointTimes()
         self._endpoints: dict[str, _EndpointTimes] = {}
 
@@ -84,11 +62,22 @@ class Estimates:
         other._endpoint, other._endpoints = _EndpointTimes(), {}
         return other
 
-    def on_open(self, took_ms: float, step_ms: float | None, draft_token_ms: float | None) -> None:
-        """Takes the opening of a session, with the times that the server measured, or None."""
+    def on_open(
+        self,
+        took_ms: float,
+        step_ms: float | None,
+        draft_token_ms: float | None,
+        *,
+        takes_turns: bool = False,
+    ) -> None:
+        """Takes the opening of a session, with the times that the server measured, or None.
+
+        takes_turns: the server is on this machine, and waits for a device that takes turns.
+        """
         self._endpoint.opened_in_ms = took_ms
         self._endpoint.step_ms = step_ms
         self._endpoint.extra_ms = draft_token_ms
+        self._endpoint.turns.are_possible = takes_turns
 
     def on_times(self, step_ms: float | None, draft_token_ms: float | None) -> None:
         """Takes newer times than those of the opening; None: nothing new."""
@@ -105,6 +94,7 @@ class Estimates:
             self.accepted.add(float(guesses[0].token == token), 1.0)
         if interval_ms is not None and outcome.tokens:
             self._endpoint.interval.add(interval_ms, 1.0)
+        self.interval_ms = interval_ms
 
     def on_drafted(self, took_ms: float, num_nodes: int) -> None:
         """Takes the time of one call of the drafter, which expanded `num_nodes` nodes."""
@@ -113,6 +103,11 @@ class Estimates:
     def on_posted(self, took_ms: float) -> None:
         """Takes the time from a draft message to its answer."""
         self._endpoint.round_trips.append(took_ms)
+
+    @property
+    def turns(self) -> Turns:
+        """Whether to take turns with this endpoint's target."""
+        return self._endpoint.turns
 
     @property
     def acceptance(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from outrider.edge.drafting.estimates import ForgettingRatio
+from outrider.edge.drafting.forgetting import ForgettingRatio
 
 BYTES_PER_TOKEN: Final = 150.0
 """Bytes of draft messages per token of the text, bodies only."""

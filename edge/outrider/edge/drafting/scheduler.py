@@ -72,6 +72,11 @@ class DraftScheduler:
         self._is_working = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other text has this draft model."""
+        return self._num_texts == 1
+
     def enter(self) -> None:
         """A text begins."""
         with self._changed:

@@ -64,7 +64,6 @@ class DraftWorker:
         self.lock = threading.Lock()
         self.num_drafted = 0
         self.drafter = drafting.drafter
-        self.width = drafting.limits.width
         self._request = request
         self._belief = belief
         self._depth = drafting.depth
@@ -78,8 +77,20 @@ class DraftWorker:
         self._has_begun = False
         self._has_guessed = False
         self._is_closed = False
+        self._has_answered = False  # the newest commit, by the one message of a turn
+        self._is_waited_for = False  # the server has such a message, and waits for the next
         self._continued: GuessNode | None = None  # the root whose continuation was looked up
         self._unsent_since: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Guesses per token."""
+        return 1 if self.in_turns else self._limits.width
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether the target waits for the next message, and nothing else is sent until the next commit."""
+        return self._plan().in_turns and self._estimates.turns.are_possible and self._scheduler.is_alone
 
     def run(self) -> asyncio.Future[None]:
         """Starts a run; the future ends with it, with the drafter's exception if it raised one."""
@@ -93,8 +104,7 @@ class DraftWorker:
 
     def has_work(self) -> bool:
         """Whether a run would expand anything; hold the lock."""
-        depth = min(self._plan().depth, self._room())
-        tree = self._belief.tree
+        depth, tree = self._depth_now(), self._belief.tree
         reach = tree.best_reach(depth) if depth > 0 and tree.num_nodes < self._limits.max_nodes else 0.0
         return reach > 0.0 and reach >= self._floor()
 
@@ -105,6 +115,9 @@ class DraftWorker:
     def _room(self) -> int:
         """How many guessed tokens the rest of the text can use: its last token is always the target's own."""
         return self._request.max_tokens - len(self._belief.known) - 1
+
+    def _depth_now(self) -> int:
+        return 0 if self._has_answered and self.in_turns else min(self._plan().depth, self._room())
 
     def _flush(self) -> None:
         """Called on the loop when guesses should be sent."""
@@ -162,7 +175,7 @@ class DraftWorker:
 
     def _next_nodes(self, most: int) -> list[GuessNode]:
         """The nodes of the next call: as many as give the most chance of being reached per millisecond."""
-        tree, depth = self._belief.tree, min(self._plan().depth, self._room())
+        tree, depth = self._belief.tree, self._depth_now()
         if self._is_closed or depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
             return []
         if self._estimates.calls.lacks_one:
@@ -180,7 +193,7 @@ class DraftWorker:
     def _is_due(self, before: float, now: float) -> bool:
         """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""
         tree = self._belief.tree
-        if not tree.unsent:
+        if not tree.unsent or self.in_turns:
             return False
         if self._unsent_since is None:
             self._unsent_since = before  # else the first guess of a slow draft would wait for the second

@@ -37,6 +37,7 @@ from outrider.models.text.predicted import PredictionFollower
 from outrider.models.wire.protocol import (
     MAX_PATH_TOKENS,
     TREES_SINCE,
+    TURNS_SINCE,
     Commit,
     DraftRequest,
     SessionEnd,
@@ -173,6 +174,7 @@ class _Generation:
         result, ahead, sender = self._result, self._ahead, self._sender
         result.num_drafted, result.draft_error = ahead.num_drafted, ahead.error
         result.num_sent, result.hits = ahead.num_sent, dict(ahead.hits)
+        result.num_turns, result.turns = ahead.num_turns, self._agent.estimates.turns.words()
         result.num_posts, result.num_failed_posts = sender.num_sent, sender.num_failed
         reason = reason or self._over()  # the server's is missing when the stream is cut after the last token
         assert reason is not None, "the sessions ended before the text did"
@@ -265,7 +267,12 @@ class _Generation:
         self._posts, self._session = self._agent.wrap_posts(client), event.session
         self._takes_trees, self._path = event.protocol >= TREES_SINCE, []
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
-        self._agent.estimates.on_open(took_ms, event.step_ms, event.draft_token_ms)
+        self._agent.estimates.on_open(
+            took_ms,
+            event.step_ms,
+            event.draft_token_ms,
+            takes_turns=client.is_local and event.protocol >= TURNS_SINCE and event.mid is None,
+        )
         self._last_commit_at = 0.0
         self._ahead.resend()
 
@@ -303,11 +310,11 @@ class _Generation:
             self._result.held = HeldPrefix(client.url, end.prefix_hash, length)
         return end.reason
 
-    def _send(self, num_known: int, nodes: Sequence[GuessNode]) -> int:
+    def _send(self, num_known: int, nodes: Sequence[GuessNode], is_turn: bool) -> int:
         assert self._posts is not None
         base = num_known - self._session_start
         if self._takes_trees:
-            message = tree_message(base, nodes)
+            message = tree_message(base, nodes, is_turn)
         else:
             path = self._ahead.path()[:MAX_PATH_TOKENS]
             since_last = [*self._ahead.known[self._path_base :], *path]
@@ -333,15 +340,18 @@ def _logprobs(commit: Commit, num_new: int) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(token, each.logprob, tuple(each.top)) for token, each in pairs)
 
 
-def tree_message(base: int, nodes: Sequence[GuessNode]) -> DraftMessage:
-    """The message with these nodes, which are numbered one after the other; `base` tokens are known in the session."""
-    first = nodes[0].number
+def tree_message(base: int, nodes: Sequence[GuessNode], is_turn: bool = False) -> DraftMessage:
+    """The message with these nodes, which are numbered one after the other; `base` tokens are known in the session.
+
+    is_turn: as in TreeDraft.
+    """
+    first = nodes[0].number if nodes else 0
     assert first is not None
     # Only the root has no parent: what follows it follows the last known token, whatever the server has forgotten.
     ups = [node.parent for node in nodes]
     parents = [ROOT if up is None or up.parent is None or up.number is None else up.number for up in ups]
     levels = [level_of(node.chance) for node in nodes]
-    draft = TreeDraft(base, first, [node.token for node in nodes], parents, levels)
+    draft = TreeDraft(base, first, [node.token for node in nodes], parents, levels, is_turn)
     return DraftMessage(TREE_MEDIA_TYPE, draft.encode())
 
 

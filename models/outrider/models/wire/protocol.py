@@ -49,9 +49,11 @@ from outrider.models.wire.fields import (
     rule_schema,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 TREES_SINCE = 2
 """The version since which drafts may be trees (`tree_draft`); the path form stays."""
+TURNS_SINCE = 3
+"""The version since which a device may ask the verifier to wait for its next message (`TreeDraft.is_turn`)."""
 TARGET_HEADER = "Outrider-Target"
 """Header of a request that goes on with a text: the target that began it, for who chooses among replicas."""
 MAX_PATHS = 8

@@ -13,6 +13,7 @@ The body, in bytes (a varint is LEB128: seven bits a byte, the lowest first, the
              0: its parent is the last of the `base` tokens; 1 to 14: its parent's number is this much lower;
              15: a varint follows that says by how much
     varint   its token id
+last, since protocol version 3 and only where device and target take turns: the bytes 15 and 0
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CHANCES: Final = (0.005, 0.01, 0.02, 0.04, 0.07, 0.11, 0.17, 0.25, 0.34, 0.44, 0
 
 _MIDDLES: Final = tuple((a * b / ((1 - a) * (1 - b))) ** 0.5 for a, b in pairwise(CHANCES))
 _ESCAPE: Final = 15
+_TURN: Final = bytes((_ESCAPE, 0))
 
 
 def level_of(chance: float) -> int:
@@ -48,7 +50,9 @@ def level_of(chance: float) -> int:
 class TreeDraft:
     """One message. Node i has the number first + i, the token tokens[i], a parent and the chance CHANCES[levels[i]].
 
-    parents: numbers of earlier nodes of this message or of others, or ROOT.
+    parents: numbers of earlier nodes of this message or of others, or ROOT. is_turn: the device drafts no more before
+    the next commit, and answers that with one message, which the verifier may wait for. A message may be empty: nothing
+    is to be waited for.
     """
 
     base: int
@@ -56,6 +60,7 @@ class TreeDraft:
     tokens: Sequence[int]
     parents: Sequence[int]
     levels: Sequence[int]
+    is_turn: bool = False
 
     def encode(self) -> bytes:
         """The message's body."""
@@ -69,7 +74,7 @@ class TreeDraft:
             if back >= _ESCAPE:
                 put_varint(body, back)
             put_varint(body, token)
-        return bytes(body)
+        return bytes(body + _TURN if self.is_turn else body)
 
 
 def decode_tree(body: bytes) -> TreeDraft:
@@ -83,11 +88,14 @@ def decode_tree(body: bytes) -> TreeDraft:
         tokens: list[int] = []
         parents: list[int] = []
         levels: list[int] = []
+        is_turn = False
         number, size = first, len(body)
         while at < size:
             head = body[at]
             back = head & 15
             if back == _ESCAPE:
+                if is_turn := body[at:] == _TURN:
+                    break
                 back, at = read_varint(body, at + 1)
                 if back < _ESCAPE:
                     raise _invalid(f"node {number} encodes the distance {back} of its parent as if it were 15 or more")
@@ -109,9 +117,9 @@ def decode_tree(body: bytes) -> TreeDraft:
             number += 1
     except IndexError:
         raise _invalid("it ends within a node") from None
-    if not 0 < len(tokens) <= MAX_MESSAGE_NODES:
-        raise _invalid(f"it has {len(tokens)} nodes; expected 1 to {MAX_MESSAGE_NODES}")
-    return TreeDraft(base, first, tokens, parents, levels)
+    if len(tokens) > MAX_MESSAGE_NODES:
+        raise _invalid(f"it has {len(tokens)} nodes; expected at most {MAX_MESSAGE_NODES}")
+    return TreeDraft(base, first, tokens, parents, levels, is_turn)
 
 
 def put_varint(body: bytearray, value: int) -> None:

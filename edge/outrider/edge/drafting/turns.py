@@ -1,0 +1,114 @@
+"""Decides whether device and target take turns: on shared cores each slows the other.
+
+In turns the device drafts a path while the target waits for it, sends it in one message, and rests while the target
+verifies. Otherwise both work all the time. Neither side can tell from its own calls whether cores are shared, so both
+ways are measured, alone and together: each is tried again at growing intervals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+_TRIAL: Final = 8
+"""Commits of a trial of the other way."""
+_SETTLING: Final = 2
+"""Commits after a change that still show the way before."""
+_FIRST: Final = 16
+"""Commits before the first trial."""
+_GAPS: Final = 64, 512
+"""Commits between two trials: at first, and at most. Doubles while the trials change nothing."""
+_KEEP: Final = 0.98
+_WEIGHT: Final = 24.0
+"""Commits of both ways together that count for the tokens of each: their number varies much more than their time."""
+_NEAR: Final = 0.4
+"""Of a step: what the target may rest in a turn where turns are taken before anything was measured."""
+_ALIKE: Final = 0.8
+"""Of a turn's time: where commits come more often than this, working at the same time is faster."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Commits of one way, faded."""
+
+    count: float = 0.0
+    tokens: float = 0.0
+    ms: float = 0.0
+
+    def add(self, tokens: int, ms: float) -> None:
+        """Takes a commit."""
+        self.count = _KEEP * self.count + 1.0
+        self.tokens = _KEEP * self.tokens + tokens
+        self.ms = _KEEP * self.ms + ms
+
+    def halve(self) -> None:
+        """Forgets half of it."""
+        self.count, self.tokens, self.ms = self.count / 2, self.tokens / 2, self.ms / 2
+
+
+class Turns:
+    """Of one endpoint. are_possible: the server waits for a device that asks for it, and is on this machine."""
+
+    def __init__(self) -> None:
+        self.are_possible = False
+        self._are_on = False  # the way chosen
+        self._has_begun = False
+        self._seen = {way: _Seen() for way in (False, True)}
+        self._left = 0  # commits of the trial that runs
+        self._settling = 0
+        self._until_trial = _FIRST
+        self._gap = _GAPS[0]
+
+    @property
+    def now(self) -> bool:
+        """Whether to take turns until the next commit."""
+        return self.are_possible and self._are_on != (self._left > 0)
+
+    def rate(self, way: bool) -> float:
+        """Tokens per ms in turns, or without; 0 where that was not measured."""
+        seen, other = self._seen[way], self._seen[not way]
+        if not seen.count:
+            return 0.0
+        usual = (seen.tokens + other.tokens) / (seen.count + other.count)
+        per_commit = (seen.tokens + _WEIGHT * usual) / (seen.count + _WEIGHT)
+        return per_commit * seen.count / seen.ms
+
+    def words(self) -> str:
+        """What was measured; empty where turns are not possible."""
+        if not self.are_possible:
+            return ""
+        together, turns = 1e3 * self.rate(False), 1e3 * self.rate(True)
+        if together and turns:
+            return f"{turns:.1f} tokens/s in turns, {together:.1f} where both work at the same time"
+        return "the other way was not measured yet" if together or turns else "nothing was measured yet"
+
+    def on_commit(self, num_tokens: int, interval_ms: float, rest_ms: float, step_ms: float) -> None:
+        """Takes a commit of drafted tokens. rest_ms: what the target would rest in a turn: drafting, and the way."""
+        if not self.are_possible:
+            return
+        if not self._has_begun:
+            self._has_begun, self._are_on, self._settling = True, rest_ms <= _NEAR * step_ms, _SETTLING
+            return
+        if self._settling:
+            self._settling -= 1
+            return
+        way = self.now
+        self._seen[way].add(num_tokens, interval_ms)
+        if self._left:
+            self._left -= 1
+            if self._left == 0:
+                self._judge(way)
+            return
+        self._until_trial -= 1
+        commit_ms = self._seen[way].ms / self._seen[way].count
+        if self._until_trial <= 0 and (way or commit_ms >= _ALIKE * (rest_ms + step_ms)):
+            self._left, self._settling = _TRIAL, _SETTLING
+            self._seen[not way].halve()  # it may be out of date
+
+    def _judge(self, tried: bool) -> None:
+        if self.rate(tried) > self.rate(not tried):
+            self._are_on, self._gap = tried, _GAPS[0]
+        else:
+            self._settling = _SETTLING
+            self._gap = min(_GAPS[1], 2 * self._gap)
+        self._until_trial = self._gap
