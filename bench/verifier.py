@@ -56,7 +56,7 @@ class Verifier:
     def pair(self, widen_mb: float | None) -> PairPaths:
         """The reference pair, its target in a format that the engine runs."""
         pair = export_reference_pair(widen_mb=widen_mb)
-        return PairPaths(pair.draft, _safetensors_target(widen_mb)) if self.is_vllm else pair
+        return PairPaths(pair.draft, safetensors_target(widen_mb)) if self.is_vllm else pair
 
     def plain_model(self, target: Bundle) -> PlainModel:
         """What target-only text is computed by, one token per step."""
@@ -88,7 +88,7 @@ def make_verifier(engine: str, server: str | None) -> Verifier:
     return Verifier(engine, str(Path(python).absolute()))  # not resolved: a link stands for its environment
 
 
-def _safetensors_target(widen_mb: float | None) -> Path:
+def safetensors_target(widen_mb: float | None) -> Path:
     """The bundle, exported where this cache has no intact one."""
     place = default_cache_dir() / "pairs" / f"safetensors-{widen_mb or 0:g}"
     place.parent.mkdir(parents=True, exist_ok=True)
