@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +36,10 @@ class OwnVerifier:
     def has_ended(self, words: str) -> None:
         """Records the end."""
         self.failure = f"the verifier of --target has ended: {words}"
-        if self._act is not None:
-            self._act()
+        act = self._act
+        if act is not None:
+            with suppress(RuntimeError):  # the event loop has ended, and with it what was asked
+                act()
 
     def run(self, main: Coroutine[Any, Any, Result]) -> Result:
         """`asyncio.run`; raises RuntimeUnavailable, and tries nothing again, where the verifier ends before."""
