@@ -72,7 +72,7 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
         is_terminal = sys.stdin.isatty() and out.is_terminal
         history = options.history.expanduser() if options.history is not None else None
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
-    with open_verifiers(options, about) as verifiers:
+    with open_verifiers(options, about, is_drafted=options.drafts) as verifiers:
         _chat_here(options, verifiers, messages, out, Notes(about), reader)
 
 
@@ -84,7 +84,7 @@ def _chat_here(
     notes: Notes,
     reader: Reader,
 ) -> None:
-    clouds = verifiers.clouds
+    clouds, num_threads = verifiers.clouds, verifiers.draft_threads
     facts = verifiers.run(_look(clouds, notes))
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes)
     for own in (each.manifest.tokenizer_fingerprint for each in bundles):
@@ -93,8 +93,8 @@ def _chat_here(
                 f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token "
                 "ids would mean different text; use a draft made for this target"
             )
-    candidates = place_drafts(bundles, options.choice, options.threads, clouds, notes.about) if options.drafts else []
-    draft = open_draft(candidates, options, notes, notes.line, DRAFT_CONTEXT) if candidates else None
+    candidates = place_drafts(bundles, options.choice, num_threads, clouds, notes.about) if options.drafts else []
+    draft = open_draft(candidates, options, notes, notes.line, num_threads, DRAFT_CONTEXT) if candidates else None
     with closing(draft.drafter) if draft is not None else nullcontext():
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, notes, reader)
         verifiers.run(_chat(options, clouds, bundles[0].tokenizer(), facts, draft, messages, screen, notes))

@@ -28,7 +28,7 @@ class CorePlan:
 
 def plan_cores(num_each: int = 1) -> CorePlan:
     """`num_each` cores for each side, or half of those there are; changes nothing where the system allows none."""
-    allowed = sorted(_affinity() or ())
+    allowed = sorted(allowed_cores() or ())
     if not allowed:
         return CorePlan(None, None, "cloud and agent are not pinned to cores: this system does not offer it")
     if len(allowed) < 2:
@@ -54,7 +54,7 @@ def running_on(cores: Cores) -> Iterator[None]:
     if cores is None:
         yield
         return
-    before = _affinity()
+    before = allowed_cores()
     assert before is not None, "cores were given on a system that pins none"
     _set_affinity(cores)
     try:
@@ -63,7 +63,7 @@ def running_on(cores: Cores) -> Iterator[None]:
         _set_affinity(before)
 
 
-def _affinity() -> Cores:
+def allowed_cores() -> Cores:
     """The cores that the caller may run on; None where the system does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))  # of the calling thread
