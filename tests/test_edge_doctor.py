@@ -236,6 +236,13 @@ def http(status: str, body: bytes = b"", *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
+def test_a_target_of_this_machine_needs_no_cloud(config: Path, doctor: Doctor) -> None:
+    """Commands start its verifier; a cloud that is named is examined as ever."""
+    config.write_text("[common]\ntarget = 'mine'\n", encoding="utf-8")
+    assert "since target is mine" in doctor()[1]["cloud"]["found"]
+    assert "nothing accepts connections" in doctor("--cloud", f"http://127.0.0.1:{free_port()}")[1]["TCP"]["found"]
+
+
 @pytest.mark.parametrize(
     ("answer", "found"),
     [

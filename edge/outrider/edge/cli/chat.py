@@ -25,7 +25,6 @@ from outrider.edge.cli.draft_source import (
     Clouds,
     Notes,
     agent_options,
-    clouds_of,
     find_drafts,
     open_draft,
     place_drafts,
@@ -33,6 +32,7 @@ from outrider.edge.cli.draft_source import (
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
 from outrider.edge.cli.summary import ended_by, stats_lines
 from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.cli.verifiers import Verifiers, open_verifiers
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.fleet import open_fleet
@@ -66,27 +66,38 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
     reader: by default, the terminal, or what is piped in.
     """
     agent_options(options)  # a wrong option is found before a model is loaded
-    clouds = clouds_of(options.cloud, options.keys())
     messages = load_chat(options.load.expanduser()).messages if options.load is not None else []
     if reader is None:
         names = [name.partition(" ")[0] for name in COMMANDS]
         is_terminal = sys.stdin.isatty() and out.is_terminal
         history = options.history.expanduser() if options.history is not None else None
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
-    notes = Notes(about)
-    facts = asyncio.run(_look(clouds, notes))
-    bundles = find_drafts(options.draft, options.choice, clouds, notes)
+    with open_verifiers(options, about, is_drafted=options.drafts) as verifiers:
+        _chat_here(options, verifiers, messages, out, Notes(about), reader)
+
+
+def _chat_here(
+    options: ChatOptions,
+    verifiers: Verifiers,
+    messages: list[Message],
+    out: Console,
+    notes: Notes,
+    reader: Reader,
+) -> None:
+    clouds, num_threads = verifiers.clouds, verifiers.draft_threads
+    facts = verifiers.run(_look(clouds, notes))
+    bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes)
     for own in (each.manifest.tokenizer_fingerprint for each in bundles):
         if own != facts.tokenizer:
             raise TokenizerMismatch(
                 f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token "
                 "ids would mean different text; use a draft made for this target"
             )
-    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if options.drafts else []
-    draft = open_draft(candidates, options, notes, notes.line, DRAFT_CONTEXT) if candidates else None
+    candidates = place_drafts(bundles, options.choice, num_threads, clouds, notes.about) if options.drafts else []
+    draft = open_draft(candidates, options, notes, notes.line, num_threads, DRAFT_CONTEXT) if candidates else None
     with closing(draft.drafter) if draft is not None else nullcontext():
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, notes, reader)
-        asyncio.run(_chat(options, clouds, bundles[0].tokenizer(), facts, draft, messages, screen, notes))
+        verifiers.run(_chat(options, clouds, bundles[0].tokenizer(), facts, draft, messages, screen, notes))
 
 
 async def _look(clouds: Clouds, notes: Notes) -> ModelFacts:
@@ -171,8 +182,9 @@ class ChatScreen:
         try:
             await self._answer
         except asyncio.CancelledError:
-            if not self._answer.cancelled():
-                raise  # the whole chat is cancelled
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise  # the whole chat is cancelled, and its answer with it
             self._notes.line("(stopped)")
         finally:
             self._answer = None

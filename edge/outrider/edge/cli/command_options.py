@@ -55,7 +55,7 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
 
     HELP: ClassVar = {
         "The chat": ("system", "load", "history", "max_tokens", "temperature", "seed", "param"),
-        "The draft and the cloud": ("draft", "draft_device", "cloud", "key_file", "drafts", "on_battery"),
+        "The draft and the cloud": ("draft", "draft_device", "cloud", "target", "key_file", "drafts", "on_battery"),
     }
     REMOVED: ClassVar = REMOVED_DRAFTING | {
         **dict.fromkeys(("--top-k", "--top-p", "--min-p"), AS_PARAM),
@@ -64,6 +64,7 @@ class ChatOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._choose_verifier()
         self._set_params(self.seed)
         refuse_idle(self, not self.drafts, "nothing drafts with --no-drafts", *DRAFTS)
         if not self.drafts:
@@ -155,7 +156,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
 
     HELP: ClassVar = {
         "Address and access": ("host", "port", "api_key_file", "allowed_origin", "tls_cert", "tls_key", "metrics"),
-        "The draft and the cloud": ("draft", "draft_device", "cloud", "key_file", "on_battery", "offline_ok"),
+        "The draft and the cloud": ("draft", "draft_device", "cloud", "target", "key_file", "on_battery", "offline_ok"),
         "Texts": ("max_requests", "docs"),
     }
     REMOVED: ClassVar = REMOVED_DRAFTING | {
@@ -206,6 +207,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._choose_verifier()
         refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_drafting()
 

@@ -5,6 +5,7 @@ What it shows fits a terminal of 60 columns.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -24,7 +25,6 @@ from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.draft_source import export_reference_pair
 from outrider.edge.cli.terminal import DRAFT_STYLE, TokenPrinter
 from outrider.edge.devices.placement import require_asked_device
-from outrider.edge.lab.child_process import EndingOnSignals
 from outrider.edge.lab.comparison import ModeFigures, TextTime, TimePlan, compare, plan_texts
 from outrider.edge.lab.laboratory import (
     ALONE,
@@ -63,11 +63,10 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     make_options(options.width)  # wrong options are found before minutes go into an export
     require_asked_device(options.choice)
     show_intro(console, options)
-    with EndingOnSignals() as signals:
-        pair = export_reference_pair(options.choice, options.widen)
-        ends_at = time.monotonic() + options.max_seconds  # starting the cloud is part of it
-        with open_lab(pair.target, pair.draft, options.choice, ALONE) as lab:
-            document = signals.run(_measure(options, lab, console, ends_at))
+    pair = export_reference_pair(options.choice, options.widen)
+    ends_at = time.monotonic() + options.max_seconds  # starting the cloud is part of it
+    with open_lab(pair.target, pair.draft, options.choice, ALONE) as lab:
+        document = asyncio.run(_measure(options, lab, console, ends_at))
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", style="dim", highlight=False, markup=False, soft_wrap=True)

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import typer
+from click.core import ParameterSource
 from rich.console import Console
 from rich.text import Text
 
-from outrider.edge.cli.option_groups import REMOVED_DRAFTING, Clouds, Drafts, KeyOptions, PlaceOptions, Threads
+from outrider.edge.cli.option_groups import (
+    REMOVED_DRAFTING,
+    Clouds,
+    Drafts,
+    KeyOptions,
+    PlaceOptions,
+    Threads,
+    source_of,
+)
 from outrider.edge.doctor.findings import Finding, Status, from_error, ok, warning
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.settings import settings_here
@@ -55,9 +65,11 @@ def doctor(options: DoctorOptions) -> None:
     except ConfigError as error:
         configuration.append(from_error("key file", error))
         keys = Keys()
-    patient = Patient(
-        options.cloud, options.draft[0], default_cache_dir(), keys, options.choice, options.threads, configuration
-    )
+    urls = options.cloud
+    if source_of("cloud") is ParameterSource.DEFAULT and (target := configured_target()) is not None:
+        urls = []
+        configuration.append(ok("cloud", f"none is asked: commands run the verifier here, since target is {target}"))
+    patient = Patient(urls, options.draft[0], default_cache_dir(), keys, options.choice, options.threads, configuration)
     console, found = Console(), []
     for finding in examine(patient):
         found.append(finding)
@@ -71,6 +83,16 @@ def doctor(options: DoctorOptions) -> None:
         console.print(f"{len(found)} checks; faults: {counts['fault']}, warnings: {counts['warning']}", highlight=False)
     if counts["fault"]:
         raise typer.Exit(1)
+
+
+def configured_target() -> str | None:
+    """The target that the environment or the file has commands run on this machine."""
+    with suppress(ConfigError):  # `check_configuration` has reported it
+        settings = settings_here()
+        for each in (each for name in ("run", "chat", "serve") for each in settings.resolve(name)):
+            if each.name == "target" and each.value is not None:
+                return str(each.value)
+    return None
 
 
 def check_configuration() -> Iterator[Finding]:

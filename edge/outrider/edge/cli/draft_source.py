@@ -200,13 +200,14 @@ def open_draft(
     options: DraftingOptions,
     notes: Notes,
     on_step: Callable[[str], None],
+    num_threads: int,
     max_positions: int = 0,
 ) -> OpenDraft:
     """What drafts one text at a time; the caller closes it. on_step, and raises: as `open_ladder`.
 
     max_positions: tokens of a text that a model holds; 0: its own.
     """
-    models = [lazy_model(each, options.threads, max_positions=max_positions) for each in candidates]
+    models = [lazy_model(each, num_threads, max_positions=max_positions) for each in candidates]
     is_asked = options.choice.wanted_device is not None
     draft = open_ladder(models, on_step, is_asked=is_asked, is_looked_up=options.is_looked_up)
     show_notes(draft.placement, notes)

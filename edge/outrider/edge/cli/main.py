@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 import click
+import typer
 from rich.console import Console
 
 from outrider.edge.cli.command_options import ChatOptions, DemoOptions, PullOptions, ServeOptions
@@ -127,11 +128,13 @@ def serve(options: ServeOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.serve import serve_local
     try:
-        serve_local(options)
+        code = serve_local(options)
     except SeveralLines as error:
         raise ConfigError(
             f"{error} for the verifier; keys that clients of this endpoint send belong into --api-key-file"
         ) from None
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -42,6 +42,10 @@ DRAFTS: Final = (
 """Options that have no effect where nothing drafts."""
 
 
+OF_CLOUDS: Final = ("api_key", "key_file", "allow_http", "tls_client_cert", "offline_ok")
+"""Options that have no effect where the verifier is this machine's own."""
+
+
 class DraftPath(click.types.StringParamType):
     """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
 
@@ -93,7 +97,7 @@ def is_typed(parameter: str) -> bool:
     return source_of(parameter) is ParameterSource.COMMANDLINE
 
 
-def refuse_idle(options: PlaceOptions | KeyOptions, is_so: bool, reason: str, *parameters: str) -> None:
+def refuse_idle(options: PlaceOptions | KeyOptions | SourceOptions, is_so: bool, reason: str, *parameters: str) -> None:
     """Raises ConfigError for options that were typed and have no effect. is_so: whether `reason`, why not, applies."""
     defaults = {each.name: each.default for each in fields(options)}
     idle = [name for name in parameters if getattr(options, name) != defaults[name] and is_typed(name)]
@@ -129,6 +133,35 @@ class SourceOptions:
 
     draft: Drafts = field(default_factory=lambda: [AUTO])
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BUNDLE",
+            help=f"Run the verifier on this machine, too, for this target bundle; '{REFERENCE}': the reference target. "
+            "In place of --cloud.",
+            show_default=False,
+        ),
+    ] = None
+
+    def _choose_verifier(self) -> None:
+        """Leaves `target` unset where an address from a source that comes first takes its place.
+
+        Raises ConfigError where both come from one source, and for typed options that only matter to a --cloud.
+        """
+        if self.target is None:
+            return
+        ours, theirs = source_of("target"), source_of("cloud")
+        is_outside = click.get_current_context(silent=True) is None
+        if self.cloud != [DEFAULT_VERIFIER_URL] if is_outside else theirs is not ParameterSource.DEFAULT:
+            if ours is theirs:
+                raise ConfigError(
+                    "--target runs the verifier on this machine and --cloud names one that runs; leave one of them out"
+                )
+            if theirs.value < ours.value:
+                object.__setattr__(self, "target", None)
+                return
+        of_clouds = [name for name in OF_CLOUDS if hasattr(self, name)]
+        refuse_idle(self, True, "--target asks no other verifier", *of_clouds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ The text goes to standard output, statistics and messages to standard error.
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
@@ -19,7 +18,6 @@ from outrider.edge.cli.draft_source import (
     Clouds,
     Notes,
     agent_options,
-    clouds_of,
     find_drafts,
     open_draft,
     open_library,
@@ -28,6 +26,7 @@ from outrider.edge.cli.draft_source import (
 from outrider.edge.cli.run_options import RunOptions, compiled_for_draft
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter, print_document
+from outrider.edge.cli.verifiers import Verifiers, open_verifiers
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.lab.comparison import DRAFTED, Comparison, compare_modes
 from outrider.edge.lab.laboratory import CLOUD_ONLY
@@ -72,14 +71,19 @@ class Ran:
 def run_once(options: RunOptions, out: Console, about: Console) -> None:
     """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else."""
     agent_options(options)  # a wrong option is found before a model is loaded
-    clouds = clouds_of(options.cloud, options.keys())
-    if not {AUTO, REFERENCE}.isdisjoint(options.draft) and not options.prompt:
+    if not {AUTO, REFERENCE}.isdisjoint([*options.draft, options.target]) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
+    with open_verifiers(options, about, is_drafted=options.mode is not Mode.CLOUD_ONLY) as verifiers:
+        _run_once(options, verifiers, out, about)
+
+
+def _run_once(options: RunOptions, verifiers: Verifiers, out: Console, about: Console) -> None:
+    clouds = verifiers.clouds
     is_drafted = options.mode is not Mode.CLOUD_ONLY
     notes = Notes(about)
     needs_server = not (options.offline_ok and is_drafted)
-    bundles = find_drafts(options.draft, options.choice, clouds, notes, needs_server=needs_server)
-    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if is_drafted else []
+    bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=needs_server)
+    candidates = place_drafts(bundles, options.choice, verifiers.draft_threads, clouds, about) if is_drafted else []
     bundle = candidates[0].bundle if candidates else bundles[0]
     tokenizer = bundle.tokenizer()
     grounding = None
@@ -87,14 +91,14 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
         grounding = open_library(options.docs, tokenizer, about).ground(options.prompt)
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
     steps: list[str] = []
-    draft = open_draft(candidates, options, notes, steps.append) if candidates else None
+    draft = open_draft(candidates, options, notes, steps.append, verifiers.draft_threads) if candidates else None
     shown = Console(file=io.StringIO()) if options.as_json else out
     notes.printer = printer = _printer(shown, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None
     with closing(draft.drafter) if draft is not None else nullcontext():
         end_tracing = start_tracing(lambda words: print_line(about, words, "yellow"))
         try:
-            ran = asyncio.run(_generate(options, clouds, request, tokenizer, draft, grounding, eased_by, notes))
+            ran = verifiers.run(_generate(options, clouds, request, tokenizer, draft, grounding, eased_by, notes))
         finally:
             end_tracing()
             printer.break_line()  # an error or Ctrl-C may have interrupted the text
@@ -188,7 +192,8 @@ async def _generate(
         else:
             result = await agent.generate(request, notes.printer)
         notes.printer.finish()
-        comparison = await _compare(options, request, agent, endpoints, notes.about) if options.compare else None
+        urls = [url for url, _ in clouds]
+        comparison = await _compare(urls, request, agent, endpoints, notes.about) if options.compare else None
         counted = comparison.typical[DRAFTED] if comparison is not None else result
         longest = draft.placement.max_positions if draft is not None else None
         return Ran(result, counted, why_undrafted(counted, agent, longest, len(request.prompt)), comparison, offline)
@@ -247,7 +252,7 @@ def offline_line(text: OfflineText) -> str:
 
 
 async def _compare(
-    options: RunOptions, request: GenerationRequest, agent: Agent, endpoints: Endpoints, about: Console
+    urls: Sequence[str], request: GenerationRequest, agent: Agent, endpoints: Endpoints, about: Console
 ) -> Comparison:
     # Drawn seldom, because that takes processor time from what is measured.
     with about.status("comparing with cloud-only", refresh_per_second=1) as status:
@@ -255,9 +260,7 @@ async def _compare(
         def show(num_done: int) -> None:
             status.update(f"comparing with cloud-only: {num_done} of {ROUNDS} rounds")
 
-        return await compare_modes(
-            agent, make_agent(Mode.CLOUD_ONLY, endpoints, None), request, ROUNDS, options.cloud, show
-        )
+        return await compare_modes(agent, make_agent(Mode.CLOUD_ONLY, endpoints, None), request, ROUNDS, urls, show)
 
 
 def _lines(num_prompt: int, ran: Ran, draft: OpenDraft | None, is_verbose: bool) -> list[str]:

@@ -136,7 +136,16 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
 
     HELP: ClassVar = {
         "The text": ("max_tokens", "temperature", "seed", "param", "schema", "docs", "chat"),
-        "The draft and the cloud": ("draft", "draft_device", "cloud", "key_file", "mode", "on_battery", "offline_ok"),
+        "The draft and the cloud": (
+            "draft",
+            "draft_device",
+            "cloud",
+            "target",
+            "key_file",
+            "mode",
+            "on_battery",
+            "offline_ok",
+        ),
         "What is shown": ("compare", "verbose", "as_json"),
     }
     REMOVED: ClassVar = REMOVED_DRAFTING | {
@@ -150,6 +159,7 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._choose_verifier()
         numbers: dict[str, Any] = self._set_params(self.seed, NUMBERS)
         object.__setattr__(self, "processors", replace(PLAIN, **numbers, logit_bias=tuple(map(_bias, self.logit_bias))))
         object.__setattr__(self, "terms", self._terms())

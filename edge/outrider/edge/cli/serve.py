@@ -16,16 +16,15 @@ from rich.console import Console
 
 from outrider.edge.cli.command_options import ServeOptions, refuse_one_file
 from outrider.edge.cli.draft_source import (
-    Clouds,
     Notes,
     agent_options,
-    clouds_of,
     find_drafts,
     open_library,
     place_drafts,
     show_notes,
 )
 from outrider.edge.cli.placing import measured_link
+from outrider.edge.cli.verifiers import Verifiers, open_verifiers
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.modes.draft_ladder import lazy_model, open_first
 from outrider.edge.serve.lent_drafts import DraftSequences
@@ -41,6 +40,7 @@ from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
+from outrider.models.process.command_line import print_error
 from outrider.models.process.extras import require_packages
 from outrider.models.process.heap import bound_heaps
 from outrider.models.process.watched_files import FileWatch, WatchedFiles
@@ -57,8 +57,15 @@ _CONNECTIONS_PER_TEXT: Final = 10
 """To a verifier: a stream, and the drafts in flight."""
 
 
-def serve_local(options: ServeOptions) -> None:
-    """Serves until a signal ends it. Raises OutriderError for what the user can put right."""
+TARGET_ENDED: Final = 70
+"""Exit code when the verifier of --target has ended by itself, so that a supervisor starts both again."""
+
+
+def serve_local(options: ServeOptions) -> int:
+    """Serves until a signal ends it, or the end of its own verifier. Returns the exit code.
+
+    Raises OutriderError for what the user can put right.
+    """
     cloud_keys = options.keys()
     configure_logging(LogFormat.TEXT)
     bound_heaps()
@@ -78,8 +85,8 @@ def serve_local(options: ServeOptions) -> None:
     )
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     drafting = agent_options(options)
-    clouds = clouds_of(options.cloud, cloud_keys)
-    with open_socket(options.host, options.port) as sock:
+    about = Console(stderr=True)
+    with open_socket(options.host, options.port) as sock, open_verifiers(options, about) as verifiers:
         settings = LocalSettings(
             keys=keys,
             max_requests=options.max_requests,
@@ -98,7 +105,7 @@ def serve_local(options: ServeOptions) -> None:
             options=drafting,
             shows_metrics=options.metrics,
         )
-        core = _open_core(options, clouds, settings)
+        core = _open_core(options, verifiers, settings, about)
         url = url_of(sock, is_tls=tls is not None)
         server = LocalServer(
             core,
@@ -110,24 +117,30 @@ def serve_local(options: ServeOptions) -> None:
         relieve_collector()  # else a full collection stops all texts for a tenth of a second
         if tls is not None:
             files.append(WatchedFiles("certificates", tls.paths, tls.reload))
+        if (own := verifiers.own) is not None:
+            own.call_at_end(lambda: server.begin_drain(0.0))
         try:
             with FileWatch(files):
                 server.run(sockets=[sock])
         finally:
             end_tracing()
+        if own is None or own.failure is None:
+            return 0
+        print_error(own.failure)
+        return TARGET_ENDED
 
 
-def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -> LocalCore:
-    notes = Notes(about := Console(stderr=True))
+def _open_core(options: ServeOptions, verifiers: Verifiers, settings: LocalSettings, about: Console) -> LocalCore:
+    notes, clouds = Notes(about), verifiers.clouds
     with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
         link = beside.submit(measured_link, clouds)
-        bundles = find_drafts(options.draft, options.choice, clouds, notes, needs_server=False)
-        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, link.result)
+        bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=False)
+        candidates = place_drafts(bundles, options.choice, verifiers.draft_threads, clouds, about, link.result)
     bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
     tokenizer = bundle.tokenizer()
     library = open_library(options.docs, tokenizer, about) if options.docs is not None else None
-    models = [lazy_model(each, options.threads, num_sequences, options.draft_context) for each in candidates]
+    models = [lazy_model(each, verifiers.draft_threads, num_sequences, options.draft_context) for each in candidates]
     model, others = open_first(models, notes.line, is_asked=options.choice.wanted_device is not None)
     show_notes(model.placement, notes)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import IO, Any, Final, TypeVar
+from threading import Event, Thread
+from typing import Final
 
 from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
-
-Result = TypeVar("Result")
+from outrider.models.process import with_parent
 
 _LAST_LINES: Final = 12
 _GRACE_S: Final = 5.0
@@ -30,105 +28,95 @@ def child_process(
     cores: Cores = None,
     start_timeout_s: float = 300.0,
     python: str = sys.executable,
+    secrets: Mapping[str, str] | None = None,
+    on_end: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """Runs `python` with `arguments`; gives what follows `ready_prefix` on the first line that begins with it.
+    """Runs a module; gives what follows `ready_prefix` on the first line that begins with it.
 
-    Ctrl-C does not reach the child: it is ended with the context, however that ends. Raises RuntimeUnavailable with its
-    last lines when it ends before it is ready, or is not ready within `start_timeout_s`.
+    arguments: of `python`: `-m`, the module, its own. secrets: variables of the child alone; other users see a command
+    line, and not these. on_end: called from another thread, with its last lines, where it was ready and ends by itself.
+
+    Ctrl-C does not reach the child: it ends with the context, however that ends, and with this process, also where that
+    is killed. Raises RuntimeUnavailable with its last lines when it ends before it is ready, or is not ready within
+    `start_timeout_s`.
     """
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
-        with running_on(cores):
-            process = subprocess.Popen(
-                [python, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=said,
-                text=True,
-                encoding="utf-8",
-                env=os.environ | {"PYTHONIOENCODING": "utf-8"},
-                start_new_session=os.name == "posix",
-            )
-        try:
-            yield _wait_until_ready(process, ready_prefix, start_timeout_s, said)
-        finally:
-            _end(process)
-
-
-def _wait_until_ready(process: subprocess.Popen[str], prefix: str, timeout_s: float, said: IO[str]) -> str:
-    assert process.stdout is not None
-    watchdog = threading.Timer(timeout_s, process.kill)  # ends the loop below: the pipe closes
-    watchdog.start()
-    heard: list[str] = []
+    with running_on(cores):
+        process = subprocess.Popen(
+            [python, "-m", with_parent.__name__, *arguments[1:]],
+            stdin=subprocess.PIPE,  # ends when this process does
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=os.environ | {"PYTHONIOENCODING": "utf-8"} | dict(secrets or {}),
+            start_new_session=os.name == "posix",
+        )
+    watcher = _Watcher(process, ready_prefix, " ".join(arguments[:3]), on_end)
     try:
-        for line in process.stdout:
-            if line.startswith(prefix):
-                return line.removeprefix(prefix).strip()
-            heard.append(line)
+        yield watcher.wait_until_ready(start_timeout_s)
     finally:
-        watchdog.cancel()
-    code = process.wait()
-    said.seek(0)
-    last_words = "".join((heard + said.readlines())[-_LAST_LINES:]).strip()
-    name = " ".join(str(argument) for argument in process.args[1:4]) if isinstance(process.args, list) else "a helper"
-    raise RuntimeUnavailable(f"`{name}` ended with code {code} before it was ready; its last lines:\n{last_words}")
+        watcher.end()
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+class _Watcher(Thread):
+    """Reads all that a child says, to its end: a full pipe would stop it. Keeps the last lines."""
 
+    def __init__(
+        self, process: subprocess.Popen[str], ready_prefix: str, name: str, on_end: Callable[[str], None] | None
+    ) -> None:
+        super().__init__(name="outrider-child", daemon=True)
+        self._process = process
+        self._ready_prefix = ready_prefix
+        self._child = name
+        self._on_end = on_end
+        self._ready: Future[str] = Future()
+        self._heard: deque[str] = deque(maxlen=_LAST_LINES)
+        self._is_ending = Event()
+        self.start()
 
-class EndingOnSignals:
-    """A context that treats signals that would end this process at once like Ctrl-C, so that children are ended too.
+    def run(self) -> None:
+        """Waits for the child's end."""
+        readers = [Thread(target=self._read, args=[is_error], daemon=True) for is_error in (False, True)]
+        for reader in readers:
+            reader.start()
+        code = self._process.wait()
+        for reader in readers:
+            reader.join(_GRACE_S)  # a process that the child has left behind may hold its output open
+        last_words = "".join(self._heard).strip()
+        if not self._ready.done():
+            self._ready.set_exception(
+                RuntimeUnavailable(
+                    f"`{self._child}` ended with code {code} before it was ready; its last lines:\n{last_words}"
+                )
+            )
+        elif self._on_end is not None and not self._is_ending.is_set():
+            self._on_end(f"`{self._child}` ended with code {code}; its last lines:\n{last_words}")
 
-    What `run` runs is cancelled, as asyncio does on Ctrl-C: an exception could come out of the middle of its clean-up.
-    A hangup that the process was started to ignore (nohup) it goes on to ignore. Leaves with SystemExit and the code
-    that shells expect. For the main thread only.
-    """
+    def _read(self, is_error: bool) -> None:
+        stream = self._process.stderr if is_error else self._process.stdout
+        assert stream is not None
+        with stream:
+            for line in stream:
+                self._heard.append(line)
+                if not is_error and not self._ready.done() and line.startswith(self._ready_prefix):
+                    self._ready.set_result(line.removeprefix(self._ready_prefix).strip())
 
-    def __init__(self) -> None:
-        self._received = 0
-        self._before: dict[int, Any] = {}
-        self._main: asyncio.Task[Any] | None = None
+    def wait_until_ready(self, timeout_s: float) -> str:
+        """The rest of the line. Raises RuntimeUnavailable."""
+        try:
+            return self._ready.result(timeout_s)
+        except TimeoutError:
+            self._process.kill()
+            return self._ready.result()
 
-    def __enter__(self) -> EndingOnSignals:
-        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        self._before = {
-            number: signal.signal(number, self._interrupt)
-            for number in numbers
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._received and isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
-            sys.exit(128 + self._received)
-
-    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
-        """`asyncio.run`, which cancels `main` and lets it clean up on any of these signals."""
-
-        async def cancellable() -> Result:
-            self._main = asyncio.current_task()
-            try:
-                return await main
-            finally:
-                self._main = None
-
-        result = asyncio.run(cancellable())
-        if self._received:  # too late to cancel it
-            raise KeyboardInterrupt
-        return result
-
-    def _interrupt(self, number: int, frame: object) -> None:
-        self._received = number
-        if self._main is None:
-            raise KeyboardInterrupt
-        self._main.get_loop().call_soon_threadsafe(self._main.cancel)
+    def end(self) -> None:
+        """Ends the child, and returns when it has ended."""
+        self._is_ending.set()
+        self._process.terminate()
+        self.join(_GRACE_S)
+        if self._process.returncode is None:
+            self._process.kill()
+        self.join(2 * _GRACE_S)
+        assert self._process.stdin is not None
+        self._process.stdin.close()

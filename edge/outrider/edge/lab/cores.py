@@ -32,7 +32,7 @@ def plan_cores(num_each: int = 1) -> CorePlan:
     """
     if num_each == 0:
         return CorePlan(None, None, "cloud and agent share this machine's cores, as a laptop that runs both does")
-    allowed = sorted(_affinity() or ())
+    allowed = sorted(allowed_cores() or ())
     if not allowed:
         return CorePlan(None, None, "cloud and agent are not pinned to cores: this system does not offer it")
     if len(allowed) < 2:
@@ -58,7 +58,7 @@ def running_on(cores: Cores) -> Iterator[None]:
     if cores is None:
         yield
         return
-    before = _affinity()
+    before = allowed_cores()
     assert before is not None, "cores were given on a system that pins none"
     _set_affinity(cores)
     try:
@@ -67,7 +67,7 @@ def running_on(cores: Cores) -> Iterator[None]:
         _set_affinity(before)
 
 
-def _affinity() -> Cores:
+def allowed_cores() -> Cores:
     """The cores that the caller may run on; None where the system does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))  # of the calling thread

@@ -88,11 +88,18 @@ def open_lab(
 
 
 def cloud_process(
-    target: Path, cores: Cores, options: Sequence[str] = (), python: str = sys.executable
+    target: Path,
+    cores: Cores,
+    options: Sequence[str] = (),
+    python: str = sys.executable,
+    *,
+    key: str | None = None,
+    on_end: Callable[[str], None] | None = None,
 ) -> AbstractContextManager[str]:
     """`outrider-cloud serve` on a free loopback port with one thread; gives its URL. python: runs it.
 
-    Without --recent among the options it keeps no texts: modes that run on the same prompt would help each other.
+    key: what it asks its clients for; None: nothing. on_end: as `child_process` calls it. Without --recent among the
+    options it keeps no texts: modes that run on the same prompt would help each other.
     """
     serve = [
         "-m",
@@ -107,7 +114,14 @@ def cloud_process(
         "0",
         "--no-recent",
     ]
-    return child_process([*serve, *options], ready_prefix="OUTRIDER_READY ", cores=cores, python=python)
+    return child_process(
+        [*serve, *options],
+        ready_prefix="OUTRIDER_READY ",
+        cores=cores,
+        python=python,
+        secrets={"OUTRIDER_API_KEYS": key} if key is not None else None,
+        on_end=on_end,
+    )
 
 
 @contextmanager

@@ -1,0 +1,190 @@
+"""Tests `--target`: a verifier on this machine that starts, answers nobody else, and ends with the command."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from rich.console import Console
+from tests.serving import code_of
+from tests.test_edge_config import Capture, config, run_main
+
+from outrider.edge.cli.command_options import ChatOptions
+from outrider.edge.cli.verifiers import _bundles
+from outrider.edge.lab import own_verifier
+from outrider.edge.lab.own_verifier import OwnVerifier
+from outrider.export.make.pair import PairPaths
+from outrider.models.errors import RuntimeUnavailable
+from outrider.models.process import with_parent
+
+__all__ = ["config"]  # a fixture
+
+TIMEOUT_S = 120.0
+
+
+def command(name: str, pair: PairPaths, *more: str) -> list[str]:
+    """`outrider NAME` with the pair on this machine."""
+    options = ["--target", str(pair.target), "--draft", str(pair.draft)]
+    return [sys.executable, "-m", "outrider.edge.cli", name, *options, *more]
+
+
+def address(shown: str) -> str:
+    """Where the verifier listens, by what the command says of it."""
+    found = re.search(r"on this machine at (\S+) until", shown)
+    assert found is not None, shown
+    return found[1]
+
+
+def test_a_text_from_a_target_on_this_machine(reference_pair: PairPaths) -> None:
+    """One command: the same text as without drafts, and no verifier afterwards."""
+    options = ["--compare", "--json", "--seed", "1", "--max-tokens", "24", "def walk(path):"]
+    done = subprocess.run(command("run", reference_pair, *options), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["identical"] and len(document["tokens"]) == 24
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{address(done.stderr)}/health/live")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends POSIX signals")
+@pytest.mark.parametrize("killed", ["the command", "its verifier"])
+def test_neither_of_both_outlives_the_other(reference_pair: PairPaths, killed: str, tmp_path: Path) -> None:
+    """Also when it is killed. The verifier's end is an error with its last lines, and no request waits for another."""
+    errors = tmp_path / "errors"
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(
+            command("serve", reference_pair, "--port", "0"), stdout=subprocess.PIPE, stderr=stderr, text=True
+        ) as served,
+    ):
+        try:
+            assert served.stdout is not None
+            ready = served.stdout.readline()
+            assert ready.startswith("OUTRIDER_READY "), errors.read_text()
+            (verifier,) = psutil.Process(served.pid).children()
+            assert code_of(httpx.get(f"{address(errors.read_text())}/v1/model")) == (401, "unauthorized")
+            assert verifier.environ()["OUTRIDER_API_KEYS"] not in " ".join(verifier.cmdline())
+            assert httpx.get(f"{ready.split()[1]}/health/ready").status_code == 200
+            if killed == "the command":
+                served.kill()
+                assert not psutil.wait_procs([verifier], timeout=TIMEOUT_S)[1]
+            else:
+                verifier.kill()
+                assert served.wait(TIMEOUT_S) == 70
+                shown = errors.read_text()
+                assert (
+                    "the verifier of --target has ended: `-m outrider.cloud.server serve` ended with code -9" in shown
+                )
+                assert "Traceback" not in shown
+        finally:
+            served.kill()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+def test_ctrl_c_while_the_target_loads_ends_both(reference_pair: PairPaths) -> None:
+    """The child is in a session of its own, so the terminal does not tell it."""
+    with subprocess.Popen(command("run", reference_pair, "def f("), stderr=subprocess.PIPE, text=True) as running:
+        try:
+            parent = psutil.Process(running.pid)
+            while not (children := parent.children()):
+                assert running.poll() is None
+            running.send_signal(signal.SIGINT)
+            assert running.wait(TIMEOUT_S) == 130
+            assert not psutil.wait_procs(children, timeout=TIMEOUT_S)[1]
+            assert running.stderr is not None and "Traceback" not in running.stderr.read()
+        finally:
+            running.kill()
+
+
+def test_a_text_whose_verifier_ends_is_an_error_at_once() -> None:
+    """It is not asked again and again; one that has ended before is not asked at all."""
+    own, began = OwnVerifier("key"), threading.Event()
+
+    async def text() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    def end() -> None:
+        began.wait(TIMEOUT_S)
+        own.has_ended("its last words")
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    for _ in range(2):
+        with pytest.raises(RuntimeUnavailable, match="the verifier of --target has ended: its last words"):
+            own.run(text())
+    ending.join()
+
+
+def test_a_module_reads_nothing_and_ends_with_what_started_it() -> None:
+    """`with_parent` runs it as `python -m` does: its name, its arguments, an empty standard input."""
+    code = "import sys, time; print(sys.argv[1:], sys.stdin.read(), flush=True); time.sleep(3600)"
+    arguments = [sys.executable, "-m", with_parent.__name__, "timeit", "-n1", "-r1", code]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == f"{arguments[4:]} \n"
+        process.stdin.close()  # as the system does when the parent has ended
+        assert process.wait(TIMEOUT_S) == 1
+
+
+def test_the_target_comes_from_the_source_that_comes_first(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A flag before the file; two of one source are refused in one sentence."""
+    config.write_text("[common]\ntarget = 'nowhere'\n", encoding="utf-8")
+    for flags, said in (
+        ([], "--target is 'nowhere', where no bundle is"),
+        (["--cloud", "http://192.0.2.1:x"], "the cloud's address is 'http://192.0.2.1:x'"),
+        (["--cloud", "http://127.0.0.1:8000", "--target", "x"], "leave one of them out"),
+        (["--target", "x", "--key-file", "k"], "--target asks no other verifier, so --key-file would have no effect"),
+    ):
+        for name in ("run", "chat", "serve"):
+            assert run_main(monkeypatch, name, *(["text"] if name == "run" else []), *flags) == 2
+            shown = capsys.readouterr().err
+            assert said in shown and shown.count("\n") == 1
+    config.write_text("[run]\ncloud = 'http://192.0.2.1'\ntarget = 'nowhere'\n", encoding="utf-8")
+    assert run_main(monkeypatch, "run", "text") == 2 and "leave one of them out" in capsys.readouterr().err
+    assert run_main(monkeypatch, "run", "text", "--target", "x") == 2 and "--target is 'x'" in capsys.readouterr().err
+
+
+def test_without_the_servers_packages_one_command_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+) -> None:
+    """For a bundle those of the server; for the reference pair those of the exporter, too."""
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    for target, extras in ((str(tmp_path), "cloud"), ("reference", "cloud,export")):
+        assert run_main(monkeypatch, "run", "text", "--target", target) == 2
+        shown = capsys.readouterr().err
+        assert "needs the package 'fastapi'" in shown and f'run: pip install "outrider[{extras}]"\n' in shown
+        assert shown.count("\n") == 1
+
+
+def test_the_draft_beside_the_target_is_taken(tmp_path: Path) -> None:
+    """Where none is named: `outrider-export pair` puts both there."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    target.mkdir()
+    draft.mkdir()
+    about = Console(quiet=True)
+    for given, taken in ((["auto"], [str(draft)]), (["mine", "reference"], ["mine", "reference"])):
+        options = ChatOptions(target=str(target), draft=given)
+        assert _bundles(options, str(target), about) == (target, taken)
+
+
+def test_target_and_draft_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what this process may use for each, or what was asked for the draft and the rest."""
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
+    shares = []
+    for allowed in (None, frozenset(range(16)), frozenset({0, 3}), frozenset({5})):
+        monkeypatch.setattr(own_verifier, "allowed_cores", lambda allowed=allowed: allowed)
+        shares.append([own_verifier.shared_threads(asked) for asked in (0, 3)])
+    assert shares == [[(4, 4), (5, 3)]] * 2 + [[(1, 1), (1, 3)]] * 2
