@@ -21,7 +21,6 @@ from tests.test_edge_config import Capture, config, run_main
 
 from outrider.edge.cli.command_options import ChatOptions
 from outrider.edge.cli.verifiers import _bundles
-from outrider.edge.lab import own_verifier
 from outrider.edge.lab.own_verifier import OwnVerifier
 from outrider.export.make.pair import PairPaths
 from outrider.models.errors import RuntimeUnavailable
@@ -178,13 +177,3 @@ def test_the_draft_beside_the_target_is_taken(tmp_path: Path) -> None:
     for given, taken in ((["auto"], [str(draft)]), (["mine", "reference"], ["mine", "reference"])):
         options = ChatOptions(target=str(target), draft=given)
         assert _bundles(options, str(target), about) == (target, taken)
-
-
-def test_target_and_draft_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of what this process may use for each, or what was asked for the draft and the rest."""
-    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 8)
-    shares = []
-    for allowed in (None, frozenset(range(16)), frozenset({0, 3}), frozenset({5})):
-        monkeypatch.setattr(own_verifier, "allowed_cores", lambda allowed=allowed: allowed)
-        shares.append([own_verifier.shared_threads(asked) for asked in (0, 3)])
-    assert shares == [[(4, 4), (5, 3)]] * 2 + [[(1, 1), (1, 3)]] * 2

@@ -72,7 +72,7 @@ def chat_here(options: ChatOptions, out: Console, about: Console, reader: Reader
         is_terminal = sys.stdin.isatty() and out.is_terminal
         history = options.history.expanduser() if options.history is not None else None
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
-    with open_verifiers(options, about, is_drafted=options.drafts) as verifiers:
+    with open_verifiers(options, about) as verifiers:
         _chat_here(options, verifiers, messages, out, Notes(about), reader)
 
 
@@ -84,7 +84,7 @@ def _chat_here(
     notes: Notes,
     reader: Reader,
 ) -> None:
-    clouds, num_threads = verifiers.clouds, verifiers.draft_threads
+    clouds, num_threads = verifiers.clouds, options.threads
     facts = verifiers.run(_look(clouds, notes))
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes)
     for own in (each.manifest.tokenizer_fingerprint for each in bundles):

@@ -73,7 +73,7 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
     agent_options(options)  # a wrong option is found before a model is loaded
     if not {AUTO, REFERENCE}.isdisjoint([*options.draft, options.target]) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
-    with open_verifiers(options, about, is_drafted=options.mode is not Mode.CLOUD_ONLY) as verifiers:
+    with open_verifiers(options, about) as verifiers:
         _run_once(options, verifiers, out, about)
 
 
@@ -83,7 +83,7 @@ def _run_once(options: RunOptions, verifiers: Verifiers, out: Console, about: Co
     notes = Notes(about)
     needs_server = not (options.offline_ok and is_drafted)
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=needs_server)
-    candidates = place_drafts(bundles, options.choice, verifiers.draft_threads, clouds, about) if is_drafted else []
+    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if is_drafted else []
     bundle = candidates[0].bundle if candidates else bundles[0]
     tokenizer = bundle.tokenizer()
     grounding = None
@@ -91,7 +91,7 @@ def _run_once(options: RunOptions, verifiers: Verifiers, out: Console, about: Co
         grounding = open_library(options.docs, tokenizer, about).ground(options.prompt)
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
     steps: list[str] = []
-    draft = open_draft(candidates, options, notes, steps.append, verifiers.draft_threads) if candidates else None
+    draft = open_draft(candidates, options, notes, steps.append, options.threads) if candidates else None
     shown = Console(file=io.StringIO()) if options.as_json else out
     notes.printer = printer = _printer(shown, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None

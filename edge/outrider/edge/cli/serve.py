@@ -135,12 +135,12 @@ def _open_core(options: ServeOptions, verifiers: Verifiers, settings: LocalSetti
     with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
         link = beside.submit(measured_link, clouds)
         bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=False)
-        candidates = place_drafts(bundles, options.choice, verifiers.draft_threads, clouds, about, link.result)
+        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, link.result)
     bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
     tokenizer = bundle.tokenizer()
     library = open_library(options.docs, tokenizer, about) if options.docs is not None else None
-    models = [lazy_model(each, verifiers.draft_threads, num_sequences, options.draft_context) for each in candidates]
+    models = [lazy_model(each, options.threads, num_sequences, options.draft_context) for each in candidates]
     model, others = open_first(models, notes.line, is_asked=options.choice.wanted_device is not None)
     show_notes(model.placement, notes)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests

@@ -15,11 +15,10 @@ from outrider.edge.cli.command_options import ChatOptions, ServeOptions
 from outrider.edge.cli.draft_source import Clouds, clouds_of, export_reference_pair
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.placement import AS_BUNDLED
-from outrider.edge.lab.own_verifier import OwnVerifier, own_verifier, shared_threads
+from outrider.edge.lab.own_verifier import OwnVerifier, own_verifier
 from outrider.edge.store.auto import AUTO
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB
 from outrider.models.client.client import ClientOptions
-from outrider.models.counted import counted
 from outrider.models.errors import BundleError
 from outrider.models.process.command_line import print_line
 from outrider.models.process.extras import require_packages
@@ -34,12 +33,11 @@ SERVER_PACKAGES: Final = ("fastapi", "uvicorn", "prometheus_client")
 class Verifiers:
     """Where to ask. drafts: the values of --draft; with an own verifier the draft beside its target, if none was named.
 
-    draft_threads: of the draft; 0 leaves it to the runtime. own: the verifier of this machine, if it is its own.
+    own: the verifier of this machine, if it is its own.
     """
 
     clouds: Clouds
     drafts: Sequence[str]
-    draft_threads: int
     own: OwnVerifier | None = None
 
     def run(self, main: Coroutine[Any, Any, Result]) -> Result:
@@ -48,26 +46,17 @@ class Verifiers:
 
 
 @contextmanager
-def open_verifiers(
-    options: RunOptions | ChatOptions | ServeOptions, about: Console, *, is_drafted: bool = True
-) -> Iterator[Verifiers]:
-    """The verifiers; starts an own one, and ends it with the context. is_drafted: whether it shares the cores.
-
-    Raises OutriderError.
-    """
+def open_verifiers(options: RunOptions | ChatOptions | ServeOptions, about: Console) -> Iterator[Verifiers]:
+    """The verifiers; starts an own one, and ends it with the context. Raises OutriderError."""
     if options.target is None:
-        yield Verifiers(clouds_of(options.cloud, options.keys()), options.draft, options.threads)
+        yield Verifiers(clouds_of(options.cloud, options.keys()), options.draft)
         return
     target, drafts = _bundles(options, options.target, about)
-    num_threads, draft_threads = 0, options.threads  # the runtimes' choice
-    if is_drafted and options.runtime != "ngram" and options.draft_device in (None, "cpu"):
-        num_threads, draft_threads = shared_threads(options.threads)
     with ExitStack() as stack:
         with about.status(f"loading the target {target}", refresh_per_second=1):
-            own = stack.enter_context(own_verifier(target, num_threads))
-        share = f", {counted(num_threads, 'thread')}, the draft {draft_threads}" if num_threads else ""
-        print_line(about, f"target: {target}, on this machine at {own.url} until this command ends{share}", "dim")
-        yield Verifiers([(own.url, ClientOptions(api_key=own.key))], drafts, draft_threads, own)
+            own = stack.enter_context(own_verifier(target))
+        print_line(about, f"target: {target}, on this machine at {own.url} until this command ends", "dim")
+        yield Verifiers([(own.url, ClientOptions(api_key=own.key))], drafts, own)
 
 
 def _bundles(options: RunOptions | ChatOptions | ServeOptions, name: str, about: Console) -> tuple[Path, Sequence[str]]:

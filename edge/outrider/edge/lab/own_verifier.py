@@ -9,9 +9,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
-from outrider.edge.lab.cores import allowed_cores
 from outrider.edge.lab.laboratory import cloud_process
 from outrider.models.errors import OutriderError, RuntimeUnavailable
 
@@ -64,26 +61,13 @@ class OwnVerifier:
             raise RuntimeUnavailable(self.failure) from None
 
 
-def shared_threads(num_draft: int) -> tuple[int, int]:
-    """Threads of target and draft that share these cores. num_draft: what was asked for the draft; 0: nothing was.
-
-    Half of the cores each: with all for both they slow each other, 1.04 and 0.71 of the target alone where halves
-    reach 1.25 and 0.95 (two cores; docs/log.md, 2026-11-24).
-    """
-    num, allowed = psutil.cpu_count(logical=False) or 1, allowed_cores()
-    if allowed is not None:
-        num = min(num, len(allowed))
-    num_draft = num_draft or max(1, num // 2)
-    return max(1, num - num_draft), num_draft
-
-
 @contextmanager
-def own_verifier(target: Path, num_threads: int) -> Iterator[OwnVerifier]:
-    """Starts it on a free port, and ends it with the context. num_threads: 0 leaves it to the runtime.
+def own_verifier(target: Path) -> Iterator[OwnVerifier]:
+    """Starts it on a free port, and ends it with the context. It has all cores, as the draft has: they take turns.
 
     Raises RuntimeUnavailable with its last lines where it does not start.
     """
     own = OwnVerifier(secrets.token_urlsafe(32))
-    options = ("--threads", str(num_threads), "--recent")
+    options = ("--threads", "0", "--recent")
     with cloud_process(target, None, options, key=own.key, on_end=own.has_ended) as own.url:
         yield own
