@@ -220,7 +220,7 @@ def serve_fake(
 
 
 def read_events(response: httpx.Response) -> Iterator[SessionEvent]:
-    """The events of a session's stream as they arrive; acknowledgements of a long request only where commits have them."""
+    """The events of a session's stream as they arrive, without those that only acknowledge drafts."""
     return (event for event in read_all_events(response) if not isinstance(event, Taken))
 
 
