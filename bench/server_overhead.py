@@ -12,7 +12,8 @@ eight right tokens with three wrong alternatives each, in trees56, trees80 and t
 follow each alternative, and trees8 have the right tokens alone. A device at the default budget of 150 bytes sends some
 40 nodes per token of its text, but commits fewer tokens per pass than here. long8 and so on send the same trees up one
 long request for each session. "none" sends nothing: measure it in a run of its own, because after one with drafts the
-text is so long that the verifier's own prompt lookup drafts.
+text is so long that the verifier's own prompt lookup drafts. Measure long ones apart from others, too: a connection
+that is unused for some seconds is closed.
 
 Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
 part of one step). "engine's wall" is the time per step that the engine spends outside the runtime, by the clock: it
