@@ -117,14 +117,17 @@ class FaultyProxy(DelayProxy):
 
 class AgainstLongRequests(FaultyProxy):
     """A proxy that passes no long request of drafts. how: "buffers" waits for the end of the body, "refuses" has the
-    server see a transfer coding that it answers 501, "cuts" closes the connection in the middle of a message.
+    server see a transfer coding that it answers 501, "cuts" closes the connection in the middle of a message, after so
+    many reads.
 
     num_met: long requests that came by, each as the first request of a connection.
     """
 
-    def __init__(self, how: str, host: str, port: int, options: ProxyOptions | None = None) -> None:
+    def __init__(
+        self, how: str, host: str, port: int, options: ProxyOptions | None = None, *, num_reads: int = 1
+    ) -> None:
         super().__init__(host, port, options)
-        self._how = how
+        self._how, self._num_reads = how, num_reads
         self.num_met = 0
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
@@ -136,7 +139,9 @@ class AgainstLongRequests(FaultyProxy):
                         pass
                     return
                 if self._how == "cuts":
-                    first += await reader.read(1 << 16)
+                    for _ in range(self._num_reads):
+                        writer.write(first)
+                        first = await reader.read(1 << 16)
                     writer.write(first[:-1])
                     raise ConnectionResetError("cut on purpose")
                 first = first.replace(b"chunked", b"gzip")
