@@ -12,8 +12,8 @@ eight right tokens with three wrong alternatives each, in trees56, trees80 and t
 follow each alternative, and trees8 have the right tokens alone. A device at the default budget of 150 bytes sends some
 40 nodes per token of its text, but commits fewer tokens per pass than here. long8 and so on send the same trees up one
 long request for each session. "none" sends nothing: measure it in a run of its own, because after one with drafts the
-text is so long that the verifier's own prompt lookup drafts. Measure long ones apart from others, too: a connection
-that is unused for some seconds is closed.
+text is so long that the verifier's own prompt lookup drafts. Long ones and others cannot be mixed either: a session has
+one connection for them.
 
 Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
 part of one step). "engine's wall" is the time per step that the engine spends outside the runtime, by the clock: it
@@ -228,10 +228,10 @@ def _headers_of(index: int) -> bytes:
 
 
 class Posts(asyncio.Protocol):
-    """The connection on which one session posts its drafts. long: the one of its long request."""
+    """The connection on which one session posts its drafts, or has its long request."""
 
-    def __init__(self, headers: bytes, bodies: Bodies, long: Posts | None = None) -> None:
-        self._headers, self._bodies, self._long = headers, bodies, long
+    def __init__(self, headers: bytes, bodies: Bodies) -> None:
+        self._headers, self._bodies = headers, bodies
         self._num_nodes = self.num_posts = 0
         self._has_begun = False
 
@@ -250,14 +250,13 @@ class Posts(asyncio.Protocol):
         self._num_nodes += num_nodes
         self.num_posts += 1
         if self.kind in LONG:
-            assert self._long is not None
-            return self._long.go_on(session, body)
+            return self._go_on(session, body)
         self._transport.write(
             b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nPrefer: return=minimal\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (session, self._headers, media_type, len(body), body)
         )
 
-    def go_on(self, session: bytes, body: bytes) -> None:
+    def _go_on(self, session: bytes, body: bytes) -> None:
         """Sends a message up the long request, which begins with the first one."""
         if not self._has_begun:
             self._has_begun = True
@@ -337,8 +336,7 @@ async def _measure(
     streams, every = [], list[Posts]()
     for index in range(num_sessions):
         headers = _headers_of(index)
-        _, long = await loop.create_connection(partial(Posts, headers, bodies), host, int(port))
-        _, posts = await loop.create_connection(partial(Posts, headers, bodies, long), host, int(port))
+        _, posts = await loop.create_connection(partial(Posts, headers, bodies), host, int(port))
         every.append(posts)
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
         _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
@@ -410,6 +408,8 @@ def main() -> int:
             **TO_JSON,
         },
     ).parse_args()
+    if len({kind in LONG for kind in options.drafts}) > 1:
+        raise SystemExit("--drafts: long requests need a run of their own")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     if options.serve is not None:
         serve(options.serve / 1e3, options.sessions[0])
