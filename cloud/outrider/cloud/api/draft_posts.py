@@ -71,6 +71,8 @@ _TAKEN: Final = {"type": "http.response.start", "status": 204, "headers": []}
 _STALE: Final = {"type": "http.response.start", "status": 409, "headers": [(b"content-length", b"0")]}
 _STATUS: Final = "outrider.drafts.status"
 """Key of the ASGI scope that holds the status of an answer already sent."""
+_TOOK_S: Final = "outrider.drafts.took_s"
+"""Key of the ASGI scope that holds what the request's time counts as, where it is not that until the answer."""
 _RECEIVE: Final = "outrider.receive"
 """Key of the ASGI scope that holds the server's own `receive`: the gate's ends a body that is longer than one message.
 """
@@ -163,7 +165,8 @@ class DraftsEndpoint:
             await self._refuse(error, scope, receive, send)
         finally:
             del scope[_RECEIVE]  # it has the scope
-        self._tally.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], time.perf_counter() - started_s)
+        took_s = scope.get(_TOOK_S, time.perf_counter() - started_s)
+        self._tally.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], took_s)
         if (code := scope.get(ERROR_CODE)) is not None:
             self._tally.failed(code)
 
@@ -200,6 +203,7 @@ class DraftsEndpoint:
 
         if (pace := scope.get(BODY_PACE)) is not None:
             pace.is_long = True
+        scope[_TOOK_S] = 0.0  # it lasts as long as its text, and nobody waits for the answer
         await self._answer(scope, send, await self._deliver_long(scope, session, scope[_RECEIVE], spend))
 
     @staticmethod

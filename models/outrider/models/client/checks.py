@@ -104,11 +104,6 @@ class SessionCheck:
                 )
             self.is_over = True
 
-    @property
-    def session(self) -> str:
-        """The session's id; empty before its `open`."""
-        return "" if self._open is None else self._open.session
-
     def _take_open(self, event: SessionOpen) -> None:
         if self._open is not None:
             raise ProtocolBroken(self._url, "it sent 'open' twice in one stream")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -155,6 +155,7 @@ class VerifierClient(HttpEndpoint):
         shared = self._lines
         if (
             opened.protocol < LONG_SINCE
+            or opened.session in shared
             or shared.is_off
             or not self._is_traced  # what stands in for a network waits for a body's end
             or self._options.max_connections < _LEAST_CONNECTIONS
@@ -176,6 +177,14 @@ class VerifierClient(HttpEndpoint):
         shared[opened.session] = line
         return line
 
+    def _end_long(self, line: LongRequest, *, is_cut: bool) -> None:
+        """Of a session that is over, or given up."""
+        for session in [name for name, each in self._lines.items() if each is line]:
+            del self._lines[session]
+        line.end(is_cut=is_cut)
+        if line.task is not None:
+            self._left.add(line.task)
+
     @asynccontextmanager
     async def open_session(
         self, request: SessionRequest, target: str | None = None
@@ -195,22 +204,27 @@ class VerifierClient(HttpEndpoint):
             http_request = self._build("POST", "/v1/sessions", exchange, request, headers)
             check: SessionCheck | None = None
             began_s = asyncio.get_running_loop().time()
+            line: LongRequest | None = None
+
+            def begin(opened: SessionOpen) -> LongRequest | None:
+                nonlocal line
+                line = self._begin_long(opened, asyncio.get_running_loop().time() - began_s)
+                return line
+
             try:
                 response = await self._head(exchange, http_request)
                 if response.status_code != 200:
                     raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
                 check = SessionCheck(self.url, request, self._options.vocab_size)
-                yield self._events(exchange, check, began_s)
+                yield self._events(exchange, check, begin)
             finally:
                 is_over = check is not None and check.is_over
-                if check is not None and (line := self._lines.pop(check.session, None)) is not None:
-                    line.end(is_cut=not is_over)
-                    if line.task is not None:
-                        self._left.add(line.task)
+                if line is not None:
+                    self._end_long(line, is_cut=not is_over)
                 await exchange.aclose(is_ending=is_over)
 
     async def _events(
-        self, exchange: Exchange, check: SessionCheck, began_s: float
+        self, exchange: Exchange, check: SessionCheck, begin: Callable[[SessionOpen], LongRequest | None]
     ) -> AsyncGenerator[SessionEvent, None]:
         parser, silence_s = EventParser(self.url), self._silence_s
         now = asyncio.get_running_loop().time
@@ -235,7 +249,7 @@ class VerifierClient(HttpEndpoint):
                     if isinstance(event, Taken):
                         continue
                 elif isinstance(event, SessionOpen):
-                    line = self._begin_long(event, now() - began_s)
+                    line = begin(event)
                     silence_s = self._options.stream_timeout_s
                     if event.keep_alive_s is not None:
                         silence_s = longest_silence_s(event.keep_alive_s)
