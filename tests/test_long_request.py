@@ -104,7 +104,7 @@ class Line:
         """Status and code of the answer, and the code that the stream gives."""
         event = self.taken()
         status, _, body = self.raw.answer()
-        return status, json.loads(body)["error"]["code"], event.error and event.error.code
+        return status, json.loads(body)["error"]["code"], None if event.error is None else event.error.code
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking
 from bench.attacks.exchange import HOST, connect, read_answer, request_bytes
 from bench.attacks.probes import MAX_GROWTH_MB, memory_of
-from bench.attacks.subject import NotMeasured, Row, Server, Subject, prompt_of
+from bench.attacks.subject import NotMeasured, Row, Server, Stream, Subject, prompt_of
 from bench.attacks.tree_bytes import MAX_NODES, tree_bytes, varint
 
 MEDIA_TYPE: Final = "application/vnd.outrider.drafts"
@@ -111,7 +112,7 @@ def _endless(server: Server) -> Row:
         session = crowd.running().session
         message = _chunk(_framed(tree_bytes(0, 0, [(1, 0)])))
         up.sendall(_long_head(server.port, session) + message)
-        crowd.require("the session did not go on", lambda: crowd.num_commits > 20, 30.0)
+        crowd.require("the session did not go on", lambda: crowd.num_commits() > 20, 30.0)
         with connect(server.port, 30.0) as second:
             second.sendall(_long_head(server.port, session) + message)
             second_status = read_answer(second)
@@ -161,7 +162,7 @@ def _malformed(server: Server) -> Row:
             up.sendall(_long_head(server.port, stream.session) + _chunk(body) + b"0\r\n\r\n")
             statuses[name] = read_answer(up)
             known = len(stream.tokens)
-            crowd.require("the session did not go on", lambda s=stream, n=known: len(s.tokens) > n + 5, 30.0)
+            crowd.require("the session did not go on", partial(_has_more, stream, known + 5), 30.0)
     taken = sorted(name for name, status in statuses.items() if not 400 <= status < 500 or status == 429)
     return Row(
         "52",
@@ -171,6 +172,10 @@ def _malformed(server: Server) -> Row:
         not taken,
         {"statuses": statuses},
     )
+
+
+def _has_more(stream: Stream, count: int) -> bool:
+    return len(stream.tokens) > count
 
 
 def _long_head(port: int, session: str) -> bytes:

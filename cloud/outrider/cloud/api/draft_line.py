@@ -132,9 +132,7 @@ class DraftLine:
                 raise ClientDisconnect
             num_refused = self._take(reader.feed(message.get("body", b"")), take)
             if not message.get("more_body"):
-                if reader.is_within:
-                    raise RequestError("invalid_request", "the body ends within a draft message")
-                return
+                return reader.end()
             if reader.is_within != is_within:
                 is_within = not is_within
                 self._reading.reschedule(self._loop.time() + finish_s if is_within else None)

@@ -36,6 +36,11 @@ class MessageReader:
         """Whether a message has begun and not ended."""
         return bool(self._rest)
 
+    def end(self) -> None:
+        """The body has ended. Raises RequestError `invalid_request` within a message."""
+        if self._rest:
+            raise RequestError("invalid_request", "the body ends within a draft message; see docs/protocol.md")
+
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that `data` completes. Raises RequestError: 413 `body_too_large` for a length over
         MAX_TREE_BYTES, `invalid_request` for an empty message.
