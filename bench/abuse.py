@@ -46,6 +46,7 @@ from bench.attacks.local_crowds import delayed_texts, greedy_texts
 from bench.attacks.local_hostile import local_hostile
 from bench.attacks.local_users import other_users
 from bench.attacks.local_verifiers import kept_answers, slow_verifier
+from bench.attacks.long_requests import long_requests
 from bench.attacks.pages import foreign_pages, local_pages
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_prompts, long_sessions, unequal_owners
@@ -118,6 +119,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (45, strange_headers),
     (50, generated_requests),
     (51, generated_local),
+    (52, long_requests),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -60,8 +60,8 @@ class _Posts:
     def __init__(self, client: VerifierClient) -> None:
         self._client = client
 
-    async def post_drafts(self, session: str, message: DraftMessage) -> None:
-        await _post(self._client, session, message)
+    async def post_drafts(self, session: str, message: DraftMessage) -> float:
+        return await _post(self._client, session, message)
 
 
 _post: Final = VerifierClient.post_drafts
@@ -70,11 +70,11 @@ _post: Final = VerifierClient.post_drafts
 def _have_posts_fail(fault: Fault) -> None:
     wrapped: dict[str, FaultyPosts] = {}  # by session: each has faults of its own
 
-    async def post(self: VerifierClient, session: str, message: DraftMessage) -> None:
+    async def post(self: VerifierClient, session: str, message: DraftMessage) -> float:
         if not fault.take():
             return await _post(self, session, message)
         faulty = wrapped.setdefault(session, FaultyPosts(_Posts(self), RATES, seed=7))
-        await faulty.post_drafts(session, message)
+        return await faulty.post_drafts(session, message) or 0.0
 
     VerifierClient.post_drafts = post  # type: ignore[method-assign]
 

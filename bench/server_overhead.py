@@ -9,8 +9,11 @@ time does not count.
 
 Drafts are paths in JSON, as before protocol version 2, or trees, in turn in windows of one run: trees32 are the same
 eight right tokens with three wrong alternatives each, in trees56, trees80 and trees104 one, two and three more nodes
-follow each alternative. A device at the default budget of 150 bytes sends some 40 nodes per token of its text, but
-commits fewer tokens per pass than here.
+follow each alternative, and trees8 have the right tokens alone. A device at the default budget of 150 bytes sends some
+40 nodes per token of its text, but commits fewer tokens per pass than here. long8 and so on send the same trees up one
+long request for each session. "none" sends nothing: measure it in a run of its own, because after one with drafts the
+text is so long that the verifier's own prompt lookup drafts. Long ones and others cannot be mixed either: a session has
+one connection for them.
 
 Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
 part of one step). "engine's wall" is the time per step that the engine spends outside the runtime, by the clock: it
@@ -55,6 +58,7 @@ from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 from outrider.reference import target_dir
 
@@ -157,9 +161,12 @@ def _ident_of(name: str) -> int:
 # -- the client --------------------------------------------------------------------------------------------------------
 
 
+NONE: Final = "none"
 PATHS: Final = "paths"
-TREES: Final = {f"trees{DRAFT_TOKENS * (1 + 3 * (1 + below))}": below for below in range(4)}
-"""By the number of nodes: how many nodes follow each wrong alternative."""
+TREES: Final = {f"trees{DRAFT_TOKENS * (1 + 3 * (1 + below))}": below for below in range(-1, 4)}
+"""By the number of nodes: how many nodes follow each wrong alternative; -1 has no alternatives."""
+LONG: Final = {kind.replace("trees", "long"): below for kind, below in TREES.items()}
+"""The same, up one long request."""
 _RIGHT, _WRONG, _BELOW = level_of(0.88), level_of(0.07), level_of(0.5)
 
 
@@ -183,7 +190,7 @@ def _tree_after(token: int, below: int) -> bytes:
     for _ in range(DRAFT_TOKENS):
         token = SUCCESSOR[token]
         parent, right = right, len(tokens)
-        for rank in range(4):
+        for rank in range(4 if below >= 0 else 1):
             last = parent
             for index in range(1 + (below if rank else 0)):
                 tokens.append((token + rank * 1009 + index) % VOCAB_SIZE)
@@ -199,7 +206,9 @@ class Bodies:
     def __init__(self, kinds: Sequence[str]) -> None:
         self._paths = _path_bodies()
         self._trees = {
-            kind: [_tree_after(token, TREES[kind]) for token in range(VOCAB_SIZE)] for kind in kinds if kind != PATHS
+            kind: [_tree_after(token, (TREES | LONG)[kind]) for token in range(VOCAB_SIZE)]
+            for kind in kinds
+            if kind in TREES or kind in LONG
         }
         self.kind = kinds[0]
 
@@ -207,7 +216,7 @@ class Bodies:
         """Content type, body, and nodes; `first` is the number of the first node."""
         if self.kind == PATHS:
             return b"application/json", b'{"base":%d,"paths":%s}' % (base, self._paths[last_token]), 0
-        num_nodes = int(self.kind.removeprefix("trees"))
+        num_nodes = int(re.sub("[a-z]", "", self.kind))
         body = varint(base) + varint(first) + self._trees[self.kind][last_token]
         return TREE_MEDIA_TYPE.encode(), body, num_nodes
 
@@ -219,11 +228,17 @@ def _headers_of(index: int) -> bytes:
 
 
 class Posts(asyncio.Protocol):
-    """The connection on which one session posts its drafts."""
+    """The connection on which one session posts its drafts, or has its long request."""
 
     def __init__(self, headers: bytes, bodies: Bodies) -> None:
         self._headers, self._bodies = headers, bodies
-        self._num_nodes = 0
+        self._num_nodes = self.num_posts = 0
+        self._has_begun = False
+
+    @property
+    def kind(self) -> str:
+        """What is sent now."""
+        return self._bodies.kind
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keeps the transport."""
@@ -233,10 +248,24 @@ class Posts(asyncio.Protocol):
         """Sends the drafts after `last_token`."""
         media_type, body, num_nodes = self._bodies.message(base, self._num_nodes, last_token)
         self._num_nodes += num_nodes
+        self.num_posts += 1
+        if self.kind in LONG:
+            return self._go_on(session, body)
         self._transport.write(
             b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nPrefer: return=minimal\r\n"
             b"Content-Length: %d\r\n\r\n%s" % (session, self._headers, media_type, len(body), body)
         )
+
+    def _go_on(self, session: bytes, body: bytes) -> None:
+        """Sends a message up the long request, which begins with the first one."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._transport.write(
+                b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
+                % (session, self._headers, DRAFTS_MEDIA_TYPE.encode())
+            )
+        piece = framed(body)
+        self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
 
 
 class Stream(asyncio.Protocol):
@@ -272,8 +301,8 @@ class Stream(asyncio.Protocol):
             assert found, data
             self._session = found[1]
         commits = self._EVENT.findall(data)
-        if commits:
-            self.num_commits += len(commits)
+        self.num_commits += len(commits)
+        if commits and self._posts.kind != NONE:
             base, tokens = commits[-1]
             known = tokens.split(b",")
             self._posts.post(self._session, int(base) + len(known), int(known[-1]))
@@ -294,8 +323,7 @@ async def _read(http: httpx.AsyncClient) -> Counters:
         "committed": "outrider_generation_tokens_total",
     }
     found = {name: sum(values_of(text, metric)) for name, metric in names.items()}
-    posts = sum(values_of(text, "outrider_http_requests_total", "drafts", 'status="204"'))
-    return {**cpu, **found, "posts": posts, "wall_s": time.perf_counter()}
+    return {**cpu, **found, "wall_s": time.perf_counter()}
 
 
 async def _measure(
@@ -305,10 +333,11 @@ async def _measure(
     bodies = Bodies(kinds)
     loop = asyncio.get_running_loop()
     host, port = url.removeprefix("http://").split(":")
-    streams = []
+    streams, every = [], list[Posts]()
     for index in range(num_sessions):
         headers = _headers_of(index)
         _, posts = await loop.create_connection(partial(Posts, headers, bodies), host, int(port))
+        every.append(posts)
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
         _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
         streams.append(stream)
@@ -326,9 +355,9 @@ async def _measure(
             for kind in kinds:
                 bodies.kind = kind
                 await steps_until(min(stream.num_commits for stream in streams) + SETTLE_STEPS)
-                before = await _read(http)
+                before = await _read(http) | {"posts": sum(each.num_posts for each in every)}
                 await steps_until(min(stream.num_commits for stream in streams) + num_steps)
-                after = await _read(http)
+                after = await _read(http) | {"posts": sum(each.num_posts for each in every)}
                 windows[kind].append({name: after[name] - before[name] for name in after})
     return windows
 
@@ -375,10 +404,12 @@ def main() -> int:
             "--steps": option(100, "steps of a window"),
             "--windows": option(5, "windows; medians are shown"),
             "--serve": option(type=float, help=argparse.SUPPRESS),
-            "--drafts": option([PATHS, "trees32"], "kinds, in turn", choices=(PATHS, *TREES)),
+            "--drafts": option([PATHS, "trees32"], "kinds, in turn", choices=(NONE, PATHS, *TREES, *LONG)),
             **TO_JSON,
         },
     ).parse_args()
+    if len({kind in LONG for kind in options.drafts}) > 1:
+        raise SystemExit("--drafts: long requests need a run of their own")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     if options.serve is not None:
         serve(options.serve / 1e3, options.sessions[0])

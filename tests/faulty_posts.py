@@ -38,7 +38,7 @@ class FaultyPosts:
         self._rates = rates
         self._random = random.Random(seed)
 
-    async def post_drafts(self, session: str, message: DraftMessage) -> None:
+    async def post_drafts(self, session: str, message: DraftMessage) -> float | None:
         """Delivers, or not; a dropped message raises EndpointLost as a broken connection would."""
         rates, chance = self._rates, self._random
         is_dropped = chance.random() < rates.drop
@@ -48,6 +48,7 @@ class FaultyPosts:
             raise EndpointLost("the message was dropped on purpose")
         if delay_s:
             await asyncio.sleep(delay_s)
-        await self._posts.post_drafts(session, message)
+        held_ms = await self._posts.post_drafts(session, message)
         if is_doubled:
-            await self._posts.post_drafts(session, message)
+            held_ms = await self._posts.post_drafts(session, message)
+        return held_ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 from collections import deque
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from outrider.edge.lab.proxy import DelayProxy
 from outrider.models.errors import ConfigError
+from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +113,37 @@ class FaultyProxy(DelayProxy):
         if self._kbit_s:
             sent_at = self._free_at[is_up] = max(sent_at, self._free_at[is_up]) + num_bytes * 8 / (self._kbit_s * 1e3)
         return sent_at + self._delay_s
+
+
+class AgainstLongRequests(FaultyProxy):
+    """A proxy that passes no long request of drafts. how: "buffers" waits for the end of the body, "refuses" has the
+    server see a transfer coding that it answers 501, "cuts" closes the connection in the middle of a message, after so
+    many reads.
+
+    num_met: long requests that came by, each as the first request of a connection.
+    """
+
+    def __init__(
+        self, how: str, host: str, port: int, options: ProxyOptions | None = None, *, num_reads: int = 1
+    ) -> None:
+        super().__init__(host, port, options)
+        self._how, self._num_reads = how, num_reads
+        self.num_met = 0
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
+        if is_up and (first := await reader.read(1 << 16)):
+            if DRAFTS_MEDIA_TYPE.encode() in first:
+                self.num_met += 1
+                if self._how == "buffers":
+                    while await reader.read(1 << 16):
+                        pass
+                    return
+                if self._how == "cuts":
+                    for _ in range(self._num_reads):
+                        writer.write(first)
+                        first = await reader.read(1 << 16)
+                    writer.write(first[:-1])
+                    raise ConnectionResetError("cut on purpose")
+                first = first.replace(b"chunked", b"gzip")
+            writer.write(first)
+        await super()._forward(reader, writer, is_up=is_up)

@@ -37,7 +37,7 @@ from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, Taken, parse_event
 
 EOS_ID = 0
 """`<|end|>`; about one in 300 tokens of the fake language."""
@@ -220,7 +220,12 @@ def serve_fake(
 
 
 def read_events(response: httpx.Response) -> Iterator[SessionEvent]:
-    """The events of a session's stream as they arrive."""
+    """The events of a session's stream as they arrive, without those that only acknowledge drafts."""
+    return (event for event in read_all_events(response) if not isinstance(event, Taken))
+
+
+def read_all_events(response: httpx.Response) -> Iterator[SessionEvent | Taken]:
+    """The same with all acknowledgements."""
     for line in response.iter_lines():
         if line.startswith("data: "):
             yield parse_event(line.removeprefix("data: "))

@@ -103,7 +103,13 @@ def test_refused_drafts_wait_and_accepted_ones_do_not(monkeypatch: pytest.Monkey
 
     statuses: list[Any] = []
     paced = DraftsEndpoint(
-        ServerSettings(), GatePaths(), RequestTally(), find=lambda *_: None, deliver=deliver, num_dropped=Counter()
+        ServerSettings(),
+        GatePaths(),
+        RequestTally(),
+        find=lambda *_: None,
+        deliver=deliver,
+        deliver_long=deliver,
+        num_dropped=Counter(),
     )
     paced._refused = Pacer(10.0, 3, clock=lambda: 0.0)
     monkeypatch.setattr(security.asyncio, "sleep", sleep)  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from outrider.models.client.checks import EventParser
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.client.messages import ByteCounts, DraftMessage
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen
+from outrider.models.wire.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, Taken
 
 STREAM = (
     b'data: {"type":"open","session":"s","model":"m","protocol":1,"step_ms":40.5}\n\n'
@@ -44,7 +44,7 @@ STREAM = (
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
     """TCP may split an event anywhere; comments and unknown keys are skipped."""
-    parser, events = EventParser("http://x"), list[SessionEvent]()
+    parser, events = EventParser("http://x"), list[SessionEvent | Taken]()
     edges = [0, *sorted(cuts), len(STREAM)]
     for start, end in pairwise(edges):
         events += parser.feed(STREAM[start:end])

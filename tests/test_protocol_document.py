@@ -51,7 +51,10 @@ def test_examples_are_messages(message: type[BaseModel], example: str) -> None:
 def test_the_example_of_a_stream_is_one() -> None:
     """Every event parses, no key is unknown; bases of the first four add up, and their end has all of the usage."""
     every = [parse_event(event) for event in EVENTS]
-    assert [event.type for event in every] == ["open", "commit", "commit", "end", "commit", "commit", "end"]
+    assert [event.type for event in every] == [
+        *("open", "commit", "commit", "end", "commit", "commit", "end"),
+        *("commit", "taken"),
+    ]
     for event, shown in zip(every, EVENTS, strict=True):
         assert event.model_dump(mode="json", exclude_unset=True) == json.loads(shown)
     events = every[:4]

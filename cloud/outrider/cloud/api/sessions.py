@@ -95,6 +95,7 @@ def session_routes(core: Core) -> APIRouter:
 
         def close() -> None:
             core.engine.cancel(session.sequence_id)
+            session.line.close()
             core.sessions.pop(session_id, None)
             core.slots.release(owner)
 
@@ -119,7 +120,7 @@ def session_routes(core: Core) -> APIRouter:
                 # In a thread: it goes through all of `generated`, half a second for 32,000 tokens.
                 known = (core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
                 text = await core.workers.run(owner, SessionText, *known)
-            return SessionStream(
+            stream = SessionStream(
                 opened,
                 mailbox,
                 watched,
@@ -129,6 +130,8 @@ def session_routes(core: Core) -> APIRouter:
                 text=text,
                 on_stop=lambda: core.engine.cancel(session.sequence_id),
             )
+            stream.line = session.line
+            return stream
         except BaseException:
             close()
             raise

@@ -14,6 +14,7 @@ from typing import Final
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
+from outrider.cloud.api.draft_line import DraftLine
 from outrider.cloud.api.metrics import Metrics, file_families, recent_families
 from outrider.cloud.api.recent_texts import Recalled, RecentTexts
 from outrider.cloud.api.stream import NewestTimes
@@ -104,6 +105,8 @@ class DraftLimits:
     A device posts once per commit, so 500 times a second at steps of 2 ms, and while it drafts ahead once per 4 ms. An
     owner's budget serves 256 sessions (`--max-sessions`) at steps of 32 ms; it is about half of what the event loop can
     take.
+
+    finish_s: for a message of a long request that has begun to arrive; the request itself lasts as long as its session.
     """
 
     session_per_s: float = 500.0
@@ -111,6 +114,7 @@ class DraftLimits:
     owner_per_s: float = 8000.0
     owner_burst: float = 4000.0
     delay_s: float = 0.25
+    finish_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +171,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An open session: the engine's sequence and the owner's key."""
+    """An open session: the engine's sequence, the owner's key, and the long request of its drafts."""
 
     sequence_id: int
     owner: bytes
+    line: DraftLine = field(default_factory=DraftLine, compare=False)
 
 
 class SessionTable(dict[str, Session]):

@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.draft_line import DraftLine
 from outrider.cloud.api.traces import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, ProvisionalEvent
 from outrider.models.faults import log_fault
@@ -149,6 +150,8 @@ class SessionStream(Response):
         self._sent_times = StepTimes(opened.step_ms, opened.draft_token_ms)
         self._text = text
         self._on_stop = on_stop
+        self.line = DraftLine()
+        """Of the session's long request: set it before the stream begins."""
         self._mailbox = mailbox
         self._watch = watch
         self._on_close = on_close
@@ -171,6 +174,7 @@ class SessionStream(Response):
             await self._send({"type": "http.response.body", "body": sse.encode(self._opened), "more_body": True})
             self._written_s = self._loop.time()
             self._arm(self._keep_alive_s)
+            self.line.write = self._write_beside
             self._mailbox.listen(self._on_events)
             await sse.until_gone(receive)
         finally:
@@ -199,10 +203,11 @@ class SessionStream(Response):
         self._write(chunk)
 
     def _commit(self, event: CommitEvent) -> bytes:
+        taken = self.line.news()
         if not (newest := self._step_times()).has_changed(self._sent_times):
-            return encode_commit(event)
+            return encode_commit(event, taken=taken)
         self._sent_times = newest
-        return encode_commit(event, newest)
+        return encode_commit(event, newest, taken)
 
     def _cut(self, event: CommitEvent, text: SessionText) -> bytes:
         left = text.take(event)
@@ -225,6 +230,11 @@ class SessionStream(Response):
             self._give_up(error)
         else:
             self._sending = self._loop.create_task(self._send_rest(_rest(sending, wait)))
+
+    def _write_beside(self, event: bytes) -> None:
+        """An event that is not the engine's."""
+        if not self._has_ended:
+            self._write(event)
 
     def _body(self, chunk: bytes) -> Coroutine[Any, Any, None]:
         message = {"type": "http.response.body", "body": chunk, "more_body": not self._has_ended}
@@ -297,15 +307,15 @@ def session_usage(event: EndEvent) -> Usage:
     )
 
 
-def encode_commit(event: CommitEvent, times: StepTimes | None = None) -> bytes:
+def encode_commit(event: CommitEvent, times: StepTimes | None = None, taken: str = "") -> bytes:
     """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
 
     Most events are commits. So they carry no `type` (an event without one is a commit), no `accepted` or `proposed`
     when nothing was proposed, no `looked_up` when it is 0, no `logprobs` unless they were asked for, and no times
-    (`times`) unless they have changed.
+    (`times`) unless they have changed. taken: the fields that acknowledge drafts (`DraftLine.news`).
     """
     tokens = ",".join(map(str, event.tokens))
-    rest = _logprobs(event) if event.logprobs else ""
+    rest = _logprobs(event) + taken if event.logprobs else taken
     if times is not None:
         rest += "".join(f',"{name}":{value:.4g}' for name, value in times._asdict().items() if value is not None)
     if event.proposed:

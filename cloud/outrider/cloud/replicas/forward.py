@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 import aiohttp
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
@@ -167,8 +168,42 @@ class Forwarder:
         except (aiohttp.ClientError, OSError, TimeoutError):
             raise unknown_session() from None
 
+    async def long_drafts(self, scope: Scope, member: Member, receive: Receive) -> tuple[Message, bytes]:
+        """The answer to a long request of drafts, whose body is sent on as it comes: the replica bounds and counts its
+        messages, and ends it with its session. What the replica does not read is not read here either.
+
+        Raises ClientDisconnect, and RequestError 404 `unknown_session` where its session's replica is lost.
+        """
+        has_left = False
+
+        async def pieces() -> AsyncIterator[bytes]:
+            nonlocal has_left
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    has_left = True
+                    raise ConnectionAbortedError  # the replica is to see a cut, not an end
+                yield message.get("body", b"")
+                if not message.get("more_body"):
+                    return
+
+        try:
+            async with self._ask(member, "POST", _path(scope), pieces(), Caller.of(scope), _passed(scope)) as answer:
+                content = await answer.content.read(_MAX_REFUSAL_BYTES)
+                return {"type": "http.response.start", "status": answer.status, "headers": _headers(answer)}, content
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            if has_left:
+                raise ClientDisconnect from None
+            raise unknown_session() from None
+
     def _ask(
-        self, member: Member, method: str, path: str, body: bytes, caller: Caller, headers: dict[str, str]
+        self,
+        member: Member,
+        method: str,
+        path: str,
+        body: bytes | AsyncIterator[bytes],
+        caller: Caller,
+        headers: dict[str, str],
     ) -> aiohttp.client._RequestContextManager:
         if self._session is None:  # made on the loop that uses it
             self._session = aiohttp.ClientSession(

@@ -22,14 +22,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PATHS, PROBE_PATHS
-from outrider.cloud.api.draft_posts import Answer, DraftsEndpoint, is_draft_path
+from outrider.cloud.api.draft_posts import Answer, DraftsEndpoint, Spend, is_draft_path
 from outrider.cloud.api.health import ready_response
 from outrider.cloud.api.metrics import Families, file_families
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.replicas.forward import FORWARDED, LOST, Forwarder, no_replica, unknown_session
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.models.errors import RequestError
-from outrider.models.http.errors import method_not_allowed
+from outrider.models.http.errors import Throttled, method_not_allowed
 from outrider.models.http.request_context import HEADER, enter_request
 from outrider.models.http.security import Gate
 from outrider.models.http.served_requests import ServedRequests
@@ -67,7 +67,13 @@ class Front:
         self._scraped_s = 0.0
         self._whole = ServedRequests(Gate(self._answer, settings, PATHS), self.tally, route_of, self._over)
         self._drafts = DraftsEndpoint(
-            settings, PATHS, self.tally, find=self._member, deliver=self._deliver, num_dropped=self.num_dropped
+            settings,
+            PATHS,
+            self.tally,
+            find=self._member,
+            deliver=self._deliver,
+            deliver_long=self._deliver_long,
+            num_dropped=self.num_dropped,
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +96,16 @@ class Front:
     async def _deliver(self, scope: Scope, member: Member, body: bytes, is_tree: bool) -> Answer:
         request = enter_request(scope)  # the replica takes over its id
         start, content = await self.forwarder.draft(scope, member, body)
+        if start["status"] >= 400:
+            start["headers"].append((HEADER, request.request_id.encode()))
+        return start, content
+
+    async def _deliver_long(self, scope: Scope, member: Member, receive: Receive, spend: Spend) -> Answer:
+        if not spend(0):
+            await asyncio.sleep(self._settings.draft_limits.delay_s)
+            raise Throttled("rate_limited", "more drafts than the budget; send single messages", retry_after_s=1)
+        request = enter_request(scope)
+        start, content = await self.forwarder.long_drafts(scope, member, receive)
         if start["status"] >= 400:
             start["headers"].append((HEADER, request.request_id.encode()))
         return start, content

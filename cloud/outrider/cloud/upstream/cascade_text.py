@@ -71,7 +71,7 @@ class CascadedText:
         self._session: str | None = None
         self._session_start = 0
         self._posted_end = 0  # tokens of the text, up to which all was posted
-        self._posts: set[asyncio.Task[None]] = set()
+        self._posts: set[asyncio.Task[float]] = set()
         self._task: asyncio.Task[None] | None = None
         self._has_ended = False
 
@@ -253,7 +253,7 @@ class CascadedText:
         self._posts.add(task)
         task.add_done_callback(self._posted)
 
-    def _posted(self, task: asyncio.Task[None]) -> None:
+    def _posted(self, task: asyncio.Task[float]) -> None:
         self._posts.discard(task)
         if task.cancelled():
             return

@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from outrider.models.client.client import VerifierClient
+from outrider.models.client.messages import DraftMessage
 from outrider.models.wire.protocol import SessionEvent, SessionRequest
 
 
@@ -26,6 +27,15 @@ class DelayedClient(VerifierClient):
         body = await super()._exchange(*args, **kwargs)
         await asyncio.sleep(self._half_s)
         return body
+
+    async def post_drafts(self, session: str, message: DraftMessage) -> float:
+        """As `VerifierClient.post_drafts`; what goes up a long request is delayed here, all else by `_exchange`."""
+        if self._long_request(session) is None:
+            return await super().post_drafts(session, message)
+        await asyncio.sleep(self._half_s)
+        held_ms = await super().post_drafts(session, message)
+        await asyncio.sleep(self._half_s)
+        return held_ms
 
     @asynccontextmanager
     async def open_session(

@@ -1,4 +1,5 @@
-"""Sends draft messages, several in flight, and waits for none.
+"""Sends draft messages, several in flight, and waits for none. Whether they go one by one or up one long request is the
+client's choice (`VerifierClient.post_drafts`).
 
 A message carries only nodes that no other carries, so a lost one is reported and the nodes are sent again. While too
 many are in flight, nothing is sent: what would have been is in the next message.
@@ -18,15 +19,15 @@ from outrider.models.errors import OutriderError
 class Posts(Protocol):
     """Destination of drafts: `VerifierClient`, or a wrapper that injects faults."""
 
-    async def post_drafts(self, session: str, message: DraftMessage) -> None:
-        """Delivers one message or raises an OutriderError."""
+    async def post_drafts(self, session: str, message: DraftMessage) -> float | None:
+        """Delivers one message or raises an OutriderError. The ms for which its acknowledgement was held back."""
 
 
 class DraftSender:
-    """Fire and forget, for one generation. max_in_flight bounds connections and memory.
+    """Fire and forget, for one generation. max_in_flight bounds connections and memory, and may be changed.
 
-    on_round_trip: called with the ms that a delivered message took. on_free: called when a message may be sent again.
-    num_sent: messages sent; num_failed: those not delivered.
+    on_round_trip: called with the ms that a delivered message took, less those for which the server held its answer.
+    on_free: called when a message may be sent again. num_sent: messages sent; num_failed: those not delivered.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class DraftSender:
     ) -> None:
         self._on_round_trip = on_round_trip
         self._on_free = on_free
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
@@ -49,8 +50,8 @@ class DraftSender:
     @property
     def is_free(self) -> bool:
         """Whether a message may be sent now; if not, `on_free` is called later."""
-        self._was_full = self._was_full or len(self._tasks) >= self._max_in_flight
-        return len(self._tasks) < self._max_in_flight
+        self._was_full = self._was_full or len(self._tasks) >= self.max_in_flight
+        return len(self._tasks) < self.max_in_flight
 
     def send(
         self, posts: Posts, session: str, message: DraftMessage, on_lost: Callable[[], None] = lambda: None
@@ -83,13 +84,13 @@ class DraftSender:
     async def _post(self, posts: Posts, session: str, message: DraftMessage, on_lost: Callable[[], None]) -> None:
         started = self._clock()
         try:
-            await posts.post_drafts(session, message)
+            held_ms = await posts.post_drafts(session, message) or 0.0
         except OutriderError:
             # Harmless: only hints are lost. If the endpoint is gone, the event stream reports it.
             self.num_failed += 1
             on_lost()
         else:
-            self._on_round_trip((self._clock() - started) * 1e3)
+            self._on_round_trip((self._clock() - started) * 1e3 - held_ms)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         is_own = task in self._tasks

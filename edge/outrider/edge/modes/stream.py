@@ -141,6 +141,7 @@ class _Generation:
             agent.with_mid.add(origin.began.url)
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
+        self._client: VerifierClient | None = None
         self._session_start = 0  # tokens known when the session was opened
         self._takes_trees = True
         # The last path for a server that takes no trees, and the number of tokens known before it.
@@ -264,7 +265,8 @@ class _Generation:
         self._held = None  # the server has taken it
         if not self._ahead.known:  # later sessions go on with the same target
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
-        self._posts, self._session = self._agent.wrap_posts(client), event.session
+        self._posts, self._session, self._client = self._agent.wrap_posts(client), event.session, client
+        self._sender.max_in_flight = client.max_in_flight(event.session)
         self._takes_trees, self._path = event.protocol >= TREES_SINCE, []
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
         self._agent.estimates.on_open(
@@ -328,6 +330,8 @@ class _Generation:
 
     def _on_lost(self, session: str, nodes: Sequence[GuessNode]) -> None:
         if session == self._session:
+            assert self._client is not None
+            self._sender.max_in_flight = self._client.max_in_flight(session)  # fewer where the long request failed
             self._path = []
             self._ahead.lost(nodes)
 

@@ -150,10 +150,11 @@ class _WatchedPosts:
         self._posts = posts
         self._on_posted = on_posted
 
-    async def post_drafts(self, session: str, message: DraftMessage) -> None:
+    async def post_drafts(self, session: str, message: DraftMessage) -> float | None:
         began_s = time.perf_counter()
-        await self._posts.post_drafts(session, message)
+        held_ms = await self._posts.post_drafts(session, message)
         self._on_posted(began_s, time.perf_counter(), len(message.body))
+        return held_ms
 
 
 STATE_S: Final = 0.1

@@ -8,7 +8,15 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from outrider.models.client.errors import ProtocolBroken
-from outrider.models.wire.protocol import Commit, RenderAnswer, SessionEvent, SessionOpen, SessionRequest, parse_event
+from outrider.models.wire.protocol import (
+    Commit,
+    RenderAnswer,
+    SessionEvent,
+    SessionOpen,
+    SessionRequest,
+    Taken,
+    parse_event,
+)
 from outrider.models.wire.verify import VerifyAnswer, VerifyItem, VerifyResult
 
 MAX_LINE_BYTES: Final = 1 << 18
@@ -28,7 +36,7 @@ class EventParser:
         self._rest = bytearray()
         self._num_idle = 0
 
-    def feed(self, data: bytes) -> Iterator[SessionEvent]:
+    def feed(self, data: bytes) -> Iterator[SessionEvent | Taken]:
         """Yields the events that `data` completes. Raises ProtocolBroken for anything that is not a session's event."""
         lines: list[bytes] = []
         self._rest += data
@@ -72,7 +80,7 @@ class SessionCheck:
         self.is_over = False
         """Whether the session has ended, so that nothing follows."""
 
-    def __call__(self, event: SessionEvent) -> None:
+    def __call__(self, event: SessionEvent | Taken) -> None:
         """Raises ProtocolBroken for an event that cannot come now, or with values out of bounds."""
         if isinstance(event, SessionOpen):
             self._take_open(event)
@@ -83,6 +91,8 @@ class SessionCheck:
                 self._take_provisional(event)
             else:
                 self._take_commit(event)
+        elif isinstance(event, Taken):
+            pass  # the long request follows it
         elif not math.isfinite(event.usage.waited_ms):
             raise ProtocolBroken(self._url, f"waited_ms is {event.usage.waited_ms}; expected a number")
         else:

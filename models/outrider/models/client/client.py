@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -19,19 +19,24 @@ from outrider.models.client.address import verifier_url as verifier_url  # also 
 from outrider.models.client.checks import EventParser, SessionCheck, check_rendered, check_result, check_times
 from outrider.models.client.errors import EndpointLost, ProtocolBroken, lost, short, silent
 from outrider.models.client.exchange import Exchange
+from outrider.models.client.http_endpoint import MAX_ANSWER_BYTES, Headers, HttpEndpoint, longest_silence_s
 from outrider.models.client.http_endpoint import ClientOptions as ClientOptions
-from outrider.models.client.http_endpoint import Headers, HttpEndpoint, longest_silence_s
+from outrider.models.client.long_request import LongRequest
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import RequestError
 from outrider.models.version import outrider_version
+from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE
 from outrider.models.wire.protocol import (
+    LONG_SINCE,
     TARGET_HEADER,
+    Commit,
     ModelFacts,
     ReadyAnswer,
     RenderAnswer,
     SessionEvent,
     SessionOpen,
     SessionRequest,
+    Taken,
 )
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 from outrider.models.wire.verify import VerifyAnswer, VerifyRequest
@@ -48,9 +53,22 @@ _NO_STORE = ("Cache-Control", "no-store")
 _MINIMAL = ("Prefer", "return=minimal")
 _DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
 _TREE_HEADERS: Headers = [("Content-Type", TREE_MEDIA_TYPE), _MINIMAL]
+_LONG_HEADERS: Headers = [("Content-Type", DRAFTS_MEDIA_TYPE)]
+MAX_POSTS: Final = 8
+"""Single messages in flight, each on a connection of its own."""
+MAX_UNACKNOWLEDGED: Final = 48
+"""Messages of a long request in flight: some per step and round trip. A server names up to 64 that it drops."""
+_LEAST_CONNECTIONS: Final = 3
+"""For a stream, its long request, and a message beside them."""
 
 MAX_RENDERED_BYTES: Final = 1 << 22
 """The ids of half a million tokens."""
+
+
+class _Lines(dict[str, LongRequest]):
+    """The long requests of open sessions, by session. is_off: the way to this server passes none."""
+
+    is_off = False
 
 
 class VerifierClient(HttpEndpoint):
@@ -59,6 +77,15 @@ class VerifierClient(HttpEndpoint):
     Every method raises EndpointLost where trying again (elsewhere) may help, TokenizerMismatch and RequestError where
     the server refuses the request itself, with the server's own words.
     """
+
+    def __init__(
+        self,
+        url: str,
+        options: ClientOptions | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        super().__init__(url, options, transport)
+        self._lines = _Lines()  # shared by the clients of `for_one_text`
 
     async def ready(self) -> ReadyAnswer:
         """GET /health/ready."""
@@ -101,10 +128,62 @@ class VerifierClient(HttpEndpoint):
                 check_result(self.url, item, result, self._options.vocab_size)
         return answer
 
-    async def post_drafts(self, session: str, message: DraftMessage) -> None:
-        """POST /v1/sessions/{id}/drafts. A stale draft is no error: newer commits are already on their way."""
+    def max_in_flight(self, session: str) -> int:
+        """How many calls of `post_drafts` may run at a time for this session."""
+        return MAX_UNACKNOWLEDGED if self._long_request(session) is not None else MAX_POSTS
+
+    def _long_request(self, session: str) -> LongRequest | None:
+        """The session's, while it takes messages."""
+        line = self._lines.get(session)
+        return line if line is not None and line.is_open else None
+
+    async def post_drafts(self, session: str, message: DraftMessage) -> float:
+        """Sends a draft message; returns, once it is acknowledged, the ms for which the server held that back.
+
+        Trees go up the session's long request while that works, else each is a POST /v1/sessions/{id}/drafts. A stale
+        draft is no error: newer commits are already on their way.
+        """
+        line = self._long_request(session) if message.media_type == TREE_MEDIA_TYPE else None
+        if line is not None:
+            return await line.post(message.body)
         headers = _TREE_HEADERS if message.media_type == TREE_MEDIA_TYPE else _DRAFT_HEADERS
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", message.body, headers=headers, passes=409)
+        return 0.0
+
+    def _begin_long(self, opened: SessionOpen, took_s: float) -> LongRequest | None:
+        """The long request of a session; nothing is sent before its first message. took_s: from request to `open`."""
+        shared = self._lines
+        if (
+            opened.protocol < LONG_SINCE
+            or opened.session in shared
+            or shared.is_off
+            or not self._is_traced  # what stands in for a network waits for a body's end
+            or self._options.max_connections < _LEAST_CONNECTIONS
+        ):
+            return None
+
+        async def start(pieces: AsyncIterator[bytes]) -> None:
+            exchange = Exchange(self._left, is_traced=self._is_traced)
+            path = f"/v1/sessions/{opened.session}/drafts"
+            request = self._build("POST", path, exchange, pieces, _LONG_HEADERS)
+            async with self._deadline(None):
+                await exchange.run(self._answer(request, MAX_ANSWER_BYTES, None))
+
+        def unusable() -> None:
+            shared.is_off = True
+
+        step_s = (opened.step_ms or 0.0) / 1e3
+        line = LongRequest(self.url, start, self.wire, rtt_s=took_s, step_s=step_s, on_unusable=unusable)
+        shared[opened.session] = line
+        return line
+
+    def _end_long(self, line: LongRequest, *, is_cut: bool) -> None:
+        """Of a session that is over, or given up."""
+        for session in [name for name, each in self._lines.items() if each is line]:
+            del self._lines[session]
+        line.end(is_cut=is_cut)
+        if line.task is not None:
+            self._left.add(line.task)
 
     @asynccontextmanager
     async def open_session(
@@ -124,19 +203,33 @@ class VerifierClient(HttpEndpoint):
             exchange = Exchange(self._left, is_traced=self._is_traced)
             http_request = self._build("POST", "/v1/sessions", exchange, request, headers)
             check: SessionCheck | None = None
+            began_s = asyncio.get_running_loop().time()
+            line: LongRequest | None = None
+
+            def begin(opened: SessionOpen) -> LongRequest | None:
+                nonlocal line
+                line = self._begin_long(opened, asyncio.get_running_loop().time() - began_s)
+                return line
+
             try:
                 response = await self._head(exchange, http_request)
                 if response.status_code != 200:
                     raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
                 check = SessionCheck(self.url, request, self._options.vocab_size)
-                yield self._events(exchange, check)
+                yield self._events(exchange, check, begin)
             finally:
-                await exchange.aclose(is_ending=check is not None and check.is_over)
+                is_over = check is not None and check.is_over
+                if line is not None:
+                    self._end_long(line, is_cut=not is_over)
+                await exchange.aclose(is_ending=is_over)
 
-    async def _events(self, exchange: Exchange, check: SessionCheck) -> AsyncGenerator[SessionEvent, None]:
+    async def _events(
+        self, exchange: Exchange, check: SessionCheck, begin: Callable[[SessionOpen], LongRequest | None]
+    ) -> AsyncGenerator[SessionEvent, None]:
         parser, silence_s = EventParser(self.url), self._silence_s
         now = asyncio.get_running_loop().time
         line_until = now() + silence_s
+        line: LongRequest | None = None
         while True:
             try:
                 async with asyncio.timeout_at(line_until):
@@ -150,7 +243,13 @@ class VerifierClient(HttpEndpoint):
             self.wire.body_down += len(chunk)
             for event in parser.feed(chunk):
                 check(event)
-                if isinstance(event, SessionOpen):
+                if isinstance(event, Commit | Taken):
+                    if line is not None:
+                        line.follow(event)
+                    if isinstance(event, Taken):
+                        continue
+                elif isinstance(event, SessionOpen):
+                    line = begin(event)
                     silence_s = self._options.stream_timeout_s
                     if event.keep_alive_s is not None:
                         silence_s = longest_silence_s(event.keep_alive_s)

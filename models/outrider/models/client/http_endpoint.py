@@ -61,8 +61,9 @@ class ClientOptions:
     connect_timeout_s, write_timeout_s: for connecting, and for sending a request. keep_alive_s: a live server answers
     within three times this, or shows within that time that it is alive; for a stream, what its `open` says counts.
     stream_timeout_s: longest silence of a stream whose server does not say how often it writes (an older one).
-    call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream, the rest for
-    drafts in flight. certificate: what the device shows to servers that ask for one.
+    call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream and one for its
+    long request of drafts, the rest for single messages in flight. certificate: what the device shows to servers that
+    ask for one.
     no_store: asks servers to keep no text of a session, and to draft it from none that they kept.
     login: user:password of a proxy in front, where there is no key; the address may have it instead. vocab_size: of the
     target, where it is known: no other ids are taken. tls: settings of https; None: the system's, with the certificate.
@@ -194,13 +195,13 @@ class HttpEndpoint:
             await close(response)
 
     @asynccontextmanager
-    async def _deadline(self, limit_s: float) -> AsyncIterator[None]:
+    async def _deadline(self, limit_s: float | None) -> AsyncIterator[None]:
         """Turns failures of the transport, and its running out of time, into EndpointLost."""
         try:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError:
-            raise EndpointLost(f"{self.url}: no whole answer came within {limit_s:.3g} s") from None
+            raise EndpointLost(f"{self.url}: no whole answer came within {limit_s or 0.0:.3g} s") from None
         except httpx.ReadTimeout as e:
             raise silent(self.url, self._silence_s) from e
         except httpx.TransportError as e:
@@ -267,7 +268,7 @@ class HttpEndpoint:
         method: str,
         path: str,
         exchange: Exchange,
-        message: BaseModel | bytes | None = None,
+        message: BaseModel | bytes | AsyncIterator[bytes] | None = None,
         headers: Headers | None = None,
         silence_s: float | None = None,
     ) -> httpx.Request:
@@ -275,7 +276,7 @@ class HttpEndpoint:
         extra: dict[str, Any] = {"timeout": self._timeouts(silence_s)} if silence_s is not None else {}
         extra["extensions"] = {"trace": exchange.trace}
         request = self._http.build_request(method, self.url + path, content=content, headers=headers or (), **extra)
-        self.wire.body_up += len(content) if content else 0
+        self.wire.body_up += len(content) if isinstance(content, bytes) else 0  # pieces count as they go
         line = len(method) + len(request.url.raw_path) + len("  HTTP/1.1\r\n")
         self.wire.headers_up += line + _header_bytes(request.headers)
         return request

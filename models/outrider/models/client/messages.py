@@ -17,7 +17,8 @@ class DraftMessage(NamedTuple):
 class ByteCounts:
     """Bytes between agent and cloud. Bodies include the event stream with its `data:` lines.
 
-    Not counted: the framing of chunked bodies (about 6 bytes per chunk), TLS and TCP.
+    Headers up include the framing of a long request's chunks. Not counted: that of answers (about 6 bytes per chunk),
+    TLS and TCP.
     """
 
     body_up: int = 0

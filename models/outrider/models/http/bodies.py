@@ -58,6 +58,21 @@ def parse(message: type[M], body: bytes) -> M:
     return validated(message, load(body))
 
 
+BODY_PACE: Final = "outrider.body_pace"
+"""Key of the ASGI scope that holds the `BodyPace` of the request's connection, where the server bounds that."""
+
+
+class BodyPace:
+    """How a request's body comes. is_long: it is open for as long as the client likes, and the application bounds its
+    parts: in time, and by what it does not read. The server ends that with the request.
+    """
+
+    __slots__ = ("is_long",)
+
+    def __init__(self) -> None:
+        self.is_long = False
+
+
 class Bodies:
     """Parses bodies on the event loop: large ones in turn, with as long a break after each half as it took.
 

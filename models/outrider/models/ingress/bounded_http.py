@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
-from outrider.models.http.bodies import too_many_bytes
+from outrider.models.http.bodies import BODY_PACE, BodyPace, too_many_bytes
 from outrider.models.http.errors import error_bytes
 from outrider.models.http.security import SUBJECT
 from outrider.models.ingress.connections import ConnectionLimits, ConnectionTable, Ticket
@@ -127,6 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_trailers = 0
         self._has_coding = False  # a transfer coding besides `chunked`
         self._is_holding = False
+        self._pace = BodyPace()
         # Those before `cycle` that may lack their answer. uvicorn knows `cycle` only.
         self._earlier: deque[RequestResponseCycle] = deque()
         # The clock of the phase: its start, None while nothing is awaited, and the body's bytes at that time.
@@ -197,6 +198,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         if self._subject is not None:
             self.scope[SUBJECT] = self._subject  # type: ignore[typeddict-unknown-key]  # a key of our own
+        self.scope[BODY_PACE] = self._pace  # type: ignore[typeddict-unknown-key]
+        self._pace.is_long = False
         self._phase = _HEAD
         self._fed_bytes = self._slice_bytes
         self._body_bytes = self._num_trailers = 0
@@ -270,7 +273,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._since_s is None:
             return
         self._since_s += late_s
-        if self.flow.read_paused:  # the client waits for us
+        is_long = self._pace.is_long and self._phase == _BODY and not self.cycle.response_complete
+        if self.flow.read_paused or is_long:  # the client waits for us, or the application for the client
             self._since_s, self._since_bytes = now, self._body_bytes
             return
         waited_s = now - self._since_s
@@ -316,7 +320,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 or len(self.headers) + self._num_trailers > self._limits.max_headers  # trailers come after the body
             ):
                 self._refuse("large headers")
-            elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
+            elif not self._hold(self._held_bytes()):
                 self._refuse("large bodies at once")
         elif self._fed_bytes > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
             self._refuse("large headers")
@@ -331,6 +335,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def _hold(self, num_bytes: int) -> bool:
         self._is_holding = num_bytes > 0
         return self._ticket.hold(num_bytes)
+
+    def _held_bytes(self) -> int:
+        """Of the body; of a long one what the application has not read."""
+        if self.cycle.response_complete:
+            return 0
+        return len(self.cycle.body) if self._pace.is_long else self._body_bytes
 
     def _head_bytes(self) -> int:
         # "name: value\r\n", and "METHOD url HTTP/1.1\r\n" without its method

@@ -54,6 +54,8 @@ TREES_SINCE = 2
 """The version since which drafts may be trees (`tree_draft`); the path form stays."""
 TURNS_SINCE = 3
 """The version since which a device may ask the verifier to wait for its next message (`TreeDraft.is_turn`)."""
+LONG_SINCE = 3
+"""The version since which a session's trees may go up one long request (`draft_stream`); single messages stay."""
 TARGET_HEADER = "Outrider-Target"
 """Header of a request that goes on with a text: the target that began it, for who chooses among replicas."""
 MAX_PATHS = 8
@@ -68,6 +70,8 @@ DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
 _MID: Final = "in a cascade: the model that verifies first; the text is the target's"
+_TAKEN: Final = "messages of the long request read so far, and the ms for which the newest was held until this event"
+_REFUSED: Final = "numbers, from 1 on, of messages among these that were dropped: send their nodes again"
 EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "deadline", "error"]
 
 
@@ -173,6 +177,8 @@ class Commit(Answer):
     all after them, are void. Sent only where the session asks for it; left out when false.
 
     step_ms, draft_token_ms: sent where they are no longer what the session's last such message said.
+
+    taken, refused: as of `Taken`; sent to sessions with a long request only, where there is something new.
     """
 
     type: Literal["commit"] = "commit"
@@ -185,6 +191,20 @@ class Commit(Answer):
     logprobs: list[TokenLogprob] | None = Field(default=None, description="of each token, where they were asked for")
     step_ms: float | None = Field(default=None, description=STEP)
     draft_token_ms: float | None = Field(default=None, description=DRAFT_TOKEN)
+    taken: tuple[int, float] | None = Field(default=None, description=_TAKEN)
+    refused: list[int] = Field(default_factory=list, description=_REFUSED)
+
+
+class Taken(Answer):
+    """Acknowledges messages of a session's long request where no commit comes soon that could carry it.
+
+    error: why the server ended the request; messages after those taken are lost, and no more are taken.
+    """
+
+    type: Literal["taken"] = "taken"
+    taken: tuple[int, float] = Field(description=_TAKEN)
+    refused: list[int] = Field(default_factory=list, description=_REFUSED)
+    error: ErrorBody | None = None
 
 
 class Usage(Answer):
@@ -338,17 +358,18 @@ class DraftList(Answer):
 
 
 SessionEnd.model_rebuild()
+Taken.model_rebuild()
 
 SessionEvent = SessionOpen | Commit | SessionEnd
 
 
-def parse_event(data: str | bytes) -> SessionEvent:
+def parse_event(data: str | bytes) -> SessionEvent | Taken:
     """Parses one event of a session's stream, from what follows `data: `. Raises ValueError on anything else;
     pydantic's ValidationError is one.
     """
     raw = from_json(data)
     kind = raw.get("type", "commit") if isinstance(raw, dict) else None
-    for message in (Commit, SessionOpen, SessionEnd):
+    for message in (Commit, SessionOpen, SessionEnd, Taken):
         if kind == message.model_fields["type"].default:
             return message.model_validate(raw)
-    raise ValueError(f"the event has type {kind!r}; expected open, commit or end")
+    raise ValueError(f"the event has type {kind!r}; expected open, commit, taken or end")

@@ -1,0 +1,205 @@
+"""Attacks by the long request of a session's drafts: too fast, trickled, endless, two at a time, wrong lengths."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
+from statistics import median
+from typing import Any, Final
+
+from bench.attacks.attackers import attacking
+from bench.attacks.exchange import HOST, connect, read_answer, request_bytes
+from bench.attacks.probes import MAX_GROWTH_MB, memory_of
+from bench.attacks.subject import NotMeasured, Row, Server, Stream, Subject, prompt_of
+from bench.attacks.tree_bytes import MAX_NODES, tree_bytes, varint
+
+MEDIA_TYPE: Final = "application/vnd.outrider.drafts"
+NUM_TRICKLES: Final = 64
+FINISH_S: Final = 15.0
+"""A message has 10 s, and connections are looked at once a second."""
+LONG: Final[dict[str, Any]] = {"max_tokens": 1900, "ignore_eos": True, "patience_ms": 0}
+
+
+def long_requests(subject: Subject) -> Iterator[Row]:
+    """Sends drafts up long requests as fast as they are read, and others that trickle, never end, or are malformed."""
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    with subject.emulated(step_ms=10.0) as server:
+        with memory_of(server) as memory:
+            for is_flooded in (False, True) * 2:
+                server.wait_until_idle()
+                bodies = [{"prompt": prompt_of(i), **LONG} for i in range(4)]
+                with ExitStack() as stack:
+                    crowd = stack.enter_context(server.crowd(bodies, keeps=True))
+                    crowd.running()
+                    for index in range(4 if is_flooded else 0):
+                        stack.enter_context(attacking(flood, server.port, prompt_of(20 + index)))
+                    rates[is_flooded].append(crowd.tokens_per_s(5.0))
+        without, during = median(rates[False]), median(rates[True])
+        yield Row(
+            "52",
+            "4 sessions that send 512-node messages up a long request as fast as it is read: four others' tokens/s, "
+            "step of 10 ms; memory",
+            f"{during:.0f}; without {without:.0f} ({without / max(during, 1e-9):.1f}x slower); "
+            f"+{memory.growth_mb:.0f} MB",
+            f"at most 1.2x slower; +{MAX_GROWTH_MB:.0f} MB",
+            1.2 * during >= without and memory.is_small,
+            {"tokens_per_s": {"without": rates[False], "during": rates[True]}, "mb": memory.growth_mb},
+        )
+        server.wait_until_idle()
+        yield _trickles(server)
+        server.wait_until_idle()
+        yield _endless(server)
+        server.wait_until_idle()
+        yield _malformed(server)
+
+
+def flood(report: Any, port: int, prompt: list[int]) -> None:
+    """Opens sessions, one after the other, each with a long request that is never empty."""
+    report.send("begun")
+    piece = _chunk(_framed(tree_bytes(0, 0, [(1 + index, 0) for index in range(MAX_NODES)]))) * 40
+    body = json.dumps({"prompt": prompt, **LONG}).encode()
+    while True:
+        with suppress(OSError), connect(port) as stream:
+            stream.sendall(request_bytes(port, "POST", "/v1/sessions", body))
+            head = _long_head(port, _session_of(stream))
+            stream.setblocking(False)
+            for _ in range(1000):  # the request is ended: again, as often as that is answered
+                with suppress(OSError), connect(port, 30.0) as up:
+                    up.sendall(head)
+                    while True:
+                        up.sendall(piece)
+                        with suppress(BlockingIOError):
+                            stream.recv(1 << 20)
+
+
+def _trickles(server: Server) -> Row:
+    """The beginnings of messages, then a byte a second: each is refused in time, and the text goes on."""
+    with ExitStack() as stack:
+        crowd = stack.enter_context(server.crowd([{"prompt": prompt_of(i), **LONG} for i in range(NUM_TRICKLES)]))
+        crowd.require("the sessions did not run", lambda: all(each.session for each in crowd.streams), 30.0)
+        ups = [stack.enter_context(connect(server.port, FINISH_S)) for _ in crowd.streams]
+        for up, each in zip(ups, crowd.streams, strict=True):
+            up.sendall(_long_head(server.port, each.session) + _chunk(varint(6000)))
+        began_s, statuses = time.monotonic(), dict[int, int]()
+        while len(statuses) < len(ups) and time.monotonic() - began_s < FINISH_S:
+            time.sleep(1.0)
+            for index, up in enumerate(ups):
+                if index not in statuses:
+                    with suppress(OSError):
+                        up.sendall(_chunk(b"\x01"))
+                        up.settimeout(0.001)
+                        statuses[index] = read_answer(up)
+        took_s = time.monotonic() - began_s
+        # A session that has ended by itself answers 204.
+        met = len(statuses) == len(ups) and set(statuses.values()) <= {408, 204} and 408 in statuses.values()
+    return Row(
+        "52",
+        f"{NUM_TRICKLES} long requests whose first message trickles, a byte a second: answered 408",
+        f"{sum(status == 408 for status in statuses.values())} within {took_s:.0f} s",
+        f"all, within {FINISH_S:g} s",
+        met,
+        {"statuses": statuses, "took_s": took_s},
+    )
+
+
+def _endless(server: Server) -> Row:
+    """A body that stays open after its session, and goes on: answered at once, then closed; and a second one."""
+    with server.crowd([{"prompt": prompt_of(3), **LONG}]) as crowd, connect(server.port, 30.0) as up:
+        session = crowd.running().session
+        message = _chunk(_framed(tree_bytes(0, 0, [(1, 0)])))
+        up.sendall(_long_head(server.port, session) + message)
+        crowd.require("the session did not go on", lambda: crowd.num_commits() > 20, 30.0)
+        with connect(server.port, 30.0) as second:
+            second.sendall(_long_head(server.port, session) + message)
+            second_status = read_answer(second)
+        server.ask("DELETE", f"/v1/sessions/{session}")
+        began_s = time.monotonic()
+        status = read_answer(up)
+        answered_s = time.monotonic() - began_s
+        closed_s: float | None = None
+        with suppress(TimeoutError):
+            while time.monotonic() - began_s < 90.0:
+                try:
+                    up.sendall(_chunk(b"\x01"))
+                except OSError:
+                    closed_s = time.monotonic() - began_s
+                    break
+                time.sleep(0.5)
+    return Row(
+        "52",
+        "a second long request beside the first; a long request that goes on after its session's end",
+        f"the second {second_status}; the first {status} after {answered_s * 1e3:.0f} ms, "
+        + ("not closed" if closed_s is None else f"closed after {closed_s:.0f} s"),
+        "409; 204 within a second; closed within 80 s",
+        second_status == 409 and status == 204 and answered_s < 1.0 and closed_s is not None and closed_s < 80.0,
+        {"second": second_status, "first": status, "answered_s": answered_s, "closed_s": closed_s},
+    )
+
+
+def _malformed(server: Server) -> Row:
+    """Lengths that are none, and messages that are none: each ends its request, and its session goes on."""
+    valid = tree_bytes(0, 0, [(1, 0)])
+    bodies = {
+        "a length of 0": varint(0),
+        "a length of 6145": varint(6145) + bytes(6145),
+        "a length of 2^31": varint(1 << 31),
+        "a length without end": b"\x80" * 60_000,
+        "a length over the message's": varint(len(valid) + 1) + valid,
+        "a length under the message's": varint(len(valid) - 1) + valid,
+        "a JSON message": _framed(b'{"base":0,"paths":[[1]]}'),
+        "a far base": _framed(tree_bytes(1_000_000, 0, [(1, 0)])),
+        "zeros": bytes(1 << 16),
+        "a valid message, then zeros": _framed(valid) + bytes(9),
+    }
+    statuses: dict[str, int] = {}
+    for name, body in bodies.items():
+        with server.crowd([{"prompt": prompt_of(4), **LONG}]) as crowd, connect(server.port, 30.0) as up:
+            stream = crowd.running()
+            up.sendall(_long_head(server.port, stream.session) + _chunk(body) + b"0\r\n\r\n")
+            statuses[name] = read_answer(up)
+            known = len(stream.tokens)
+            crowd.require("the session did not go on", partial(_has_more, stream, known + 5), 30.0)
+    taken = sorted(name for name, status in statuses.items() if not 400 <= status < 500 or status == 429)
+    return Row(
+        "52",
+        f"wrong lengths and messages of a long request, {len(statuses)} kinds: refused, and the session goes on",
+        f"{len(statuses) - len(taken)} of {len(statuses)} with 4xx" + (f"; not: {', '.join(taken)}" if taken else ""),
+        "all with 4xx",
+        not taken,
+        {"statuses": statuses},
+    )
+
+
+def _has_more(stream: Stream, count: int) -> bool:
+    return len(stream.tokens) > count
+
+
+def _long_head(port: int, session: str) -> bytes:
+    lines = [f"POST /v1/sessions/{session}/drafts HTTP/1.1", f"Host: {HOST}:{port}"]
+    lines += [f"Content-Type: {MEDIA_TYPE}", "Transfer-Encoding: chunked", "", ""]
+    return "\r\n".join(lines).encode()
+
+
+def _framed(message: bytes) -> bytes:
+    return varint(len(message)) + message
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _session_of(stream: socket.socket) -> str:
+    """From the first event. Raises OSError."""
+    data = b""
+    while b"\n\n" not in data.partition(b"data: ")[2]:
+        if not (piece := stream.recv(1 << 16)):
+            raise ConnectionResetError("the server closed the stream")
+        data += piece
+    found = json.loads(data.partition(b"data: ")[2].partition(b"\n\n")[0])
+    if found.get("protocol", 0) < 3:
+        raise NotMeasured("the server takes no long requests")
+    return str(found["session"])

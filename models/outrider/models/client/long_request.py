@@ -1,0 +1,199 @@
+"""Sends the drafts of one session up one long request (`wire/draft_stream`), and takes their acknowledgements.
+
+httpx shows no answer before the request's body ends, so acknowledgements come down the session's own stream. Where none
+comes in time (a proxy may wait for the end of a body, or refuse one in chunks), the request is given up: what was not
+acknowledged counts as lost, and the client sends single messages from then on. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, Final, NamedTuple
+
+from outrider.models.client.errors import EndpointLost, ProtocolBroken
+from outrider.models.client.messages import ByteCounts
+from outrider.models.errors import OutriderError
+from outrider.models.wire.draft_stream import framed
+from outrider.models.wire.protocol import Commit, Taken
+
+LEAST_WAIT_S: Final = 0.25
+_LATE_S: Final = 0.05
+"""A timer that is later than this waits as long again: the loop stood still, and the answer may be there unread."""
+_END: Final = len(b"0\r\n\r\n")
+
+
+class _Sent(NamedTuple):
+    """A message that is not acknowledged. posted_s: when it was handed over."""
+
+    number: int
+    posted_s: float
+    arrived: asyncio.Future[float]
+
+
+class LongRequest:
+    """The long request of one session. Belongs to one event loop.
+
+    start: called at the first message with the body, in pieces; returns once the answer is there, raises OutriderError.
+    wire: counts bytes. rtt_s, step_s: what is known of a round trip and of the server's step; both are followed.
+    on_unusable: called where the way to the server seems to pass no such request: nothing was acknowledged, while the
+    session's stream went on, or it was refused.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        start: Callable[[AsyncIterator[bytes]], Coroutine[Any, Any, object]],
+        wire: ByteCounts,
+        *,
+        rtt_s: float,
+        step_s: float,
+        on_unusable: Callable[[], None],
+    ) -> None:
+        self._url = url
+        self._start = start
+        self._wire = wire
+        self._rtt_s, self._step_s = rtt_s, step_s
+        self._on_unusable = on_unusable
+        self._loop = asyncio.get_running_loop()
+        self._unsent = bytearray()
+        self._wake = asyncio.Event()
+        self._num = self._num_taken = 0
+        self._waiting: deque[_Sent] = deque()
+        self._sent_s: dict[int, float] = {}  # when the last message of a piece went, by its number
+        self._began_s = self._heard_s = float("inf")  # first message; newest event of the session's stream
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_ending = False
+        self.task: asyncio.Task[None] | None = None
+        """Runs from the first message to the request's end."""
+        self.is_open = True
+        """Whether it takes messages; false once it has failed or ended."""
+
+    async def post(self, body: bytes) -> float:
+        """Sends a message; returns once it is acknowledged, with the ms for which that was held back.
+
+        Raises EndpointLost where the message was dropped, or may not have arrived.
+        """
+        if self.task is None:
+            self.task = self._loop.create_task(self._run())
+        self._num += 1
+        self._unsent += framed(body)
+        sent = _Sent(self._num, self._loop.time(), self._loop.create_future())
+        self._waiting.append(sent)
+        self._wake.set()
+        return await sent.arrived
+
+    def follow(self, event: Commit | Taken) -> None:
+        """Takes what an event of the session's stream says. Raises ProtocolBroken where that cannot be."""
+        self._heard_s = self._loop.time()
+        if isinstance(event, Commit) and event.step_ms is not None:
+            self._step_s = event.step_ms / 1e3
+        if event.taken is None:
+            return
+        num, held_ms = event.taken
+        if not self._num_taken <= num <= self._num or not 0.0 <= held_ms < float("inf"):
+            raise ProtocolBroken(
+                self._url, f"it acknowledges {num} draft messages; expected {self._num_taken} to {self._num}"
+            )
+        self._num_taken = num
+        self._acknowledge(num, held_ms / 1e3, frozenset(event.refused))
+        if isinstance(event, Taken) and event.error is not None:
+            self._close(EndpointLost(f"{self._url}: {event.error.code}: the server ended the long request"))
+            self._is_ending = True
+            self._wake.set()
+
+    def end(self, *, is_cut: bool = False) -> None:
+        """The session is over: ends the body, which the server answers. is_cut: ends the request at once."""
+        self._is_ending = True
+        self._close(EndpointLost(f"{self._url}: unknown_session: it is over"))
+        if is_cut and self.task is not None:
+            self.task.cancel()
+        self._wake.set()
+
+    def _fail(self, error: OutriderError) -> None:
+        """The request has failed, or is given up."""
+        if not self.is_open:
+            return
+        is_refused = not isinstance(error, EndpointLost) or error.status is not None
+        if not self._num_taken and (is_refused or self._began_s + self._rtt_s < self._heard_s < float("inf")):
+            self._on_unusable()
+        self._close(error)
+        if self.task is not None and self.task is not asyncio.current_task():
+            self.task.cancel()
+
+    def _close(self, error: OutriderError) -> None:
+        self.is_open = False
+        if self._timer is not None:
+            self._timer.cancel()
+        while self._waiting:
+            self._settle(self._waiting.popleft(), error)
+
+    @staticmethod
+    def _settle(sent: _Sent, result: float | OutriderError) -> None:
+        if sent.arrived.done():
+            return  # its poster was cancelled
+        if isinstance(result, float):
+            sent.arrived.set_result(result)
+        else:
+            sent.arrived.set_exception(result)
+
+    def _acknowledge(self, num: int, held_s: float, refused: frozenset[int]) -> None:
+        now_s, sent_s = self._loop.time(), 0.0
+        for number in [each for each in self._sent_s if each <= num]:
+            sent_s = self._sent_s.pop(number)
+        if sent_s:  # the last message of a piece; of others only the piece's time would be known
+            self._rtt_s = max(0.9 * self._rtt_s, now_s - sent_s - held_s)
+        rtt_s = max(0.0, now_s - sent_s - held_s) if sent_s else self._rtt_s
+        while self._waiting and self._waiting[0].number <= num:
+            sent = self._waiting.popleft()
+            if sent.number in refused:
+                self._settle(sent, EndpointLost(f"{self._url}: the message was over the budget of drafts", status=429))
+            else:
+                self._settle(sent, (now_s - sent.posted_s - rtt_s) * 1e3)
+
+    async def _run(self) -> None:
+        try:
+            await self._start(self._pieces())
+        except OutriderError as error:
+            self._fail(error)
+        else:
+            self._fail(EndpointLost(f"{self._url}: the server ended the long request"))
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """All that waits, in one write each time."""
+        while True:
+            if self._unsent:
+                piece, self._unsent = bytes(self._unsent), bytearray()
+                self._wire.body_up += len(piece)
+                self._wire.headers_up += len(f"{len(piece):x}\r\n\r\n")
+                self._sent_s[self._num] = now_s = self._loop.time()
+                self._began_s = min(self._began_s, now_s)
+                if self._timer is None:
+                    self._arm()
+                yield piece
+            elif self._is_ending:
+                self._wire.headers_up += _END
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def _arm(self) -> None:
+        """Looks when the oldest piece that is not acknowledged is due."""
+        wait_s = max(LEAST_WAIT_S, 2.0 * self._rtt_s + self._step_s)
+        due_s = next(iter(self._sent_s.values())) + wait_s
+        self._timer = self._loop.call_at(due_s, self._look, due_s)
+
+    def _look(self, due_s: float) -> None:
+        self._timer = None
+        if not self._sent_s or not self.is_open:
+            return
+        now_s = self._loop.time()
+        wait_s = max(LEAST_WAIT_S, 2.0 * self._rtt_s + self._step_s)
+        if now_s < next(iter(self._sent_s.values())) + wait_s:
+            self._arm()
+        elif now_s - due_s > _LATE_S:
+            self._timer = self._loop.call_later(_LATE_S, self._look, now_s + _LATE_S)
+        else:
+            self._fail(EndpointLost(f"{self._url}: no draft message of the long request was acknowledged in time"))
