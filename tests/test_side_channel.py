@@ -24,14 +24,14 @@ def test_the_wire_is_heard_from_the_first_token_on() -> None:
         (
             number,
             GenerationRequest(
-                prompt=tuple(range(5, 5 + length)),
+                prompt=tuple(5 + at % 20 for at in range(length)),
                 params=SamplingParams(temperature=0.3, seed=number),
                 max_tokens=512,
                 stop_ids=frozenset(),
                 ignore_eos=True,
             ),
         )
-        for number, length in enumerate((4, 40))
+        for number, length in enumerate((4, 400))
     )
     runtime = FakeBatchRuntime(vocab_size=size, on_step=lambda batch: time.sleep(0.01))
     with serve_fake(runtime=runtime) as server:
