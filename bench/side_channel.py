@@ -17,7 +17,7 @@ discriminant; cross-validation of the training traces alone chooses among them. 
 A text without drafts has a token for each step: 25 tokens/s at the default pace; what is above is the drafts' gain.
 Exits 1 when the classifier names less than 60 % as it is: then it is too weak to show that anything is hidden.
 
-    python -m bench.side_channel [--temperature 0.3] [--train 14] [--test 6] [--rtt-ms 25] [--json PATH]
+    python -m bench.side_channel [--temperature 0.3] [--train 9] [--test 4] [--rtt-ms 25] [--json PATH]
 
 `--keep FILE` also writes the traces, and `--read FILE` classifies those of an earlier run in place of new ones.
 """
