@@ -400,7 +400,10 @@ def show(console: Console, found: Sequence[Found], num_prompts: int, num_tests: 
 
 def read_traces(path: Path) -> list[Trace]:
     """What `--keep` wrote."""
-    return [Trace(*rest, tuple(Read(*read) for read in reads)) for *rest, reads in json.loads(path.read_text("utf-8"))]
+    return [
+        Trace(prompt, seed, opening, num_tokens, tuple(Read(*read) for read in reads))
+        for prompt, seed, opening, num_tokens, reads in json.loads(path.read_text("utf-8"))
+    ]
 
 
 def keep_traces(path: Path, traces: Sequence[Trace]) -> None:

@@ -87,4 +87,4 @@ def test_padding_leaves_times_only() -> None:
 
 def test_the_interval_holds_the_share() -> None:
     """Wilson's, as tables have it: 8 of 10 is 49 % to 94 %."""
-    assert interval(0.8, 10) == (pytest.approx(0.490, abs=1e-3), pytest.approx(0.943, abs=1e-3))
+    assert interval(0.8, 10) == pytest.approx((0.490, 0.943), abs=1e-3)
