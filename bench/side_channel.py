@@ -1,0 +1,457 @@
+"""Measures what an eavesdropper learns from the sizes and times of messages: which of 40 prompts a text continues.
+
+The eavesdropper sits where the lab's proxy does, on the device's network. It sees the bytes of every read, its
+direction and its time, as if TLS were on, which adds a constant to each record and hides nothing else; not to which
+connection the bytes belong. It knows the 40 prompts, and has traces of its own of each, with other seeds. It sees a
+window that begins when the first token arrives and is as long for every text, so that neither the prompt's length nor
+the text's counts. The row `opening` is the rest: the size of the request that opens the text, and nothing else.
+
+The pair is the real reference pair at exact times (`bench.paced_pair`). Each read is delayed by half a round trip and a
+random jitter (exponential, its mean is --jitter-ms). Texts of all prompts, of training and of test, are mixed, so that
+nothing that drifts tells them apart. Classifiers are naive Bayes over several sets of words of a trace, and a linear
+discriminant; cross-validation of the training traces alone chooses among them. Chance is 1 / prompts.
+
+  as it is   the trace
+  padded     computed from it: every read as large as the largest of its direction, at its own time
+
+A text without drafts has a token for each step: 25 tokens/s at the default pace; what is above is the drafts' gain.
+Exits 1 when the classifier names less than 60 % as it is: then it is too weak to show that anything is hidden.
+
+    python -m bench.side_channel [--temperature 0.3] [--train 9] [--test 4] [--rtt-ms 25] [--json PATH]
+
+`--keep FILE` also writes the traces, and `--read FILE` classifies those of an earlier run in place of new ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import numpy as np
+from bench.paced_pair import Pace, open_paced
+from bench.report import TO_JSON, figures_table, option, parser, verdict
+from numpy.typing import NDArray
+from rich.console import Console
+
+from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.lab.proxy import DelayProxy
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import Agent, make_agent
+from outrider.edge.results import GenerationRequest, Mode, TokenBatch
+from outrider.export.make.pair import PairPaths
+from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.client.client import VerifierClient
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.reference import load_prompts, target_dir
+
+LEAST: Final = 0.6
+MAX_TOKENS: Final = 512
+"""More than a window has."""
+SLACK_S: Final = 0.05
+"""A text goes on for so long after its window, which begins a little before the device has read the first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Bytes that the eavesdropper sees pass. at_s: by a clock of its own."""
+
+    at_s: float
+    is_up: bool
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One text's window. opening: bytes of the largest read up before it. num_tokens: in it. reads: at_s counts from
+    its beginning.
+    """
+
+    prompt: int
+    seed: int
+    opening: int
+    num_tokens: int
+    reads: tuple[Read, ...]
+
+
+# -- recording ---------------------------------------------------------------------------------------------------------
+
+
+class Wiretap(DelayProxy):
+    """The delayed network, heard at the device's end: what goes up when it is sent, what goes down when it arrives."""
+
+    def __init__(self, host: str, port: int, rtt_ms: float, jitter_ms: float) -> None:
+        super().__init__(host, port, rtt_ms)
+        self._jitter, self._jitter_s = random.Random(0), jitter_ms / 1e3
+        self.heard: list[Read] = []
+
+    def _due(self, num_bytes: int, *, is_up: bool) -> float:
+        now, due = time.perf_counter(), super()._due(num_bytes, is_up=is_up)
+        late_s = self._jitter.expovariate(1.0 / self._jitter_s) if self._jitter_s else 0.0
+        if num_bytes:
+            self.heard.append(Read(now if is_up else now + self._delay_s + late_s, is_up, num_bytes))
+        return due + late_s
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A network, with the texts that a device writes over it one after the other: prompts by their numbers."""
+
+    rtt_ms: float
+    jitter_ms: float
+    window_s: float
+    texts: tuple[tuple[int, GenerationRequest], ...]
+
+    def record(self, pair: PairPaths, pace: Pace) -> list[Trace]:
+        """The traces, of a verifier and a draft of its own."""
+        with open_paced(pair, pace) as (url, drafter):
+            return asyncio.run(self.listen(url, drafter))
+
+    async def listen(self, url: str, drafter: Drafter) -> list[Trace]:
+        """The traces."""
+        address = urlsplit(url)
+        assert address.hostname is not None and address.port is not None
+        with Wiretap(address.hostname, address.port, self.rtt_ms, self.jitter_ms) as tap:
+            async with VerifierClient(tap.url) as client:
+                agent = make_agent(Mode.STREAM, Endpoints([client]), drafter)
+                # The first text warms up connections and what the agent measures, and is left out.
+                traces = [await self._listen(tap, agent, *text) for text in (self.texts[0], *self.texts)]
+        return traces[1:]
+
+    async def _listen(self, tap: Wiretap, agent: Agent, prompt: int, request: GenerationRequest) -> Trace:
+        arrivals: list[tuple[float, int]] = []
+        tap.heard.clear()
+        try:
+            async with asyncio.timeout(None) as window:
+
+                def on_tokens(batch: TokenBatch) -> None:
+                    if not arrivals:
+                        window.reschedule(asyncio.get_running_loop().time() + self.window_s)
+                    arrivals.append((time.perf_counter(), len(batch.tokens)))
+
+                await agent.generate(request, on_tokens)
+        except TimeoutError:
+            pass
+        else:
+            raise SystemExit(f"a text of {MAX_TOKENS} tokens ended before its window; lower --window-s")
+        heard = sorted(tap.heard, key=lambda read: read.at_s)
+        begin = max(read.at_s for read in heard if not read.is_up and read.at_s <= arrivals[0][0])
+        inside = [read for read in heard if begin <= read.at_s < begin + self.window_s - SLACK_S]
+        opening = max(read.num_bytes for read in heard if read.is_up and read.at_s < begin)
+        reads = tuple(Read(read.at_s - begin, read.is_up, read.num_bytes) for read in inside)
+        num_tokens = sum(count for at_s, count in arrivals if at_s - begin < self.window_s - SLACK_S)
+        await asyncio.sleep(2.0 * self.rtt_ms / 1e3)  # until what ends this text has passed
+        return Trace(prompt, request.params.seed, opening, num_tokens, reads)
+
+
+def record(options: argparse.Namespace) -> list[Trace]:
+    """Traces of all prompts with all seeds, those for the test behind those for training."""
+    tokenizer = Tokenizer.from_dir(target_dir())
+    texts = [
+        (
+            number,
+            GenerationRequest(
+                prompt=tuple(tokenizer.encode(prompt.text)),
+                params=SamplingParams(temperature=options.temperature, seed=seed),
+                max_tokens=MAX_TOKENS,
+                stop_ids=frozenset(),
+                ignore_eos=True,
+            ),
+        )
+        for number, prompt in enumerate(load_prompts(options.prompts))
+        for seed in range(options.train + options.test)
+    ]
+    random.Random(0).shuffle(texts)
+    pair, pace = export_reference_pair(), Pace(*options.pace)
+    lanes = [
+        Lane(options.rtt_ms, options.jitter_ms, options.window_s, tuple(texts[first :: options.lanes]))
+        for first in range(options.lanes)
+    ]
+    with ProcessPoolExecutor(options.lanes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = pool.map(partial(Lane.record, pair=pair, pace=pace), lanes)
+        return [trace for traces in found for trace in traces]
+
+
+# -- what is seen of a trace -------------------------------------------------------------------------------------------
+
+
+def as_it_is(traces: Sequence[Trace]) -> list[Trace]:
+    """The traces."""
+    return list(traces)
+
+
+def padded(traces: Sequence[Trace]) -> list[Trace]:
+    """Every read as large as the largest of its direction, the opening as the largest opening."""
+    most = {
+        is_up: max((read.num_bytes for trace in traces for read in trace.reads if read.is_up is is_up), default=0)
+        for is_up in (False, True)
+    }
+    opening = max(trace.opening for trace in traces)
+    return [
+        replace(trace, opening=opening, reads=tuple(replace(read, num_bytes=most[read.is_up]) for read in trace.reads))
+        for trace in traces
+    ]
+
+
+SEEN: Final[Mapping[str, Callable[[Sequence[Trace]], list[Trace]]]] = {"as it is": as_it_is, "padded": padded}
+"""The rows of the table."""
+OPENING: Final = "opening"
+
+
+# -- the classifiers ---------------------------------------------------------------------------------------------------
+
+Words = Callable[[Trace], Iterator[object]]
+Classify = Callable[[Sequence[Trace], Sequence[Trace]], list[int]]
+"""Traces that are known, and others: the others' prompts, as guessed."""
+
+
+def naive_bayes(words: Words, known: Sequence[Trace], others: Sequence[Trace]) -> list[int]:
+    """Multinomial naive Bayes over a trace's words (Manning et al. 2008, 13.2), each counted once in a trace."""
+    places: dict[object, int] = {}
+    seen = [[places.setdefault(word, len(places)) for word in set(words(trace))] for trace in known]
+    prompts = sorted({trace.prompt for trace in known})
+    counts = np.full((len(prompts), len(places)), SMOOTHING)
+    for trace, found in zip(known, seen, strict=True):
+        counts[prompts.index(trace.prompt), found] += 1.0
+    logs = np.log(counts / counts.sum(axis=1, keepdims=True))
+    asked = ([places[word] for word in set(words(trace)) if word in places] for trace in others)
+    return [prompts[int(logs[:, found].sum(axis=1).argmax())] for found in asked]
+
+
+SMOOTHING: Final = 0.1
+
+
+def nearest_mean(known: Sequence[Trace], others: Sequence[Trace], *, bin_s: float = 0.04) -> list[int]:
+    """Linear discriminant analysis of the numbers of reads and bytes in each time bin, its covariance shrunk."""
+    labels = np.array([trace.prompt for trace in known])
+    rows, wanted = _bins(known, bin_s), _bins(others, bin_s)
+    spread = rows.std(axis=0) + 1e-9
+    rows, wanted = rows / spread, wanted / spread
+    prompts = np.unique(labels)
+    means = np.stack([rows[labels == prompt].mean(axis=0) for prompt in prompts])
+    inside = rows - means[np.searchsorted(prompts, labels)]
+    covariance = inside.T @ inside / len(rows)
+    shrunk = 0.5 * np.trace(covariance) / len(covariance) + 1e-9  # some more: bins that never differ make it singular
+    covariance = 0.5 * covariance + shrunk * np.eye(len(covariance))
+    weights = np.linalg.solve(covariance, means.T)
+    scores = wanted @ weights - 0.5 * (means * weights.T).sum(axis=1)
+    return [int(prompt) for prompt in prompts[scores.argmax(axis=1)]]
+
+
+def nearest_opening(known: Sequence[Trace], others: Sequence[Trace]) -> list[int]:
+    """By the size of the opening alone: the prompt whose own are closest on average."""
+    sizes: dict[int, list[int]] = {}
+    for trace in known:
+        sizes.setdefault(trace.prompt, []).append(trace.opening)
+    means = {prompt: sum(found) / len(found) for prompt, found in sizes.items()}
+    return [min(means, key=lambda prompt: abs(means[prompt] - trace.opening)) for trace in others]
+
+
+def _bins(traces: Sequence[Trace], bin_s: float) -> NDArray[np.float64]:
+    """[N, 4 * bins]: reads up, reads down, bytes up, bytes down, each summed to the end of the bin."""
+    count = math.ceil(max(read.at_s for trace in traces for read in trace.reads) / bin_s) + 1
+    rows = np.zeros((len(traces), 2, 2, max(count, NUM_BINS)))
+    for row, trace in zip(rows, traces, strict=True):
+        for read in trace.reads:
+            row[:, int(read.is_up), int(read.at_s / bin_s)] += (1.0, read.num_bytes)
+    cumulated: NDArray[np.float64] = rows[..., :NUM_BINS].cumsum(axis=-1).reshape(len(traces), -1)
+    return cumulated
+
+
+NUM_BINS: Final = 40
+
+
+def runs_of_sizes(trace: Trace) -> Iterator[object]:
+    """Runs of one to four sizes in a direction."""
+    for is_up in (False, True):
+        sizes = [read.num_bytes for read in trace.reads if read.is_up is is_up]
+        for length in (1, 2, 3, 4):
+            yield from ((is_up, *sizes[at : at + length]) for at in range(len(sizes) - length + 1))
+
+
+def placed_sizes(trace: Trace) -> Iterator[object]:
+    """Sizes in a direction, each with about how many of its size class came before."""
+    for is_up in (False, True):
+        sizes = [read.num_bytes for read in trace.reads if read.is_up is is_up]
+        yield from ((is_up, place // 3, size) for place, size in enumerate(sizes))
+
+
+def placed_texts(trace: Trace) -> Iterator[object]:
+    """Larger reads down alone, by place: commits, without the answers to drafts, which all have one size."""
+    common = Counter(read.num_bytes for read in trace.reads if not read.is_up).most_common(1)
+    sizes = [read.num_bytes for read in trace.reads if not read.is_up and read.num_bytes != common[0][0]]
+    for length in (1, 2, 3):
+        for at in range(len(sizes) - length + 1):
+            run = tuple(sizes[at : at + length])
+            yield run
+            yield (at // 2, *run)
+
+
+def gaps(trace: Trace) -> Iterator[object]:
+    """Runs of one to three times between reads in a direction, to 5 ms, each with its time to 0.2 s."""
+    for is_up in (False, True):
+        times = [read.at_s for read in trace.reads if read.is_up is is_up]
+        steps = [round((b - a) / 0.005) for a, b in pairwise(times)]
+        for length in (1, 2, 3):
+            for at in range(len(steps) - length + 1):
+                yield (is_up, *steps[at : at + length])
+                yield (is_up, int(times[at] / 0.2), *steps[at : at + length])
+
+
+def all_words(trace: Trace) -> Iterator[object]:
+    """All of the above."""
+    for words in (runs_of_sizes, placed_sizes, placed_texts, gaps):
+        yield from ((words.__name__, word) for word in words(trace))
+
+
+CLASSIFIERS: Final[Mapping[str, Classify]] = {
+    words.__name__: partial(naive_bayes, words)
+    for words in (runs_of_sizes, placed_sizes, placed_texts, gaps, all_words)
+} | {"nearest_mean": nearest_mean}
+
+
+def share(guessed: Sequence[int], traces: Sequence[Trace]) -> float:
+    """Of guesses that are right."""
+    return sum(guess == trace.prompt for guess, trace in zip(guessed, traces, strict=True)) / len(traces)
+
+
+def validated(classify: Classify, known: Sequence[Trace], num_folds: int = 2) -> float:
+    """The share of right guesses of traces that were left out in turn, by their seeds."""
+    shares = []
+    for fold in range(num_folds):
+        out = [trace for trace in known if trace.seed % num_folds == fold]
+        left = [trace for trace in known if trace.seed % num_folds != fold]
+        if out and left:
+            shares.append(share(classify(left, out), out))
+    return sum(shares) / len(shares)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the eavesdropper reaches in one row. low, high: 95 % interval of accuracy (Wilson 1927)."""
+
+    name: str
+    classifier: str
+    accuracy: float
+    low: float
+    high: float
+    bytes_up: float  # per token, as are those down
+    bytes_down: float
+    tokens_per_s: float
+
+
+def interval(accuracy: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of `count` (Wilson 1927)."""
+    z = 1.959964
+    middle = (accuracy + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(accuracy * (1 - accuracy) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return middle - half, middle + half
+
+
+def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, only: Classify | None = None) -> Found:
+    """Chooses a classifier on the training traces, and lets it guess the others. only: the one to take."""
+    known = [trace for trace in traces if trace.seed < num_train]
+    others = [trace for trace in traces if trace.seed >= num_train]
+    choices = CLASSIFIERS if only is None else {name: only}
+    chosen = max(choices, key=lambda each: validated(choices[each], known)) if len(choices) > 1 else name
+    accuracy = share(choices[chosen](known, others), others)
+    num_tokens = sum(trace.num_tokens for trace in traces)
+    up, down = (
+        sum(read.num_bytes for trace in traces for read in trace.reads if read.is_up is is_up) / num_tokens
+        for is_up in (True, False)
+    )
+    rate = num_tokens / (len(traces) * window_s)
+    return Found(name, chosen, accuracy, *interval(accuracy, len(others)), up, down, rate)
+
+
+def show(console: Console, found: Sequence[Found], num_prompts: int, num_tests: int) -> None:
+    """Prints the table."""
+    names = ("seen", "prompts named", "95 %", "by", "bytes up", "bytes down", "tokens/s")
+    title = f"{num_prompts} prompts (chance {1 / num_prompts:.1%}), {num_tests} texts to name; bytes per token"
+    table = figures_table(title, *names, left=("seen", "by"))
+    for row in found:
+        table.add_row(
+            row.name,
+            f"{row.accuracy:.1%}",
+            f"{row.low:.1%} to {row.high:.1%}",
+            row.classifier,
+            *(f"{value:.1f}" for value in (row.bytes_up, row.bytes_down, row.tokens_per_s)),
+        )
+    console.print(table)
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """What `--keep` wrote."""
+    return [
+        Trace(prompt, seed, opening, num_tokens, tuple(Read(*read) for read in reads))
+        for prompt, seed, opening, num_tokens, reads in json.loads(path.read_text("utf-8"))
+    ]
+
+
+def keep_traces(path: Path, traces: Sequence[Trace]) -> None:
+    """Writes them for `--read`."""
+    path.write_text(json.dumps([list(_plain(trace)) for trace in traces]), encoding="utf-8")
+
+
+def _plain(trace: Trace) -> Iterator[object]:
+    yield from (trace.prompt, trace.seed, trace.opening, trace.num_tokens)
+    yield [(round(read.at_s, 5), read.is_up, read.num_bytes) for read in trace.reads]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parser(
+        __doc__,
+        {
+            "--prompts": option(40),
+            "--train": option(9, "seeds of each prompt that the eavesdropper knows"),
+            "--test": option(4, "other seeds of each prompt"),
+            "--temperature": option(0.3),
+            "--window-s": option(1.2, "that is seen of a text"),
+            "--rtt-ms": option(25.0),
+            "--jitter-ms": option(1.0, "mean of each read's"),
+            "--pace": option([40.0, 1.0, 1.0], nargs=3, metavar=("STEP_MS", "EXTRA_MS", "DRAFT_MS")),
+            "--lanes": option(3, "texts at a time, each with a verifier of its own"),
+            "--keep": option(type=Path, help="also write the traces here"),
+            "--read": option(type=Path, help="take the traces of an earlier run with these options"),
+            **TO_JSON,
+        },
+    ).parse_args(given)
+    if min(options.train, options.prompts) < 2 or options.test < 1:
+        raise SystemExit("--prompts and --train have to be at least 2, and --test at least 1")
+    traces = read_traces(options.read) if options.read else record(options)
+    if options.keep:
+        keep_traces(options.keep, traces)
+    window_s = options.window_s - SLACK_S
+    found = [judge(name, seen(traces), options.train, window_s) for name, seen in SEEN.items()]
+    found.append(judge(OPENING, traces, options.train, window_s, nearest_opening))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    show(console, found, options.prompts, options.prompts * options.test)
+    first = found[0]
+    missed = []
+    if first.accuracy < LEAST:
+        missed.append(f"the classifier names {first.accuracy:.1%} as it is, expected at least {LEAST:.0%}: too weak")
+    told = {"temperature": options.temperature, "prompts": options.prompts, "rows": [asdict(row) for row in found]}
+    return verdict(console, missed, options.json, told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
