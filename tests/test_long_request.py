@@ -239,6 +239,10 @@ def test_a_long_request_is_no_slow_body_until_it_is_answered() -> None:
                 assert slow.answer()[0] == 408
         line.send(tree(3))
         assert line.taken().taken[0] == 2
+        with Raw(server) as behind:  # a body behind a long request in one packet is none
+            head = long_head(line.session) + b"0\r\n\r\n"
+            behind.send(head + post("/v1/sessions", b"", "Content-Length: 100"))
+            assert [behind.answer()[0] for _ in range(2)] == [409, 408]
         gate.open()
         assert tokens_of(line.events) == target_tokens(PROMPT, 24) and line.raw.answer()[0] == 204
         assert line.raw.is_closed()

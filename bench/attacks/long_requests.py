@@ -35,8 +35,8 @@ def long_requests(subject: Subject) -> Iterator[Row]:
                 with ExitStack() as stack:
                     crowd = stack.enter_context(server.crowd(bodies, keeps=True))
                     crowd.running()
-                    for index in range(4 if is_flooded else 0):
-                        stack.enter_context(attacking(flood, server.port, prompt_of(20 + index)))
+                    for index in range(4):
+                        stack.enter_context(attacking(flood, server.port, prompt_of(20 + index), is_flooded))
                     rates[is_flooded].append(crowd.tokens_per_s(5.0))
         without, during = median(rates[False]), median(rates[True])
         yield Row(
@@ -57,8 +57,8 @@ def long_requests(subject: Subject) -> Iterator[Row]:
         yield _malformed(server)
 
 
-def flood(report: Any, port: int, prompt: list[int]) -> None:
-    """Opens sessions, one after the other, each with a long request that is never empty."""
+def flood(report: Any, port: int, prompt: list[int], sends: bool) -> None:
+    """Opens sessions, one after the other; each has a long request that is never empty, if `sends`."""
     report.send("begun")
     piece = _chunk(_framed(tree_bytes(0, 0, [(1 + index, 0) for index in range(MAX_NODES)]))) * 40
     body = json.dumps({"prompt": prompt, **LONG}).encode()
@@ -66,6 +66,8 @@ def flood(report: Any, port: int, prompt: list[int]) -> None:
         with suppress(OSError), connect(port) as stream:
             stream.sendall(request_bytes(port, "POST", "/v1/sessions", body))
             head = _long_head(port, _session_of(stream))
+            while not sends and stream.recv(1 << 20):
+                pass
             stream.setblocking(False)
             for _ in range(1000):  # the request is ended: again, as often as that is answered
                 with suppress(OSError), connect(port, 30.0) as up:

@@ -18,8 +18,8 @@ from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled, error_body
 from outrider.models.wire.draft_stream import MessageReader
 
-HOLD_S: Final = 0.05
-"""For which an acknowledgement waits for a commit to ride on."""
+HOLD_S: Final = 0.08
+"""For which an acknowledgement waits for a commit to ride on. A device waits 250 ms or two round trips and a step."""
 MAX_REFUSED: Final = 64
 """Messages dropped and not yet named on the stream. A device has fewer in flight."""
 

@@ -59,7 +59,7 @@ def parse(message: type[M], body: bytes) -> M:
 
 
 BODY_PACE: Final = "outrider.body_pace"
-"""Key of the ASGI scope that holds the `BodyPace` of the request's connection, where the server bounds that."""
+"""Key of the ASGI scope that holds the request's `BodyPace`, where the server bounds that."""
 
 
 class BodyPace:

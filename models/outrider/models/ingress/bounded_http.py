@@ -198,8 +198,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         if self._subject is not None:
             self.scope[SUBJECT] = self._subject  # type: ignore[typeddict-unknown-key]  # a key of our own
-        self.scope[BODY_PACE] = self._pace  # type: ignore[typeddict-unknown-key]
-        self._pace.is_long = False
+        # One for each request: an earlier one that runs late must not speak for this body.
+        self._pace = self.scope[BODY_PACE] = BodyPace()  # type: ignore[typeddict-unknown-key]
         self._phase = _HEAD
         self._fed_bytes = self._slice_bytes
         self._body_bytes = self._num_trailers = 0
