@@ -29,9 +29,8 @@ from outrider.cloud.pending.policy import (
     worth_waiting_for,
 )
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
-from outrider.cloud.pending.sources import expected_gain
 from outrider.cloud.pending.tree_trials import TreeTrials
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, is_looked_up
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, is_looked_up
 from outrider.models.wire.tree_draft import TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -179,7 +178,7 @@ class Drafting:
         if trie and not any(source.goes_first for source in sources):
             if not trie.has_device_nodes:
                 return  # a guess that holds so far
-            of_device = self._gain_of_device(drafts)
+            of_device = drafts.gain_of_device(self._max_draft)
         step_s = self.curve.step_and_extra()[0] if self.curve.is_known and self._policy is not Policy.VERIFY else None
         is_rival = of_device is not None
         guesses = sources.guesses(most, drafts.chances.rates(), step_s, of_rivals=is_rival)
@@ -193,45 +192,20 @@ class Drafting:
         if is_better and (is_rival or len(guesses) > 1):
             trie.prefer(guesses[0].tokens)
         elif is_rival:
-            self._prefer_device(drafts)
-
-    def _gain_of_device(self, drafts: PendingDrafts) -> float:
-        """Tokens that the likeliest path of the device's drafts is expected to gain."""
-        most = min(self._max_draft, drafts.num_left - 1)
-        path, rates = drafts.trie.path_of_device(most), drafts.chances.rates()
-        by_position = drafts.acceptance.rates(len(path))
-        return expected_gain(
-            [by_position[index] if node.kind == UNHINTED else rates[node.kind] for index, node in enumerate(path)]
-        )
-
-    def _prefer_device(self, drafts: PendingDrafts) -> None:
-        """Ends an earlier preference for another guess."""
-        best = drafts.trie.root.best
-        if best is not None and is_looked_up(best.kind):
-            drafts.trie.prefer(drafts.trie.likeliest_of_device(self._max_draft))
-
-    def _looks_up_as_well_as(self, drafts: PendingDrafts, alpha: float) -> bool:
-        """Whether some source of the verifier's own may be accepted as often as the device's drafts."""
-        rates = drafts.chances.rates()
-        return any(
-            max(rates[kind] for kind in source.kinds) >= alpha or (source.goes_first and rates[REPEATED] >= alpha)
-            for source in drafts.sources
-        )
+            drafts.prefer_device(self._max_draft)
 
     def _start_turn(self, drafts: PendingDrafts, now: float) -> None:
         """Waits for the one message by which a device that takes turns answers the commit: whole, or not at all."""
-        allowed = drafts.patience_ms
-        if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or drafts.lag.answer_rate < ENOUGH_ANSWERS:
+        if drafts.patience_ms == 0 or self._max_draft == 0 or drafts.num_left <= 1:
             return
         wait, (lag_s,) = turn_wait(self.curve.step_and_extra()[0]), drafts.lag.seconds_until(1)
-        if lag_s is not None and lag_s > wait.lag_s:
-            return  # most of its answers are too late
-        self._wait(drafts, wait, now, wait.lag_s)
+        if drafts.lag.answer_rate >= ENOUGH_ANSWERS and (lag_s is None or lag_s <= wait.lag_s):
+            self._wait(drafts, wait, now, wait.lag_s)
 
     def _wait(self, drafts: PendingDrafts, wait: Wait, now: float, longest_s: float) -> None:
-        allowed = drafts.patience_ms
         drafts.wait, drafts.wait_started = wait, now
         drafts.wait_nodes = drafts.trie.num_nodes - drafts.trie.num_looked_up
+        allowed = drafts.patience_ms
         drafts.wait_deadline = now + (longest_s if allowed is None else min(longest_s, allowed / 1e3))
 
     def _start_wait(self, drafts: PendingDrafts, now: float, crowding: float) -> None:
@@ -239,7 +213,7 @@ class Drafting:
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
             return
         alpha = drafts.acceptance.rate
-        if self._looks_up_as_well_as(drafts, alpha):
+        if drafts.looks_up_as_well_as(alpha):
             self._look_up(drafts)
             looked_up = drafts.trie.root.best
             if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:

@@ -14,8 +14,8 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
 from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
-from outrider.cloud.pending.sources import DraftSource, Sources
-from outrider.cloud.pending.trie import UNHINTED, DraftTrie, PendingNode, is_looked_up
+from outrider.cloud.pending.sources import DraftSource, Sources, expected_gain
+from outrider.cloud.pending.trie import REPEATED, UNHINTED, DraftTrie, PendingNode, is_looked_up
 from outrider.models.picks.rejection import Evidence
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
@@ -104,6 +104,28 @@ class PendingDrafts:
         if tests:
             self.chances.observe(tests)
         return num_looked_up
+
+    def gain_of_device(self, max_draft: int) -> float:
+        """Tokens that the likeliest path of the device's drafts is expected to gain."""
+        path, rates = self.trie.path_of_device(min(max_draft, self.num_left - 1)), self.chances.rates()
+        by_position = self.acceptance.rates(len(path))
+        return expected_gain(
+            [by_position[index] if node.kind == UNHINTED else rates[node.kind] for index, node in enumerate(path)]
+        )
+
+    def prefer_device(self, max_draft: int) -> None:
+        """Ends an earlier preference for another guess."""
+        best = self.trie.root.best
+        if best is not None and is_looked_up(best.kind):
+            self.trie.prefer(self.trie.likeliest_of_device(max_draft))
+
+    def looks_up_as_well_as(self, alpha: float) -> bool:
+        """Whether some source of the verifier's own may be accepted as often as the device's drafts."""
+        rates = self.chances.rates()
+        return any(
+            max(rates[kind] for kind in source.kinds) >= alpha or (source.goes_first and rates[REPEATED] >= alpha)
+            for source in self.sources
+        )
 
 
 @dataclass(slots=True)
