@@ -59,7 +59,7 @@ NO_WAIT = Wait(0, 0.0)
 
 _MOST_STEPS = 32
 _MOST_S = 1.0
-_TURN_STEPS = 8
+_TURN_STEPS = 4
 
 ENOUGH_ANSWERS = 0.5
 """Share of waits that a draft must have ended for another wait to be tried."""
