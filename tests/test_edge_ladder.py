@@ -32,6 +32,7 @@ from outrider.edge.drafting.depth import CostModelDepth, Effort
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter, Rung
+from outrider.edge.drafting.turns import Turns
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import OpenModel, eased, make_options
 from outrider.edge.modes.draft_ladder import LazyModel, candidates_of
@@ -475,7 +476,8 @@ class Steady(CostModelDepth):
     """The cost model with times that do not depend on this machine. plans: tokens known, and the depth from there."""
 
     def __init__(self, estimates: Estimates) -> None:
-        fixed = {"step_ms": 20.0, "extra_ms": 0.5, "round_trip_ms": 40.0, "draft_ms": 1.0}
+        fixed: dict[str, object] = {"step_ms": 20.0, "extra_ms": 0.5, "round_trip_ms": 40.0, "draft_ms": 1.0}
+        fixed |= {"interval_ms": None, "turns": Turns()}
         steady = type("SteadyEstimates", (), {**fixed, "acceptance": property(lambda self: estimates.acceptance)})
         super().__init__(steady())
         self.num_known = 0

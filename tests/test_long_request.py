@@ -300,8 +300,8 @@ def test_the_drafts_of_a_text_are_one_request() -> None:
         wait_until(lambda: is_at_rest(server) and sum(posts(server).values()) == 2)
         assert posts(server) == {204: 2}
     for seed, result in enumerate(results):
-        assert result.tokens == truth(asking(seed, max_tokens=40)) and result.num_posts > 2
-        assert result.num_failed_posts <= 2  # acknowledged by no commit before the end
+        assert result.tokens == truth(asking(seed, max_tokens=40)) and result.num_posts > 0
+    assert any(result.num_failed_posts < result.num_posts for result in results)  # the last have no commit to wait for
     assert not client._lines and not client._lines.is_off
 
 
@@ -338,7 +338,7 @@ def test_old_servers_and_old_devices_get_single_messages(monkeypatch: pytest.Mon
         pace.is_there = lambda: bool(sum(posts(server).values()))
         with _Older("127.0.0.1", int(port)) as proxy:
             (result,), _ = generate(proxy.url)
-        assert result.tokens == truth(asking(0, max_tokens=40)) and sum(posts(server).values()) == result.num_posts > 1
+        assert result.tokens == truth(asking(0, max_tokens=40)) and 1 < sum(posts(server).values()) <= result.num_posts
         seen: list[bytes] = []
         monkeypatch.setattr(VerifierClient, "_begin_long", lambda *_: None)
         with _Reading(host, int(port), seen) as reading:

@@ -84,7 +84,7 @@ _GROUPS: Final[dict[str, Codes]] = {
     "evidence": {400: ("wrong_evidence",)},
     "drafts": {
         400: ("draft_ahead", "token_out_of_range"),
-        409: ("stale_draft",),
+        409: ("stale_draft", "second_long_request"),
         429: ("rate_limited",),
         503: ("draft_not_taken",),
     },

@@ -72,7 +72,7 @@ def allowed_cores() -> Cores:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))  # of the calling thread
     process = psutil.Process()
-    return frozenset(process.cpuallowed_cores()) if hasattr(process, "cpu_affinity") else None
+    return frozenset(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else None
 
 
 def _set_affinity(cores: frozenset[int]) -> None:

@@ -82,7 +82,10 @@ class LongRequest:
         sent = _Sent(self._num, self._loop.time(), self._loop.create_future())
         self._waiting.append(sent)
         self._wake.set()
-        return await sent.arrived
+        try:
+            return await sent.arrived
+        finally:
+            del sent  # else its error, whose traceback has this frame, would have itself
 
     def follow(self, event: Commit | Taken) -> None:
         """Takes what an event of the session's stream says. Raises ProtocolBroken where that cannot be."""
