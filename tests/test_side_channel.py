@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from bench.side_channel import Lane, Read, Trace, interval, keep_traces, main, padded
+from bench.eavesdropper import Read, Trace, padded
+from bench.side_channel import Lane, interval, keep_traces, main
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.serving import fake_tokenizer, serve_fake
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,12 +18,17 @@ from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, DraftPlan
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.price import SendPrice
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.turns import Turns
+from outrider.edge.drafting.worker import Drafting as DeviceDrafting
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationResult
+from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import VerifierClient
 from outrider.models.wire.protocol import TURNS_SINCE, SessionOpen
 from outrider.models.wire.tree_draft import TreeDraft
@@ -162,6 +169,45 @@ def test_turns_end_with_the_drafting() -> None:
     assert 0 < result.num_turns < result.num_passes / 2
     ends = [tree for tree in spy.trees if not tree.is_turn and not tree.tokens]
     assert len(ends) >= 1
+
+
+def test_turns_end_where_another_text_joins_the_draft() -> None:
+    """At once, before the answer is whole: the draft may be busy with the other's prompt, and the server waits."""
+    joined, sent = threading.Event(), list[tuple[int, bool]]()
+
+    async def scenario() -> None:
+        scheduler, estimates = DraftScheduler(), Estimates()
+        estimates.turns.are_possible = True
+
+        def hold(_: object) -> None:
+            if len(sent) == 1:  # drafts its second turn
+                assert joined.wait(30.0)
+
+        drafting = DeviceDrafting(drafter(0.9, hold), Always(), estimates, TreeLimits(), scheduler)
+        request = GenerationRequest((5, 6, 7), max_tokens=50, stop_ids=frozenset())
+        ahead = DraftAhead(
+            request,
+            drafting,
+            SendPrice(),
+            lambda num_known, nodes, is_turn: sent.append((num_known, is_turn)) or 9,
+            lambda: True,
+        )
+        text = truth(request)
+        for base in (0, 1):
+            ahead.on_commit(base, text[base : base + 1], None)
+            ahead.pump()
+            while base == 0 and not sent:
+                await asyncio.sleep(0.001)
+        scheduler.enter()
+        joined.set()
+        while len(sent) < 2:
+            await asyncio.sleep(0.001)
+        scheduler.leave()
+        ahead.close()
+        await asyncio.to_thread(scheduler.join)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+    assert sent[:2] == [(1, True), (2, False)]
 
 
 def test_a_server_from_before_them_is_not_asked_for_turns() -> None:

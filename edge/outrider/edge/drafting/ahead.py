@@ -156,7 +156,10 @@ class DraftAhead(DraftWorker):
             self._settle(run)
 
     def _flush(self) -> None:
-        """Sends unsent nodes that are worth their bytes, unless the plan is silent."""
+        """Sends unsent nodes that are worth their bytes, unless the plan is silent; in turns all at once, also none.
+
+        After turns a message without the mark ends them, if need be without nodes.
+        """
         if self._is_closed or not self._is_free():
             return
         with self.lock:

@@ -193,8 +193,6 @@ class DraftWorker:
     def _is_due(self, before: float, now: float) -> bool:
         """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""
         tree = self._belief.tree
-        if self._is_waited_for and not self.in_turns:
-            return True  # another text has begun: the server need not wait for this one's whole answer
         if not tree.unsent or self.in_turns:
             return False
         if self._unsent_since is None:
