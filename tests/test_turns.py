@@ -23,6 +23,7 @@ from outrider.edge.drafting.depth import CostModelDepth, DepthController, DraftP
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
+from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.drafting.turns import Turns
 from outrider.edge.drafting.worker import Drafting as DeviceDrafting
 from outrider.edge.drafting.worker import TreeLimits
@@ -183,13 +184,17 @@ def test_turns_end_where_another_text_joins_the_draft() -> None:
             if len(sent) == 1:  # drafts its second turn
                 assert joined.wait(30.0)
 
+        def send(num_known: int, nodes: Sequence[GuessNode], is_turn: bool) -> int:
+            sent.append((num_known, is_turn))
+            return 9
+
         drafting = DeviceDrafting(drafter(0.9, hold), Always(), estimates, TreeLimits(), scheduler)
         request = GenerationRequest((5, 6, 7), max_tokens=50, stop_ids=frozenset())
         ahead = DraftAhead(
             request,
             drafting,
             SendPrice(),
-            lambda num_known, nodes, is_turn: sent.append((num_known, is_turn)) or 9,
+            send,
             lambda: True,
         )
         text = truth(request)
