@@ -34,7 +34,7 @@ class Read:
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One text's window. opening: bytes of the largest read up before it. num_tokens: in it. reads: at_s counts from
-    its beginning.
+    its beginning. is_steady: whether it is of a steady session.
     """
 
     prompt: int
@@ -42,6 +42,7 @@ class Trace:
     opening: int
     num_tokens: int
     reads: tuple[Read, ...]
+    is_steady: bool = False
 
 
 # -- what is seen of a trace -------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from outrider.edge.modes.assemble import Agent, make_agent
 from outrider.edge.results import GenerationRequest, Mode, TokenBatch
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.client.client import VerifierClient
+from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
@@ -85,12 +85,14 @@ class Wiretap(DelayProxy):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A network, with the texts that a device writes over it one after the other: prompts by their numbers."""
+    """A network, with the texts that a device writes over it one after the other: whether each is steady, its prompt's
+    number, and the request.
+    """
 
     rtt_ms: float
     jitter_ms: float
     window_s: float
-    texts: tuple[tuple[int, GenerationRequest], ...]
+    texts: tuple[tuple[bool, int, GenerationRequest], ...]
 
     def record(self, pair: PairPaths, pace: Pace) -> list[Trace]:
         """The traces, of a verifier and a draft of its own."""
@@ -102,13 +104,19 @@ class Lane:
         address = urlsplit(url)
         assert address.hostname is not None and address.port is not None
         with Wiretap(address.hostname, address.port, self.rtt_ms, self.jitter_ms) as tap:
-            async with VerifierClient(tap.url) as client:
-                agent = make_agent(Mode.STREAM, Endpoints([client]), drafter)
-                # The first text warms up connections and what the agent measures, and is left out.
-                traces = [await self._listen(tap, agent, *text) for text in (self.texts[0], *self.texts)]
-        return traces[1:]
+            async with (
+                VerifierClient(tap.url) as plain,
+                VerifierClient(tap.url, ClientOptions(is_steady=True)) as steady,
+            ):
+                agents = [make_agent(Mode.STREAM, Endpoints([client]), drafter) for client in (plain, steady)]
+                # The first texts warm up connections and what an agent measures, and are left out.
+                warming = [(is_steady, *self.texts[0][1:]) for is_steady in (False, True)]
+                traces = [await self._listen(tap, agents[text[0]], *text) for text in (*warming, *self.texts)]
+        return traces[len(warming) :]
 
-    async def _listen(self, tap: Wiretap, agent: Agent, prompt: int, request: GenerationRequest) -> Trace:
+    async def _listen(
+        self, tap: Wiretap, agent: Agent, is_steady: bool, prompt: int, request: GenerationRequest
+    ) -> Trace:
         arrivals: list[tuple[float, int]] = []
         tap.heard.clear()
         try:
@@ -131,7 +139,7 @@ class Lane:
         reads = tuple(Read(read.at_s - begin, read.is_up, read.num_bytes) for read in inside)
         num_tokens = sum(count for at_s, count in arrivals if at_s - begin < self.window_s - SLACK_S)
         await asyncio.sleep(2.0 * self.rtt_ms / 1e3)  # until what ends this text has passed
-        return Trace(prompt, request.params.seed, opening, num_tokens, reads)
+        return Trace(prompt, request.params.seed, opening, num_tokens, reads, is_steady)
 
 
 def record(options: argparse.Namespace) -> list[Trace]:
@@ -139,6 +147,7 @@ def record(options: argparse.Namespace) -> list[Trace]:
     tokenizer = Tokenizer.from_dir(target_dir())
     texts = [
         (
+            is_steady,
             number,
             GenerationRequest(
                 prompt=tuple(tokenizer.encode(prompt.text)),
@@ -150,6 +159,7 @@ def record(options: argparse.Namespace) -> list[Trace]:
         )
         for number, prompt in enumerate(load_prompts(options.prompts))
         for seed in range(options.train + options.test)
+        for is_steady in (False, True)
     ]
     random.Random(0).shuffle(texts)
     pair, pace = export_reference_pair(), Pace(*options.pace)
@@ -222,8 +232,8 @@ def show(console: Console, found: Sequence[Found], num_prompts: int, num_tests: 
 def read_traces(path: Path) -> list[Trace]:
     """What `--keep` wrote."""
     return [
-        Trace(prompt, seed, opening, num_tokens, tuple(Read(*read) for read in reads))
-        for prompt, seed, opening, num_tokens, reads in json.loads(path.read_text("utf-8"))
+        Trace(prompt, seed, opening, num_tokens, tuple(Read(*read) for read in reads), is_steady)
+        for prompt, seed, opening, num_tokens, is_steady, reads in json.loads(path.read_text("utf-8"))
     ]
 
 
@@ -233,7 +243,7 @@ def keep_traces(path: Path, traces: Sequence[Trace]) -> None:
 
 
 def _plain(trace: Trace) -> Iterator[object]:
-    yield from (trace.prompt, trace.seed, trace.opening, trace.num_tokens)
+    yield from (trace.prompt, trace.seed, trace.opening, trace.num_tokens, trace.is_steady)
     yield [(round(read.at_s, 5), read.is_up, read.num_bytes) for read in trace.reads]
 
 

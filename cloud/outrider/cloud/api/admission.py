@@ -31,13 +31,14 @@ class Asked:
     """What a request asks for beside its text.
 
     priority: None for the key's. deadline_ms: from the request's arrival. arrived_s: by the monotonic clock.
-    entry: of the audit log, where there is one.
+    entry: of the audit log, where there is one. is_steady: whether its answer is sent at a fixed pace.
     """
 
     arrived_s: float
     priority: int | None = None
     deadline_ms: float | None = None
     entry: AuditEntry | None = None
+    is_steady: bool = False
 
 
 class Admission:
@@ -49,8 +50,13 @@ class Admission:
         keys: KeyRing,
         tokens_per_minute: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        needs_steady: bool = False,
     ) -> None:
-        """tokens_per_minute: of an owner whose key has no limit of its own; None is no limit."""
+        """tokens_per_minute: of an owner whose key has no limit of its own; None is no limit. needs_steady: whether
+        only steady sessions are admitted.
+        """
+        self._needs_steady = needs_steady
         self._engine = engine
         self._keys = keys
         self._tokens_per_minute = tokens_per_minute
@@ -62,8 +68,15 @@ class Admission:
     def submit(self, request: GenerateRequest, sink: Sink, asked: Asked) -> int:
         """As the engine's `submit`, for a request that asks for this.
 
-        Raises RequestError as the engine does; also `unauthorized`, `tokens_exhausted`, `deadline_exceeded`.
+        Raises RequestError as the engine does; also `unauthorized`, `tokens_exhausted`, `deadline_exceeded`,
+        `steady_required`.
         """
+        if self._needs_steady and not asked.is_steady:
+            raise RequestError(
+                "steady_required",
+                "this server sends texts at a fixed pace only, so that their sizes and times show nothing; open a "
+                "session with steady: true (`outrider run --steady`). OpenAI's and /v1/verify's answers have no pace",
+            )
         owner, key = request.asker.owner, self._keys.of_owner(request.asker.owner)
         if not self._keys.may_generate(owner):
             raise key_is_removed()

@@ -36,6 +36,7 @@ from outrider.models.http.errors import internal_error
 from outrider.models.http.shapes import ChatShape, CompletionShape, Delta
 from outrider.models.text.predicted import PredictionFollower
 from outrider.models.wire.protocol import RenderAnswer
+from outrider.models.wire.steady import PADDED_HEADER, padded
 
 
 def completion_routes(core: Core) -> APIRouter:
@@ -62,7 +63,10 @@ def completion_routes(core: Core) -> APIRouter:
             raise no_chat_template(core.model.name)
         tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
         rendered = RenderAnswer(tokens=tokens, model=core.model.name, target=core.model.target)
-        return Response(rendered.model_dump_json(), media_type="application/json")
+        content = rendered.model_dump_json().encode()
+        if PADDED_HEADER in request.headers:
+            content = padded(content)
+        return Response(content, media_type="application/json")
 
     @router.get("/v1/models", response_model=openai_answers.ModelList)
     async def list_models() -> openai_answers.ModelList:

@@ -17,9 +17,13 @@ from starlette.types import Receive
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled, error_body
 from outrider.models.wire.draft_stream import MessageReader
+from outrider.models.wire.steady import SteadyPace
 
 HOLD_S: Final = 0.08
 """For which an acknowledgement waits for a commit to ride on. A device waits 250 ms or two round trips and a step."""
+_MOST_PACE: Final = 2.0
+_AHEAD_S: Final = 1.0
+"""A steady session's request is read at twice its pace at most, and a second of that at once."""
 MAX_REFUSED: Final = 64
 """Messages dropped and not yet named on the stream. A device has fewer in flight."""
 
@@ -28,11 +32,18 @@ TakeMessage = Callable[[bytes], bool]
 
 
 class DraftLine:
-    """The long request of one session, which has one at most: messages are numbered in it. Lives on one event loop."""
+    """The long request of one session, which has one at most: messages are numbered in it. Lives on one event loop.
 
-    __slots__ = ("_is_over", "_loop", "_newest_s", "_num", "_reading", "_refused", "_since_s", "_timer", "write")
+    pace: of its frames, in a steady session.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        *("_is_over", "_loop", "_newest_s", "_num", "_reading", "_refused", "_since_s", "_timer"),
+        *("pace", "write"),
+    )
+
+    def __init__(self, pace: SteadyPace | None = None) -> None:
+        self.pace = pace
         self._num = 0  # messages read
         self._newest_s = 0.0
         self._since_s: float | None = None  # when the oldest was read that is not acknowledged
@@ -124,13 +135,16 @@ class DraftLine:
         return error
 
     async def _read(self, receive: Receive, take: TakeMessage, finish_s: float, pause_s: float) -> None:
-        reader, is_within = MessageReader(), False
+        reader, is_within = MessageReader(is_steady=self.pace is not None), False
         assert self._loop is not None and self._reading is not None
+        began_s, num_bytes = self._loop.time(), 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            num_refused = self._take(reader.feed(message.get("body", b"")), take)
+            data = message.get("body", b"")
+            num_bytes += len(data)
+            num_refused = self._take(reader.feed(data), take)
             if not message.get("more_body"):
                 return reader.end()
             if reader.is_within != is_within:
@@ -138,6 +152,9 @@ class DraftLine:
                 self._reading.reschedule(self._loop.time() + finish_s if is_within else None)
             if num_refused:
                 await asyncio.sleep(num_refused * pause_s)
+            elif self.pace is not None:  # filler spends no budget
+                may_s = num_bytes / self.pace.up * self.pace.every_ms / 1e3 / _MOST_PACE
+                await asyncio.sleep(max(0.0, may_s - (self._loop.time() - began_s) - _AHEAD_S))
 
     def _take(self, bodies: Iterable[bytes], take: TakeMessage) -> int:
         """How many of the messages were dropped."""

@@ -13,7 +13,9 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
+from outrider.cloud.api.draft_line import DraftLine
 from outrider.cloud.api.state import Core, Session
+from outrider.cloud.api.steady_stream import SteadyStream
 from outrider.cloud.api.stream import SessionStream, SessionText
 from outrider.cloud.api.traces import SequenceWatch, trace_of
 from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
@@ -25,6 +27,7 @@ from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.processors.options import processors_of
 from outrider.models.wire.protocol import SessionOpen, SessionRequest
+from outrider.models.wire.steady import pace_of
 
 _SESSION_ID_BYTES = 9
 
@@ -78,11 +81,12 @@ def session_routes(core: Core) -> APIRouter:
         recalled = await core.recall(generate, is_allowed=not is_no_store(request))
         num_recent = len(recalled.request.hints.recent)
         recalled = recalled.predicted(body.prediction)
-        asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
+        entry, pace = request.scope.get(AUDIT), pace_of(body.logprobs) if body.steady else None
+        asked = Asked(arrived_s, body.priority, body.deadline_ms, entry, is_steady=body.steady)
         core.slots.take(owner)
         try:
             sink = recalled.sink(mailbox.sink())
-            session = Session(core.admission.submit(recalled.request, sink, asked), owner)
+            session = Session(core.admission.submit(recalled.request, sink, asked), owner, DraftLine(pace))
         except BaseException:
             core.slots.release(owner)
             raise
@@ -113,6 +117,7 @@ def session_routes(core: Core) -> APIRouter:
                 keep_alive_s=core.settings.keep_alive_s,
                 mid=core.model.mid,
                 recent_tokens=num_recent or None,
+                steady=pace,
             )
             watched = SequenceWatch(core.metrics, request.scope, arrived_s)
             text: SessionText | None = None
@@ -120,18 +125,17 @@ def session_routes(core: Core) -> APIRouter:
                 # In a thread: it goes through all of `generated`, half a second for 32,000 tokens.
                 known = (core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
                 text = await core.workers.run(owner, SessionText, *known)
-            stream = SessionStream(
+            return (SessionStream if pace is None else SteadyStream)(
                 opened,
                 mailbox,
                 watched,
                 close,
                 keep_alive_s=core.settings.keep_alive_s,
                 step_times=core.step_times,
+                line=session.line,
                 text=text,
                 on_stop=lambda: core.engine.cancel(session.sequence_id),
             )
-            stream.line = session.line
-            return stream
         except BaseException:
             close()
             raise

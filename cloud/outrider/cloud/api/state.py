@@ -127,7 +127,7 @@ class ServerSettings(GateSettings):
     bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name and result.
     traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where several
     replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule. metrics_age_s:
-    for which /metrics answers the same text where many ask.
+    for which /metrics answers the same text where many ask. needs_steady: only steady sessions are served.
     """
 
     max_sessions: int = 256
@@ -141,6 +141,7 @@ class ServerSettings(GateSettings):
     session_prefix: str = ""
     allow_tolerance: bool = False
     metrics_age_s: float = 1.0
+    needs_steady: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,9 @@ class Core:
         self.sessions = SessionTable()
         self.is_draining = self.is_dead = False
         self.step_times = NewestTimes(engine.stats)
-        self.admission = Admission(engine, settings.keys, settings.tokens_per_minute)
+        self.admission = Admission(
+            engine, settings.keys, settings.tokens_per_minute, needs_steady=settings.needs_steady
+        )
         vocab_size, elsewhere = engine.limits.vocab_size, engine.grammar_builder
         self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids), elsewhere))
         self._recall = RecentTexts(recent, model.target) if recent is not None else None

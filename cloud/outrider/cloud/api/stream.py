@@ -127,8 +127,8 @@ class SessionStream(Response):
     """The response of one session.
 
     on_close: called once, however the stream ends. After `keep_alive_s` without a write a comment is sent. step_times:
-    gives the newest, which a commit has where they are no longer those of `opened`. text: finds stop strings, where
-    the session has some; on_stop: ends the sequence at the first one.
+    gives the newest, which a commit has where they are no longer those of `opened`. line: the session's long request.
+    text: finds stop strings, where the session has some; on_stop: ends the sequence at the first one.
     """
 
     media_type = "text/event-stream"
@@ -142,6 +142,7 @@ class SessionStream(Response):
         *,
         keep_alive_s: float,
         step_times: Callable[[], StepTimes],
+        line: DraftLine,
         text: SessionText | None = None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -150,15 +151,14 @@ class SessionStream(Response):
         self._sent_times = StepTimes(opened.step_ms, opened.draft_token_ms)
         self._text = text
         self._on_stop = on_stop
-        self.line = DraftLine()
-        """Of the session's long request: set it before the stream begins."""
+        self._line = line
         self._mailbox = mailbox
         self._watch = watch
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
         self._backlog = b""  # to send once the client has read more
         self._has_ended = False
-        self._keep_alive: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.Task[None] | None = None  # a write that waits for the client
         self.status_code = 200
         self.background = None
@@ -171,19 +171,26 @@ class SessionStream(Response):
         self._send: Send = scope.get(SERVER_SEND, send)
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send({"type": "http.response.body", "body": sse.encode(self._opened), "more_body": True})
+            await self._send({"type": "http.response.body", "body": self._opening(), "more_body": True})
             self._written_s = self._loop.time()
-            self._arm(self._keep_alive_s)
-            self.line.write = self._write_beside
+            self._begin()
+            self._line.write = self._write_beside
             self._mailbox.listen(self._on_events)
             await sse.until_gone(receive)
         finally:
             self._mailbox.close()
-            if self._keep_alive is not None:
-                self._keep_alive.cancel()
+            if self._timer is not None:
+                self._timer.cancel()
             if self._sending is not None:
                 self._sending.cancel()
             self._on_close()
+
+    def _opening(self) -> bytes:
+        return sse.encode(self._opened)
+
+    def _begin(self) -> None:
+        """The opening is sent."""
+        self._arm(self._keep_alive_s)
 
     def _on_events(self, items: list[Delivery]) -> None:
         chunk = b""
@@ -203,7 +210,7 @@ class SessionStream(Response):
         self._write(chunk)
 
     def _commit(self, event: CommitEvent) -> bytes:
-        taken = self.line.news()
+        taken = self._line.news()
         if not (newest := self._step_times()).has_changed(self._sent_times):
             return encode_commit(event, taken=taken)
         self._sent_times = newest
@@ -219,7 +226,11 @@ class SessionStream(Response):
         """Sends now, or after what waits for the client."""
         if self._sending is not None:
             self._backlog += chunk
-            return
+        else:
+            self._start(chunk)
+
+    def _start(self, chunk: bytes) -> None:
+        """Begins a write; ends it in a task where it waits for the client."""
         self._written_s = self._loop.time()
         sending = self._body(chunk)
         try:
@@ -237,20 +248,25 @@ class SessionStream(Response):
             self._write(event)
 
     def _body(self, chunk: bytes) -> Coroutine[Any, Any, None]:
-        message = {"type": "http.response.body", "body": chunk, "more_body": not self._has_ended}
+        is_last = self._has_ended and not self._backlog
+        message = {"type": "http.response.body", "body": chunk, "more_body": not is_last}
         return self._send(message)  # type: ignore[return-value]  # every server's is a coroutine function
 
     async def _send_rest(self, begun: Awaitable[None]) -> None:
         """Finishes a write that has begun, then sends what has come meanwhile."""
         try:
             await begun
-            while self._backlog:
-                chunk, self._backlog = self._backlog, b""
+            while chunk := self._waiting():
                 await self._body(chunk)
         except Exception as error:
             self._give_up(error)
         else:
             self._sending = None
+
+    def _waiting(self) -> bytes:
+        """What is to be sent at once after a write that waited."""
+        chunk, self._backlog = self._backlog, b""
+        return chunk
 
     def _give_up(self, error: Exception) -> None:
         log_fault(error)
@@ -258,7 +274,7 @@ class SessionStream(Response):
         self._task.cancel()  # `__call__`; the server then closes the connection
 
     def _arm(self, delay_s: float) -> None:
-        self._keep_alive = self._loop.call_later(delay_s, self._tick)
+        self._timer = self._loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         left_s = self._written_s + self._keep_alive_s - self._loop.time()

@@ -67,5 +67,6 @@ def server_settings(options: ServeOptions, **more: Any) -> ServerSettings:
         max_sessions=options.max_sessions,
         tokens_per_minute=options.tokens_per_minute,
         allow_tolerance=options.allow_tolerance,
+        needs_steady=options.steady,
         **{"rate_per_s": options.rate} | more,
     )

@@ -261,6 +261,14 @@ class ServeOptions(AccessOptions):
             help="Let requests choose the acceptance rule tolerance, which is LOSSY: the text is not the target's.",
         ),
     ] = False
+    steady: Annotated[
+        bool,
+        typer.Option(
+            "--steady",
+            help="Serve only sessions in messages of one size at a fixed pace, which show nothing to an eavesdropper; "
+            "refuse OpenAI's and /v1/verify's answers.",
+        ),
+    ] = False
     max_per_client: Annotated[
         int, typer.Option(min=1, help="Open connections of one address. Raise it behind a proxy, which is one address.")
     ] = _LIMITS.max_per_client

@@ -142,6 +142,8 @@ def open_target(options: ServeOptions) -> Target:
 
         if options.ray:
             raise ConfigError("--upstream is for one server; leave out --ray, or put the replicas upstream")
+        if options.steady:
+            raise ConfigError("--steady has no effect on what goes upstream; leave out --upstream, or --steady")
         return CascadeTarget(_own_target(replace(options, name=None)), options.upstream, upstream_key(), options.name)
     return _own_target(options)
 

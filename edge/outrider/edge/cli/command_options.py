@@ -33,6 +33,7 @@ from outrider.edge.drafting.depth import Effort
 from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, WIDENED_MB
 from outrider.models.errors import ConfigError
+from outrider.models.hosts import is_loopback
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.listen_options import AccessOptions, Host, Port
 
@@ -210,6 +211,11 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
         self._choose_verifier()
         refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_drafting()
+        if self.steady and not is_loopback(self.host):
+            raise ConfigError(
+                f"--steady hides texts between this device and the verifier; what goes to clients beyond {self.host} "
+                "are OpenAI's streams, which have no fixed pace: leave out --host, or --steady"
+            )
 
 
 def refuse_one_file(verifiers: str | Path | None, clients: Path | None) -> None:

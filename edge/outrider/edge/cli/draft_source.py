@@ -109,15 +109,18 @@ Clouds = Sequence[tuple[str, ClientOptions]]
 """Addresses, each with its own key."""
 
 
-def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
+def clouds_of(urls: Sequence[str], keys: Keys, *, is_steady: bool = False) -> Clouds:
     """The addresses with their keys, each without the password that it may have: that goes into its options.
+
+    is_steady: as in ClientOptions.
 
     Raises ConfigError for an address or a key file that cannot be used.
     """
     clouds = []
     for text in urls:
         url, login = split_login(verifier_url(text))
-        clouds.append((url, ClientOptions(api_key=keys.for_url(text, urls), certificate=keys.certificate, login=login)))
+        own = ClientOptions(api_key=keys.for_url(text, urls), certificate=keys.certificate, login=login)
+        clouds.append((url, replace(own, is_steady=is_steady)))
     return clouds
 
 

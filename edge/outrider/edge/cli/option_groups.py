@@ -42,7 +42,7 @@ DRAFTS: Final = (
 """Options that have no effect where nothing drafts."""
 
 
-OF_CLOUDS: Final = ("api_key", "key_file", "allow_http", "tls_client_cert", "offline_ok")
+OF_CLOUDS: Final = ("api_key", "key_file", "allow_http", "tls_client_cert", "offline_ok", "steady")
 """Options that have no effect where the verifier is this machine's own."""
 
 
@@ -142,6 +142,14 @@ class SourceOptions:
             show_default=False,
         ),
     ] = None
+    steady: Annotated[
+        bool,
+        typer.Option(
+            "--steady",
+            help="Send and get texts in messages of one size at a fixed pace, so that an eavesdropper learns nothing "
+            "from their sizes and times.",
+        ),
+    ] = False
 
     def _choose_verifier(self) -> None:
         """Leaves `target` unset where an address from a source that comes first takes its place.

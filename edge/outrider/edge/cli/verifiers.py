@@ -49,7 +49,7 @@ class Verifiers:
 def open_verifiers(options: RunOptions | ChatOptions | ServeOptions, about: Console) -> Iterator[Verifiers]:
     """The verifiers; starts an own one, and ends it with the context. Raises OutriderError."""
     if options.target is None:
-        yield Verifiers(clouds_of(options.cloud, options.keys()), options.draft)
+        yield Verifiers(clouds_of(options.cloud, options.keys(), is_steady=options.steady), options.draft)
         return
     target, drafts = _bundles(options, options.target, about)
     with ExitStack() as stack:

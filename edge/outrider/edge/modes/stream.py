@@ -29,6 +29,7 @@ from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens
 from outrider.models.client import tracing
 from outrider.models.client.client import VerifierClient
+from outrider.models.client.long_request import LongRequest
 from outrider.models.client.messages import DraftMessage
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
@@ -134,12 +135,13 @@ class _Generation:
             Drafting(drafter, agent.depth, estimates, options.tree, agent.scheduler, agent.on_call),
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             self._send,
-            lambda: self._posts is not None and self._sender.is_free,
+            lambda: self._posts is not None and self._sender.is_free and (self._line is None or self._line.has_room),
         )
         agent.on_begin(self._ahead)
         if origin is not None and origin.began is not None and origin.began.has_mid:
             agent.with_mid.add(origin.began.url)
         self._posts: Posts | None = None  # None until the first session is open
+        self._line: LongRequest | None = None  # of a steady session
         self._session = ""
         self._client: VerifierClient | None = None
         self._session_start = 0  # tokens known when the session was opened
@@ -267,13 +269,16 @@ class _Generation:
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
         self._posts, self._session, self._client = self._agent.wrap_posts(client), event.session, client
         self._sender.max_in_flight = client.max_in_flight(event.session)
+        self._line = client.frames(event.session)
+        if self._line is not None:
+            self._line.on_frame = self._ahead.pump
         self._takes_trees, self._path = event.protocol >= TREES_SINCE, []
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
         self._agent.estimates.on_open(
             took_ms,
             event.step_ms,
             event.draft_token_ms,
-            takes_turns=client.is_local and event.protocol >= TURNS_SINCE and event.mid is None,
+            takes_turns=client.is_local and event.protocol >= TURNS_SINCE and event.mid is None and not event.steady,
         )
         self._last_commit_at = 0.0
         self._ahead.resend()

@@ -23,18 +23,22 @@ MAX_LINE_BYTES: Final = 1 << 18
 """A commit is a few hundred bytes; `open` repeats the request's stop ids."""
 MAX_IDLE_BYTES: Final = 1 << 20
 """Of comments and blank lines between two events: a keep-alive of 3 bytes every 5 s takes 20 days for that."""
+MAX_STEADY_BYTES: Final = 1 << 26
+"""The same for the frames of a steady session: more than an hour."""
 
 
 class EventParser:
     """Turns the bytes of an event stream, cut anywhere, into events. Comment lines (keep-alives) are skipped.
 
-    Keeps at most one unfinished line, of at most `MAX_LINE_BYTES`. url: the server, for errors.
+    Keeps at most one unfinished line, of at most `MAX_LINE_BYTES`. url: the server, for errors. max_idle_bytes: of
+    lines between two events.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._rest = bytearray()
         self._num_idle = 0
+        self.max_idle_bytes = MAX_IDLE_BYTES
 
     def feed(self, data: bytes) -> Iterator[SessionEvent | Taken]:
         """Yields the events that `data` completes. Raises ProtocolBroken for anything that is not a session's event."""
@@ -47,8 +51,8 @@ class EventParser:
             raise ProtocolBroken(self._url, f"a line of its stream has more than {MAX_LINE_BYTES} bytes")
         for line in lines:
             self._num_idle += len(line) + 1
-            if self._num_idle > MAX_IDLE_BYTES:
-                raise ProtocolBroken(self._url, f"it sent more than {MAX_IDLE_BYTES} bytes without an event")
+            if self._num_idle > self.max_idle_bytes:
+                raise ProtocolBroken(self._url, f"it sent more than {self.max_idle_bytes} bytes without an event")
             if line.startswith(b"data:"):
                 try:
                     event = parse_event(line[5:])
@@ -113,6 +117,9 @@ class SessionCheck:
             )
         if event.keep_alive_s is not None and not math.isfinite(event.keep_alive_s):
             raise ProtocolBroken(self._url, f"keep_alive_s is {event.keep_alive_s}; expected a number")
+        if (event.steady is not None) is not self._asked.steady:
+            asked = "a steady session was" if self._asked.steady else "no steady session was"
+            raise ProtocolBroken(self._url, f"{asked} asked for, and its 'open' says otherwise")
         check_times(self._url, event)
         self._open = event
         self._vocab_size = self._vocab_size or event.vocab_size

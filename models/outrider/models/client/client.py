@@ -16,7 +16,14 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.models.client import tracing
 from outrider.models.client.address import verifier_url as verifier_url  # also for importers of this module
-from outrider.models.client.checks import EventParser, SessionCheck, check_rendered, check_result, check_times
+from outrider.models.client.checks import (
+    MAX_STEADY_BYTES,
+    EventParser,
+    SessionCheck,
+    check_rendered,
+    check_result,
+    check_times,
+)
 from outrider.models.client.errors import EndpointLost, ProtocolBroken, lost, short, silent
 from outrider.models.client.exchange import Exchange
 from outrider.models.client.http_endpoint import MAX_ANSWER_BYTES, Headers, HttpEndpoint, longest_silence_s
@@ -38,6 +45,7 @@ from outrider.models.wire.protocol import (
     SessionRequest,
     Taken,
 )
+from outrider.models.wire.steady import PADDED_HEADER, padded
 from outrider.models.wire.tree_draft import TREE_MEDIA_TYPE
 from outrider.models.wire.verify import VerifyAnswer, VerifyRequest
 
@@ -61,14 +69,17 @@ MAX_UNACKNOWLEDGED: Final = 48
 _LEAST_CONNECTIONS: Final = 3
 """For a stream, its long request, and a message beside them."""
 
+_UNSTEADY: Final = "the verifier at {url} knows no steady sessions: upgrade it, or leave out --steady"
 MAX_RENDERED_BYTES: Final = 1 << 22
 """The ids of half a million tokens."""
 
 
 class _Lines(dict[str, LongRequest]):
-    """The long requests of open sessions, by session. is_off: the way to this server passes none."""
+    """The long requests of open sessions, by session. is_off: the way to this server passes none. needs_steady: the
+    server serves steady sessions only.
+    """
 
-    is_off = False
+    is_off = needs_steady = False
 
 
 class VerifierClient(HttpEndpoint):
@@ -99,6 +110,8 @@ class VerifierClient(HttpEndpoint):
         """POST /v1/render, with a body of JSON: the token ids of a conversation."""
         with tracing.call("POST /v1/render", self.url) as span:
             headers = [*_ASK, *span.headers]
+            if self._is_steady:
+                conversation, headers = padded(conversation), [*headers, (PADDED_HEADER, "1")]
             body = await self._exchange(
                 "POST", "/v1/render", conversation, headers=headers, max_bytes=MAX_RENDERED_BYTES
             )
@@ -112,6 +125,10 @@ class VerifierClient(HttpEndpoint):
         target: as for `open_session`.
         """
         limit_s = self._options.call_timeout_s
+        if self._is_steady:
+            raise RequestError(
+                "steady_required", "/v1/verify has no fixed pace; stream the text, or leave out --steady"
+            )
         with tracing.call("POST /v1/verify", self.url) as span:
             headers = [*_ASK, *_wish(target), *span.headers]
             call = asyncio.create_task(self._exchange("POST", "/v1/verify", request, headers=headers, limit_s=limit_s))
@@ -128,14 +145,23 @@ class VerifierClient(HttpEndpoint):
                 check_result(self.url, item, result, self._options.vocab_size)
         return answer
 
+    @property
+    def _is_steady(self) -> bool:
+        return self._options.is_steady or self._lines.needs_steady
+
     def max_in_flight(self, session: str) -> int:
         """How many calls of `post_drafts` may run at a time for this session."""
         return MAX_UNACKNOWLEDGED if self._long_request(session) is not None else MAX_POSTS
 
-    def _long_request(self, session: str) -> LongRequest | None:
-        """The session's, while it takes messages."""
+    def frames(self, session: str) -> LongRequest | None:
+        """The long request of a steady session: a message goes when it has room, and nowhere else. Else None."""
         line = self._lines.get(session)
-        return line if line is not None and line.is_open else None
+        return line if line is not None and line.pace is not None else None
+
+    def _long_request(self, session: str) -> LongRequest | None:
+        """The session's, while it takes messages; that of a steady session always."""
+        line = self._lines.get(session)
+        return line if line is not None and (line.is_open or line.pace is not None) else None
 
     async def post_drafts(self, session: str, message: DraftMessage) -> float:
         """Sends a draft message; returns, once it is acknowledged, the ms for which the server held that back.
@@ -143,20 +169,22 @@ class VerifierClient(HttpEndpoint):
         Trees go up the session's long request while that works, else each is a POST /v1/sessions/{id}/drafts. A stale
         draft is no error: newer commits are already on their way.
         """
-        line = self._long_request(session) if message.media_type == TREE_MEDIA_TYPE else None
-        if line is not None:
+        line = self._long_request(session)
+        if line is not None and message.media_type == TREE_MEDIA_TYPE:
             return await line.post(message.body)
+        if line is not None and line.pace is not None:
+            raise EndpointLost(f"{self.url}: a steady session takes trees only")
         headers = _TREE_HEADERS if message.media_type == TREE_MEDIA_TYPE else _DRAFT_HEADERS
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", message.body, headers=headers, passes=409)
         return 0.0
 
     def _begin_long(self, opened: SessionOpen, took_s: float) -> LongRequest | None:
         """The long request of a session; nothing is sent before its first message. took_s: from request to `open`."""
-        shared = self._lines
+        shared, pace = self._lines, opened.steady
         if (
             opened.protocol < LONG_SINCE
             or opened.session in shared
-            or shared.is_off
+            or (shared.is_off and pace is None)
             or not self._is_traced  # what stands in for a network waits for a body's end
             or self._options.max_connections < _LEAST_CONNECTIONS
         ):
@@ -173,7 +201,7 @@ class VerifierClient(HttpEndpoint):
             shared.is_off = True
 
         step_s = (opened.step_ms or 0.0) / 1e3
-        line = LongRequest(self.url, start, self.wire, rtt_s=took_s, step_s=step_s, on_unusable=unusable)
+        line = LongRequest(self.url, start, self.wire, rtt_s=took_s, step_s=step_s, on_unusable=unusable, pace=pace)
         shared[opened.session] = line
         return line
 
@@ -200,8 +228,6 @@ class VerifierClient(HttpEndpoint):
         with tracing.call("POST /v1/sessions", self.url) as span:
             no_store = [_NO_STORE] if self._options.no_store else []
             headers = [*_ASK, *no_store, *_wish(target), *span.headers]
-            exchange = Exchange(self._left, is_traced=self._is_traced)
-            http_request = self._build("POST", "/v1/sessions", exchange, request, headers)
             check: SessionCheck | None = None
             began_s = asyncio.get_running_loop().time()
             line: LongRequest | None = None
@@ -211,10 +237,8 @@ class VerifierClient(HttpEndpoint):
                 line = self._begin_long(opened, asyncio.get_running_loop().time() - began_s)
                 return line
 
+            exchange, request = await self._ask_session(request, headers)
             try:
-                response = await self._head(exchange, http_request)
-                if response.status_code != 200:
-                    raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
                 check = SessionCheck(self.url, request, self._options.vocab_size)
                 yield self._events(exchange, check, begin)
             finally:
@@ -222,6 +246,30 @@ class VerifierClient(HttpEndpoint):
                 if line is not None:
                     self._end_long(line, is_cut=not is_over)
                 await exchange.aclose(is_ending=is_over)
+
+    async def _ask_session(self, request: SessionRequest, headers: Headers) -> tuple[Exchange, SessionRequest]:
+        """What has the stream that answers, and the request as it was sent. Close the exchange."""
+        content: SessionRequest | bytes = request
+        if self._is_steady:
+            request = request.model_copy(update={"steady": True})
+            content = padded(request.model_dump_json(exclude_defaults=True).encode())
+        exchange = Exchange(self._left, is_traced=self._is_traced)
+        try:
+            response = await self._head(exchange, self._build("POST", "/v1/sessions", exchange, content, headers))
+            if response.status_code != 200:
+                raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
+        except BaseException as error:
+            await exchange.aclose()
+            if not isinstance(error, RequestError):
+                raise
+            if request.steady and error.code == "invalid_parameter" and str(error).startswith("steady"):
+                raise RequestError("steady_unknown", _UNSTEADY.format(url=self.url)) from None
+            if request.steady or error.code != "steady_required":
+                raise
+        else:
+            return exchange, request
+        self._lines.needs_steady = True
+        return await self._ask_session(request, headers)
 
     async def _events(
         self, exchange: Exchange, check: SessionCheck, begin: Callable[[SessionOpen], LongRequest | None]
@@ -250,6 +298,8 @@ class VerifierClient(HttpEndpoint):
                         continue
                 elif isinstance(event, SessionOpen):
                     line = begin(event)
+                    if event.steady is not None:
+                        parser.max_idle_bytes = MAX_STEADY_BYTES
                     silence_s = self._options.stream_timeout_s
                     if event.keep_alive_s is not None:
                         silence_s = longest_silence_s(event.keep_alive_s)

@@ -64,6 +64,7 @@ class ClientOptions:
     call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream and one for its
     long request of drafts, the rest for single messages in flight. certificate: what the device shows to servers that
     ask for one.
+    is_steady: opens sessions that are sent in frames at a fixed pace, and no others.
     no_store: asks servers to keep no text of a session, and to draft it from none that they kept.
     login: user:password of a proxy in front, where there is no key; the address may have it instead. vocab_size: of the
     target, where it is known: no other ids are taken. tls: settings of https; None: the system's, with the certificate.
@@ -78,6 +79,7 @@ class ClientOptions:
     max_connections: int = 12
     certificate: ClientCertificate | None = None
     no_store: bool = False
+    is_steady: bool = False
     login: str | None = field(default=None, repr=False)
     vocab_size: int | None = None
     tls: ssl.SSLContext | None = None

@@ -2,7 +2,8 @@
 
 httpx shows no answer before the request's body ends, so acknowledgements come down the session's own stream. Where none
 comes in time (a proxy may wait for the end of a body, or refuse one in chunks), the request is given up: what was not
-acknowledged counts as lost, and the client sends single messages from then on. Knows no HTTP.
+acknowledged counts as lost, and the client sends single messages from then on. In a steady session it begins at once,
+and goes in frames (`wire/steady`). Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
@@ -17,6 +19,7 @@ from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import OutriderError
 from outrider.models.wire.draft_stream import framed
 from outrider.models.wire.protocol import Commit, Taken
+from outrider.models.wire.steady import SteadyPace
 
 LEAST_WAIT_S: Final = 0.25
 _LATE_S: Final = 0.05
@@ -38,7 +41,7 @@ class LongRequest:
     start: called at the first message with the body, in pieces; returns once the answer is there, raises OutriderError.
     wire: counts bytes. rtt_s, step_s: what is known of a round trip and of the server's step; both are followed.
     on_unusable: called where the way to the server seems to pass no such request: nothing was acknowledged, while the
-    session's stream went on, or it was refused.
+    session's stream went on, or it was refused. pace: of a steady session's frames.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class LongRequest:
         rtt_s: float,
         step_s: float,
         on_unusable: Callable[[], None],
+        pace: SteadyPace | None = None,
     ) -> None:
         self._url = url
         self._start = start
@@ -69,16 +73,31 @@ class LongRequest:
         """Runs from the first message to the request's end."""
         self.is_open = True
         """Whether it takes messages; false once it has failed or ended."""
+        self.pace = pace
+        self._gone: deque[tuple[int, int]] = deque()  # messages in frames: where each ends in all bytes, its number
+        self._num_framed = self._num_posted = 0  # bytes
+        self.on_frame: Callable[[], None] = lambda: None
+        """In a steady session: called when there is room for a message, which the poster may hand over at once."""
+        self.has_room = pace is None
+        """Whether a message would go now."""
+        if pace is not None:
+            self.task = self._loop.create_task(self._run())
 
     async def post(self, body: bytes) -> float:
         """Sends a message; returns once it is acknowledged, with the ms for which that was held back.
 
         Raises EndpointLost where the message was dropped, or may not have arrived.
         """
+        if not self.is_open:
+            raise EndpointLost(f"{self._url}: the long request of a steady session has failed")
         if self.task is None:
             self.task = self._loop.create_task(self._run())
         self._num += 1
-        self._unsent += framed(body)
+        self._unsent += (message := framed(body))
+        if self.pace is not None:
+            self.has_room = False
+            self._num_posted += len(message)
+            self._gone.append((self._num_posted, self._num))
         sent = _Sent(self._num, self._loop.time(), self._loop.create_future())
         self._waiting.append(sent)
         self._wake.set()
@@ -157,7 +176,7 @@ class LongRequest:
 
     async def _run(self) -> None:
         try:
-            await self._start(self._pieces())
+            await self._start(self._pieces() if self.pace is None else self._frames(self.pace))
         except OutriderError as error:
             self._fail(error)
         else:
@@ -168,12 +187,8 @@ class LongRequest:
         while True:
             if self._unsent:
                 piece, self._unsent = bytes(self._unsent), bytearray()
-                self._wire.body_up += len(piece)
-                self._wire.headers_up += len(f"{len(piece):x}\r\n\r\n")
-                self._sent_s[self._num] = now_s = self._loop.time()
-                self._began_s = min(self._began_s, now_s)
-                if self._timer is None:
-                    self._arm()
+                self._count(len(piece))
+                self._went(self._num)
                 yield piece
             elif self._is_ending:
                 self._wire.headers_up += _END
@@ -181,6 +196,44 @@ class LongRequest:
             else:
                 self._wake.clear()
                 await self._wake.wait()
+
+    async def _frames(self, pace: SteadyPace) -> AsyncIterator[bytes]:
+        """One after the other, full or not."""
+        due_s = self._loop.time()
+        while not self._is_ending:
+            if not self._unsent and self.is_open:
+                self.has_room = True
+                self.on_frame()
+                await asyncio.sleep(0)  # for what has just been handed over to arrive here
+                self.has_room = False
+            piece = bytes(self._unsent[: pace.up])
+            del self._unsent[: pace.up]
+            self._num_framed += len(piece)
+            number = 0
+            while self._gone and self._gone[0][0] <= self._num_framed:
+                number = self._gone.popleft()[1]
+            if number:
+                self._went(number)
+            self._count(pace.up)
+            yield piece.ljust(pace.up, b"\x00")
+            due_s = max(due_s + pace.every_ms / 1e3, self._loop.time())
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    while not self._is_ending:
+                        self._wake.clear()
+                        await self._wake.wait()
+        self._wire.headers_up += _END
+
+    def _count(self, num_bytes: int) -> None:
+        self._wire.body_up += num_bytes
+        self._wire.headers_up += len(f"{num_bytes:x}\r\n\r\n")
+
+    def _went(self, number: int) -> None:
+        """The last message of a piece is on its way."""
+        self._sent_s[number] = now_s = self._loop.time()
+        self._began_s = min(self._began_s, now_s)
+        if self._timer is None and self.is_open:
+            self._arm()
 
     def _arm(self) -> None:
         """Looks when the oldest piece that is not acknowledged is due."""

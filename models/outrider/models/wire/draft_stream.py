@@ -1,7 +1,7 @@
 """Frames the draft messages of one long request: each is a varint length and the bytes of a tree (`tree_draft`).
 
 Since protocol version 3 the drafts of a text go up one request with a chunked body. Messages are numbered 1, 2, 3, ...
-as they come.
+as they come. In a steady session (`steady`) zeros may fill the room between them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from outrider.models.errors import RequestError
+from outrider.models.wire.steady import filler_end
 from outrider.models.wire.tree_draft import put_varint
 
 DRAFTS_MEDIA_TYPE: Final = "application/vnd.outrider.drafts"
@@ -24,12 +25,15 @@ def framed(body: bytes) -> bytes:
 
 
 class MessageReader:
-    """Cuts a long request's bytes, however they come, into messages. Keeps the beginning of one message at most."""
+    """Cuts a long request's bytes, however they come, into messages. Keeps the beginning of one message at most.
 
-    __slots__ = ("_rest",)
+    is_steady: whether there may be filler between them.
+    """
 
-    def __init__(self) -> None:
-        self._rest = b""
+    __slots__ = ("_is_steady", "_rest")
+
+    def __init__(self, is_steady: bool = False) -> None:
+        self._rest, self._is_steady = b"", is_steady
 
     @property
     def is_within(self) -> bool:
@@ -62,6 +66,9 @@ class MessageReader:
                     f"a message has more than {MAX_TREE_BYTES} bytes; send fewer nodes at a time",
                     status=413,
                 )
+            if not length and self._is_steady:
+                at = filler_end(data, begin)
+                continue
             if not length:
                 raise RequestError("invalid_request", "a message of the long request is empty; see docs/protocol.md")
             if begin + length > size:

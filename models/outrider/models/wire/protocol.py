@@ -48,6 +48,7 @@ from outrider.models.wire.fields import (
     TokenIds,
     rule_schema,
 )
+from outrider.models.wire.steady import SteadyPace
 
 PROTOCOL_VERSION = 3
 TREES_SINCE = 2
@@ -121,6 +122,9 @@ class SessionRequest(SamplingFields, ProcessorFields):
     rule: Annotated[Literal[Rule.COUPLED, Rule.GREEDY], WithJsonSchema(rule_schema(Rule.COUPLED, Rule.GREEDY))] = (
         Rule.COUPLED
     )
+    steady: StrictBool = Field(
+        default=False, description="frames of one size at a fixed pace in both directions; drafts up one long request"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -152,6 +156,7 @@ class SessionOpen(Answer):
     recent_tokens: int | None = Field(
         default=None, ge=1, description="of the text that this prompt got before, which the server drafts from"
     )
+    steady: SteadyPace | None = Field(default=None, description="of the frames, where they were asked for")
 
 
 class TokenLogprob(Answer):

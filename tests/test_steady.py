@@ -1,0 +1,261 @@
+"""Steady sessions: frames of one size at a fixed pace, and who is refused where they are asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.fake_runtime import FakeBatchRuntime
+from tests.serving import FakeServer, StepGate, serve_fake, target_tokens
+from tests.test_cloud_ingress import Raw, post
+from tests.test_edge_agent import VOCAB, asking, drafter, is_at_rest, truth
+from tests.test_long_request import PROMPT, ROUTE, SESSION, Paced, chunk, long_head, posts, tree
+from tests.waiting import TIMEOUT_S, wait_until
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.edge.cli.command_options import ServeOptions
+from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationResult, Mode
+from outrider.models.client.checks import EventParser, SessionCheck
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import ProtocolBroken
+from outrider.models.errors import ConfigError, RequestError
+from outrider.models.wire.draft_stream import MessageReader, framed
+from outrider.models.wire.protocol import SessionEvent, SessionOpen, SessionRequest
+from outrider.models.wire.steady import FRAME_BYTES, OPENING_BYTES, down_frame, pace_of, padded
+from outrider.models.wire.verify import VerifyItem, VerifyRequest
+
+STEADY = ClientOptions(is_steady=True)
+
+# -- the bytes ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 400), max_size=12), st.integers(16, 300), st.lists(st.integers(0, 3), max_size=12))
+def test_events_survive_frames(sizes: list[int], size: int, waits: list[int]) -> None:
+    """Whatever fills them, frames have one size, and the events come out whole and in order."""
+    parser, found, pending = EventParser("here"), list[int](), b""
+    waits = [*waits, *[0] * len(sizes)]
+
+    def send() -> None:
+        nonlocal pending
+        frame, pending = down_frame(pending, size)
+        assert len(frame) == size
+        found.extend(event.base for event in parser.feed(frame))  # type: ignore[union-attr]
+
+    for base, (count, wait) in enumerate(zip(sizes, waits, strict=False)):
+        pending += b'data: {"base":%d,"tokens":[%s]}\n\n' % (base, b"7," * (count - 1) + b"7")
+        for _ in range(wait):
+            send()
+    while pending:
+        send()
+    assert found == list(range(len(sizes)))
+
+
+@given(
+    st.lists(st.tuples(st.binary(min_size=1, max_size=300), st.integers(0, 40)), max_size=12),
+    st.lists(st.integers(1, 40), min_size=1, max_size=30),
+)
+def test_messages_survive_the_filler_between_them(parts: list[tuple[bytes, int]], sizes: list[int]) -> None:
+    """However their bytes are cut."""
+    data = b"".join(framed(body) + bytes(count) for body, count in parts)
+    reader, found, at, turn = MessageReader(is_steady=True), list[bytes](), 0, 0
+    while at < len(data):
+        size = sizes[turn % len(sizes)]
+        found += reader.feed(data[at : at + size])
+        at, turn = at + size, turn + 1
+    assert found == [body for body, _ in parts] and not reader.is_within
+
+
+@given(st.integers(2, 9000))
+def test_a_padded_body_says_the_same_and_shows_its_order_of_size(size: int) -> None:
+    """Powers of two from 4,096 on."""
+    body = padded(json.dumps("x" * (size - 2)).encode())
+    assert len(json.loads(body)) == size - 2
+    assert len(body) == (4096 if size <= 4096 else 8192 if size <= 8192 else 16384)
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+class Frames:
+    """The stream of a session as its chunks."""
+
+    def __init__(self, raw: Raw, body: dict[str, Any]) -> None:
+        self._raw = raw
+        raw.send(post("/v1/sessions", json.dumps(body).encode()))
+        assert raw.answer()[0] == 200
+
+    def __iter__(self) -> Iterator[bytes]:
+        while size := int(self._raw._stream.readline(), 16):
+            found = self._raw._stream.read(size)
+            assert self._raw._stream.readline() == b"\r\n"
+            yield found
+
+    def events(self, chunks: Iterator[bytes]) -> Iterator[SessionEvent]:
+        parser = EventParser("here")
+        for each in chunks:
+            yield from parser.feed(each)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 4}, {"stop": ["no such text"]}])
+def test_frames_have_one_size_whether_anything_happens_or_not(fields: dict[str, Any]) -> None:
+    """While the engine stands they go on; the text and its end are in them."""
+    gate, size = StepGate(), pace_of(fields.get("logprobs")).down
+    with serve_fake(gate=gate) as server, Raw(server) as raw:
+        frames = Frames(raw, SESSION | {"steady": True} | fields)
+        chunks = list(zip(range(4), frames, strict=False))
+        gate.open()
+        chunks += enumerate(frames)
+        first, *others = [each for _, each in chunks]
+        assert len(first) == OPENING_BYTES and {len(each) for each in others} == {size}
+        assert all(each.startswith(b": ") for each in others[:3])
+        opened, *commits, end = frames.events(iter([first, *others]))
+        assert opened.type == "open" and opened.steady == pace_of(fields.get("logprobs"))
+        tokens = [token for commit in commits if commit.type == "commit" for token in commit.tokens]
+        assert tokens == target_tokens(PROMPT, 24) and end.type == "end" and end.reason == "length"
+
+
+def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
+    """Cut by frames, with zeros between."""
+    gate = StepGate()
+    with serve_fake(gate=gate) as server, Raw(server) as raw, Raw(server) as up:
+        frames = Frames(raw, SESSION | {"steady": True})
+        events = frames.events(iter(frames))
+        opened = next(events)
+        assert opened.type == "open"
+        up.send(
+            long_head(opened.session) + chunk(bytes(5) + tree()[:7]) + chunk(tree()[7:] + bytes(9)) + chunk(bytes(99))
+        )
+        taken: Any = next(events)
+        assert taken.type == "taken" and taken.taken[0] == 1
+        gate.open()
+        accepted = sum(getattr(event, "accepted", 0) for event in events)
+        assert accepted > 0 and up.answer()[0] == 204
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/sessions", "/v1/verify"])
+@pytest.mark.parametrize("streams", [{}, {"stream": True}])
+def test_a_server_that_serves_steady_sessions_only_refuses_the_others(path: str, streams: dict[str, bool]) -> None:
+    """By name."""
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"model": "fake", "prompt": "a", **streams},
+        "/v1/chat/completions": {"model": "fake", "messages": [{"role": "user", "content": "a"}], **streams},
+        "/v1/sessions": SESSION,
+        "/v1/verify": {"items": [{"prefix": PROMPT, "draft": [1]}]},
+    }
+    with serve_fake(ServerSettings(needs_steady=True)) as server:
+        answer = httpx.post(server.url + path, json=bodies[path])
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "steady_required"
+        wait_until(server.is_empty)
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
+
+
+def generate(
+    url: str, options: ClientOptions = STEADY, num_texts: int = 1
+) -> tuple[list[GenerationResult], VerifierClient]:
+    async def scenario() -> tuple[list[GenerationResult], VerifierClient]:
+        async with VerifierClient(url, options) as client:
+            agent = StreamAgent(Endpoints([client]), drafter(0.8), FixedDepth(4))
+            return [await agent.generate(asking(seed, max_tokens=40)) for seed in range(num_texts)], client
+
+    return asyncio.run(asyncio.wait_for(scenario(), 2 * TIMEOUT_S))
+
+
+def paced_server(settings: ServerSettings | None = None) -> tuple[Any, Paced]:
+    pace = Paced()
+    return serve_fake(settings, runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pace)), pace
+
+
+def follow(pace: Paced, server: FakeServer) -> None:
+    sessions = server.core.sessions
+    pace.count = lambda: sum(session.line._num for session in list(sessions.values()))
+
+
+def test_a_steady_text_is_the_same_in_full_frames() -> None:
+    """Drafts are accepted; every byte of a body belongs to a whole frame or a padded request."""
+    serving, pace = paced_server()
+    with serving as server:
+        follow(pace, server)
+        results, _ = generate(server.url, num_texts=2)
+        wait_until(lambda: is_at_rest(server) and posts(server) == {204: 2})
+        assert {route for route, _, status in server.core.metrics.requests} >= {ROUTE, "/v1/sessions"}
+    for seed, result in enumerate(results):
+        assert result.tokens == truth(asking(seed, max_tokens=40)) and result.num_accepted > 0
+        assert result.num_failed_posts < result.num_posts
+        assert result.wire.body_up % FRAME_BYTES == 0 and result.wire.body_up >= 4096
+        assert result.wire.body_down % FRAME_BYTES == 0
+
+
+def test_a_device_becomes_steady_where_the_server_is() -> None:
+    """It is refused once, and asks at once as the server wants it."""
+    serving, pace = paced_server(ServerSettings(needs_steady=True))
+    with serving as server:
+        follow(pace, server)
+        results, _ = generate(server.url, ClientOptions(), num_texts=2)
+        wait_until(lambda: is_at_rest(server))
+        opened = {
+            status: num for (route, _, status), num in server.core.metrics.requests.items() if route == "/v1/sessions"
+        }
+        assert opened == {400: 1, 200: 2}
+    for seed, result in enumerate(results):
+        assert result.tokens == truth(asking(seed, max_tokens=40)) and result.num_accepted > 0
+
+
+def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
+    """An older one calls the field unknown; one that ignores it is no verifier."""
+    unknown = {"error": {"code": "invalid_parameter", "message": "steady: unknown field", "param": "steady"}}
+
+    async def scenario() -> None:
+        refusing = httpx.MockTransport(lambda request: httpx.Response(400, json=unknown))
+        asked = SessionRequest(prompt=PROMPT, max_tokens=9)
+        async with VerifierClient("http://old", STEADY, refusing) as client, client.open_session(asked):
+            pass
+
+    with pytest.raises(RequestError, match="http://old knows no steady sessions: upgrade it") as raised:
+        asyncio.run(scenario())
+    assert raised.value.code == "steady_unknown"
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_an_open_event_that_is_not_what_was_asked_for_is_broken(is_asked: bool) -> None:
+    """Neither a text in the clear, nor frames for who does not read them as such."""
+    check = SessionCheck("here", SessionRequest(prompt=PROMPT, max_tokens=9, steady=is_asked))
+    with pytest.raises(ProtocolBroken, match="steady"):
+        check(SessionOpen(session="a", model="b", steady=None if is_asked else pace_of(None)))
+
+
+def test_what_has_no_pace_is_not_sent() -> None:
+    """/v1/verify; conversations and their ids are padded."""
+    with serve_fake() as server:
+
+        async def scenario() -> None:
+            async with VerifierClient(server.url, STEADY) as client:
+                with pytest.raises(RequestError, match="no fixed pace"):
+                    await client.verify(VerifyRequest(items=[VerifyItem(prefix=PROMPT, draft=[1])]))
+                before = client.wire.body_up, client.wire.body_down
+                body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+                assert (await client.render(body)).tokens
+                assert (client.wire.body_up - before[0], client.wire.body_down - before[1]) == (4096, 4096)
+
+        asyncio.run(scenario())
+
+
+def test_options_that_contradict_steady_are_refused() -> None:
+    """Before anything is sent."""
+    with pytest.raises(ConfigError, match="stop-and-wait"):
+        RunOptions(prompt="a", steady=True, mode=Mode.STOP_AND_WAIT)
+    with pytest.raises(ConfigError, match="no fixed pace"):
+        ServeOptions(steady=True, host="0.0.0.0")
+    with pytest.raises(ConfigError, match="--target asks no other verifier"):
+        RunOptions(prompt="a", steady=True, target="reference")
