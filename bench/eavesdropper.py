@@ -5,21 +5,25 @@ Classifiers learn from traces whose prompts are known, and name those of others.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.ensemble import ExtraTreesClassifier
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.model_selection import GroupKFold, cross_val_score
+from sklearn.naive_bayes import MultinomialNB
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 
-SMOOTHING: Final = 0.1
-"""Of naive Bayes: a word that a prompt never had counts as so much of one trace."""
-NUM_BINS: Final = 40
-"""Of time, of the linear discriminant."""
+BIN_S: Final = 0.04
+NUM_TREES = 500
+MERGE_S: Final = 0.002
+"""Reads of a direction that are closer are one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +49,6 @@ class Trace:
     is_steady: bool = False
 
 
-# -- what is seen of a trace -------------------------------------------------------------------------------------------
-
-
-def as_it_is(traces: Sequence[Trace]) -> list[Trace]:
-    """The traces."""
-    return list(traces)
-
-
 def padded(traces: Sequence[Trace]) -> list[Trace]:
     """Every read as large as the largest of its direction, the opening as the largest opening."""
     most = {
@@ -66,128 +62,89 @@ def padded(traces: Sequence[Trace]) -> list[Trace]:
     ]
 
 
-SEEN: Final[Mapping[str, Callable[[Sequence[Trace]], list[Trace]]]] = {"as it is": as_it_is, "padded": padded}
-"""The rows of the table."""
-OPENING: Final = "opening"
+# -- what a classifier knows of a trace --------------------------------------------------------------------------------
 
 
-# -- the classifiers ---------------------------------------------------------------------------------------------------
-
-Words = Callable[[Trace], Iterator[object]]
-Classify = Callable[[Sequence[Trace], Sequence[Trace]], list[int]]
-"""Traces that are known, and others: the others' prompts, as guessed."""
-
-
-def naive_bayes(words: Words, known: Sequence[Trace], others: Sequence[Trace]) -> list[int]:
-    """Multinomial naive Bayes over a trace's words (Manning et al. 2008, 13.2), each counted once in a trace."""
-    places: dict[object, int] = {}
-    seen = [[places.setdefault(word, len(places)) for word in set(words(trace))] for trace in known]
-    prompts = sorted({trace.prompt for trace in known})
-    counts = np.full((len(prompts), len(places)), SMOOTHING)
-    for trace, found in zip(known, seen, strict=True):
-        counts[prompts.index(trace.prompt), found] += 1.0
-    logs = np.log(counts / counts.sum(axis=1, keepdims=True))
-    asked = ([places[word] for word in set(words(trace)) if word in places] for trace in others)
-    return [prompts[int(logs[:, found].sum(axis=1).argmax())] for found in asked]
+def merged(trace: Trace, is_up: bool) -> list[tuple[float, int]]:
+    """(seconds, bytes) of a direction's messages, as far as reads show them."""
+    found: list[tuple[float, int]] = []
+    for read in trace.reads:
+        if read.is_up is not is_up:
+            continue
+        if found and read.at_s - found[-1][0] < MERGE_S:
+            found[-1] = (found[-1][0], found[-1][1] + read.num_bytes)
+        else:
+            found.append((read.at_s, read.num_bytes))
+    return found
 
 
-def nearest_mean(known: Sequence[Trace], others: Sequence[Trace], *, bin_s: float = 0.04) -> list[int]:
-    """Linear discriminant analysis of the numbers of reads and bytes in each time bin, its covariance shrunk."""
-    labels = np.array([trace.prompt for trace in known])
-    rows, wanted = _bins(known, bin_s), _bins(others, bin_s)
-    spread = rows.std(axis=0) + 1e-9
-    rows, wanted = rows / spread, wanted / spread
-    prompts = np.unique(labels)
-    means = np.stack([rows[labels == prompt].mean(axis=0) for prompt in prompts])
-    inside = rows - means[np.searchsorted(prompts, labels)]
-    covariance = inside.T @ inside / len(rows)
-    shrunk = 0.5 * np.trace(covariance) / len(covariance) + 1e-9  # some more: bins that never differ make it singular
-    covariance = 0.5 * covariance + shrunk * np.eye(len(covariance))
-    weights = np.linalg.solve(covariance, means.T)
-    scores = wanted @ weights - 0.5 * (means * weights.T).sum(axis=1)
-    return [int(prompt) for prompt in prompts[scores.argmax(axis=1)]]
-
-
-def nearest_opening(known: Sequence[Trace], others: Sequence[Trace]) -> list[int]:
-    """By the size of the opening alone: the prompt whose own are closest on average."""
-    sizes: dict[int, list[int]] = {}
-    for trace in known:
-        sizes.setdefault(trace.prompt, []).append(trace.opening)
-    means = {prompt: sum(found) / len(found) for prompt, found in sizes.items()}
-    return [min(means, key=lambda prompt: abs(means[prompt] - trace.opening)) for trace in others]
-
-
-def _bins(traces: Sequence[Trace], bin_s: float) -> NDArray[np.float64]:
-    """[N, 4 * bins]: reads up, reads down, bytes up, bytes down, each summed to the end of the bin."""
-    count = math.ceil(max(read.at_s for trace in traces for read in trace.reads) / bin_s) + 1
-    rows = np.zeros((len(traces), 2, 2, max(count, NUM_BINS)))
+def by_place(traces: Sequence[Trace], num_down: int, num_up: int, num_bins: int) -> NDArray[np.float32]:
+    """[N, features]: sizes and times of the first messages of each direction, then messages and bytes so far in bins of
+    time. -1 where there is none.
+    """
+    rows = np.full((len(traces), 2 * (num_down + num_up) + 4 * num_bins), -1.0, np.float32)
     for row, trace in zip(rows, traces, strict=True):
-        for read in trace.reads:
-            row[:, int(read.is_up), int(read.at_s / bin_s)] += (1.0, read.num_bytes)
-    cumulated: NDArray[np.float64] = rows[..., :NUM_BINS].cumsum(axis=-1).reshape(len(traces), -1)
-    return cumulated
+        at = 0
+        for is_up, num in ((False, num_down), (True, num_up)):
+            messages = merged(trace, is_up)
+            for place, (at_s, num_bytes) in enumerate(messages[:num]):
+                row[at + 2 * place : at + 2 * place + 2] = num_bytes, at_s
+            at += 2 * num
+            for bin_ in range(num_bins):
+                before = [num_bytes for at_s, num_bytes in messages if at_s < (bin_ + 1) * BIN_S]
+                row[at : at + 2] = len(before), sum(before)
+                at += 2
+    return rows
 
 
-def runs_of_sizes(trace: Trace) -> Iterator[object]:
-    """Runs of one to four sizes in a direction."""
+def words(trace: Trace) -> Iterator[str]:
+    """Runs of one to three sizes of a direction, and of gaps between times, alone and with about where they stand."""
     for is_up in (False, True):
-        sizes = [read.num_bytes for read in trace.reads if read.is_up is is_up]
-        for length in (1, 2, 3, 4):
-            yield from ((is_up, *sizes[at : at + length]) for at in range(len(sizes) - length + 1))
+        messages = merged(trace, is_up)
+        sizes = [num_bytes for _, num_bytes in messages]
+        gaps = [round((b - a) / 0.005) for (a, _), (b, _) in pairwise(messages)]
+        for name, values in (("size", sizes), ("gap", gaps)):
+            for length in (1, 2, 3):
+                for place in range(len(values) - length + 1):
+                    run = f"{name} {is_up} {values[place : place + length]}"
+                    yield run
+                    yield f"{run} {place // 2}"
 
 
-def placed_sizes(trace: Trace) -> Iterator[object]:
-    """Sizes in a direction, each with about how many of its size class came before."""
-    for is_up in (False, True):
-        sizes = [read.num_bytes for read in trace.reads if read.is_up is is_up]
-        yield from ((is_up, place // 3, size) for place, size in enumerate(sizes))
+def _opening(traces: Sequence[Trace]) -> NDArray[np.float32]:
+    return np.array([[trace.opening] for trace in traces], np.float32)
 
 
-def placed_texts(trace: Trace) -> Iterator[object]:
-    """Larger reads down alone, by place: commits, without the answers to drafts, which all have one size."""
-    common = Counter(read.num_bytes for read in trace.reads if not read.is_up).most_common(1)
-    sizes = [read.num_bytes for read in trace.reads if not read.is_up and read.num_bytes != common[0][0]]
-    for length in (1, 2, 3):
-        for at in range(len(sizes) - length + 1):
-            run = tuple(sizes[at : at + length])
-            yield run
-            yield (at // 2, *run)
+Features = Callable[[Sequence[Trace]], Any]
 
 
-def gaps(trace: Trace) -> Iterator[object]:
-    """Runs of one to three times between reads in a direction, to 5 ms, each with its time to 0.2 s."""
-    for is_up in (False, True):
-        times = [read.at_s for read in trace.reads if read.is_up is is_up]
-        steps = [round((b - a) / 0.005) for a, b in pairwise(times)]
-        for length in (1, 2, 3):
-            for at in range(len(steps) - length + 1):
-                yield (is_up, *steps[at : at + length])
-                yield (is_up, int(times[at] / 0.2), *steps[at : at + length])
+def trees(features: Features) -> Pipeline:
+    """Extremely randomized trees (Geurts et al. 2006)."""
+    forest = ExtraTreesClassifier(NUM_TREES, n_jobs=-1, random_state=0)
+    return make_pipeline(FunctionTransformer(features), forest)
 
 
-def all_words(trace: Trace) -> Iterator[object]:
-    """All of the above."""
-    for words in (runs_of_sizes, placed_sizes, placed_texts, gaps):
-        yield from ((words.__name__, word) for word in words(trace))
+CLASSIFIERS: Final[Mapping[str, Callable[[], Pipeline]]] = {
+    f"trees, {num_down} down, {num_up} up, {num_bins} bins": partial(
+        trees, partial(by_place, num_down=num_down, num_up=num_up, num_bins=num_bins)
+    )
+    for num_down, num_up, num_bins in ((4, 0, 0), (8, 0, 0), (8, 24, 0), (16, 0, 0), (16, 48, 24), (0, 0, 24))
+} | {
+    "naive Bayes of words": lambda: make_pipeline(
+        CountVectorizer(analyzer=lambda trace: list(words(trace)), binary=True), MultinomialNB(alpha=0.05)
+    )
+}
+BY_OPENING: Final = partial(trees, _opening)
 
 
-CLASSIFIERS: Final[Mapping[str, Classify]] = {
-    words.__name__: partial(naive_bayes, words)
-    for words in (runs_of_sizes, placed_sizes, placed_texts, gaps, all_words)
-} | {"nearest_mean": nearest_mean}
-
-
-def share(guessed: Sequence[int], traces: Sequence[Trace]) -> float:
-    """Of guesses that are right."""
-    return sum(guess == trace.prompt for guess, trace in zip(guessed, traces, strict=True)) / len(traces)
-
-
-def validated(classify: Classify, known: Sequence[Trace], num_folds: int = 2) -> float:
+def validated(classifier: Pipeline, known: Sequence[Trace]) -> float:
     """The share of right guesses of traces that were left out in turn, by their seeds."""
-    shares = []
-    for fold in range(num_folds):
-        out = [trace for trace in known if trace.seed % num_folds == fold]
-        left = [trace for trace in known if trace.seed % num_folds != fold]
-        if out and left:
-            shares.append(share(classify(left, out), out))
-    return sum(shares) / len(shares)
+    labels, seeds = [trace.prompt for trace in known], [trace.seed for trace in known]
+    folds = GroupKFold(min(4, len(set(seeds))))
+    return float(np.mean(cross_val_score(classifier, known, labels, groups=seeds, cv=folds)))
+
+
+def named(classifier: Pipeline, known: Sequence[Trace], others: Sequence[Trace]) -> float:
+    """The share of `others` whose prompt is guessed rightly."""
+    classifier.fit(known, [trace.prompt for trace in known])
+    return float(classifier.score(others, [trace.prompt for trace in others]))

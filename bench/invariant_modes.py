@@ -86,6 +86,7 @@ def _many_drafts(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Age
     return StreamAgent(endpoints, drafter, FixedDepth(DEPTH))
 
 
+STEADY: Final = "steady"
 PATH: Final = "path"
 MIXED: Final = "mixed"
 WRONG_TREE: Final = "always-wrong tree"
@@ -105,6 +106,7 @@ MODES: Final[dict[str, MakeAgent]] = {
     "no draft": _no_draft,
     FAULTY: _faulty,
     TURNS: _turns,
+    STEADY: _many_drafts,
     CUT: _many_drafts,
     REPEATED: _many_drafts,
 }
@@ -124,7 +126,9 @@ async def generate_all(
 
     async def work(drafter: Drafter) -> None:
         with _line(url, is_cut=mode == CUT) as (place, cut_next):
-            async with VerifierClient(place, ClientOptions(no_store=mode != REPEATED)) as client:
+            async with VerifierClient(
+                place, ClientOptions(no_store=mode != REPEATED, is_steady=mode == STEADY)
+            ) as client:
                 agent = MODES[mode](Endpoints([client]), drafter, vocab_size)
                 for index, request in waiting:
                     if mode == REPEATED:

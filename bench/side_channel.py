@@ -8,16 +8,18 @@ the text's counts. The row `opening` is the rest: the size of the request that o
 
 The pair is the real reference pair at exact times (`bench.paced_pair`). Each read is delayed by half a round trip and a
 random jitter (exponential, its mean is --jitter-ms). Texts of all prompts, of training and of test, are mixed, so that
-nothing that drifts tells them apart. Classifiers are naive Bayes over several sets of words of a trace, and a linear
-discriminant; cross-validation of the training traces alone chooses among them. Chance is 1 / prompts.
+nothing that drifts tells them apart. Classifiers are trees over the first messages, and naive Bayes over runs of sizes
+and gaps; cross-validation of the training traces alone chooses among them. Chance is 1 / prompts.
 
   as it is   the trace
   padded     computed from it: every read as large as the largest of its direction, at its own time
+  steady     other texts, with the same seeds, in steady sessions
 
 A text without drafts has a token for each step: 25 tokens/s at the default pace; what is above is the drafts' gain.
-Exits 1 when the classifier names less than 60 % as it is: then it is too weak to show that anything is hidden.
+Exits 1 when the classifier names less than 60 % as it is (then it is too weak to show that anything is hidden), over 5
+points more than chance where sessions are steady, or where these lose over 20 % of the gain.
 
-    python -m bench.side_channel [--temperature 0.3] [--train 9] [--test 4] [--rtt-ms 25] [--json PATH]
+    python -m bench.side_channel [--temperature 0.3] [--train 20] [--test 4] [--rtt-ms 25] [--json PATH]
 
 `--keep FILE` also writes the traces, and `--read FILE` classifies those of an earlier run in place of new ones.
 """
@@ -40,7 +42,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from bench.eavesdropper import CLASSIFIERS, OPENING, SEEN, Classify, Read, Trace, nearest_opening, share, validated
+from bench.eavesdropper import BY_OPENING, CLASSIFIERS, Read, Trace, named, padded, validated
 from bench.paced_pair import Pace, open_paced
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
@@ -57,7 +59,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts, target_dir
 
-LEAST: Final = 0.6
+LEAST, OVER_CHANCE, MOST_LOST = 0.6, 0.05, 0.2
 MAX_TOKENS: Final = 512
 """More than a window has."""
 SLACK_S: Final = 0.05
@@ -197,13 +199,13 @@ def interval(accuracy: float, count: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, only: Classify | None = None) -> Found:
-    """Chooses a classifier on the training traces, and lets it guess the others. only: the one to take."""
+def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, *, by_opening: bool = False) -> Found:
+    """Chooses a classifier on the training traces, and lets it guess the others. by_opening: sees nothing else."""
     known = [trace for trace in traces if trace.seed < num_train]
     others = [trace for trace in traces if trace.seed >= num_train]
-    choices = CLASSIFIERS if only is None else {name: only}
-    chosen = max(choices, key=lambda each: validated(choices[each], known)) if len(choices) > 1 else name
-    accuracy = share(choices[chosen](known, others), others)
+    choices = {"its size": BY_OPENING} if by_opening else CLASSIFIERS
+    chosen = max(choices, key=lambda each: validated(choices[each](), known))
+    accuracy = named(choices[chosen](), known, others)
     num_tokens = sum(trace.num_tokens for trace in traces)
     up, down = (
         sum(read.num_bytes for trace in traces for read in trace.reads if read.is_up is is_up) / num_tokens
@@ -253,14 +255,14 @@ def main(given: Sequence[str] | None = None) -> int:
         __doc__,
         {
             "--prompts": option(40),
-            "--train": option(9, "seeds of each prompt that the eavesdropper knows"),
+            "--train": option(20, "seeds of each prompt that the eavesdropper knows"),
             "--test": option(4, "other seeds of each prompt"),
             "--temperature": option(0.3),
-            "--window-s": option(1.2, "that is seen of a text"),
+            "--window-s": option(0.9, "that is seen of a text"),
             "--rtt-ms": option(25.0),
             "--jitter-ms": option(1.0, "mean of each read's"),
             "--pace": option([40.0, 1.0, 1.0], nargs=3, metavar=("STEP_MS", "EXTRA_MS", "DRAFT_MS")),
-            "--lanes": option(3, "texts at a time, each with a verifier of its own"),
+            "--lanes": option(2, "texts at a time, each with a verifier of its own"),
             "--keep": option(type=Path, help="also write the traces here"),
             "--read": option(type=Path, help="take the traces of an earlier run with these options"),
             **TO_JSON,
@@ -272,15 +274,34 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.keep:
         keep_traces(options.keep, traces)
     window_s = options.window_s - SLACK_S
-    found = [judge(name, seen(traces), options.train, window_s) for name, seen in SEEN.items()]
-    found.append(judge(OPENING, traces, options.train, window_s, nearest_opening))
+    plain, steady = ([trace for trace in traces if trace.is_steady is wanted] for wanted in (False, True))
+    seen = {"as it is": plain, "padded": padded(plain), "steady": steady}
+    found = [judge(name, each, options.train, window_s) for name, each in seen.items()]
+    openings = {"opening": plain, "opening, steady": steady}
+    found += [judge(name, each, options.train, window_s, by_opening=True) for name, each in openings.items()]
     console = Console(width=None if sys.stdout.isatty() else 140)
     show(console, found, options.prompts, options.prompts * options.test)
-    first = found[0]
+    first, _, in_frames, _, opening = found
     missed = []
     if first.accuracy < LEAST:
         missed.append(f"the classifier names {first.accuracy:.1%} as it is, expected at least {LEAST:.0%}: too weak")
-    told = {"temperature": options.temperature, "prompts": options.prompts, "rows": [asdict(row) for row in found]}
+    most = 1 / options.prompts + OVER_CHANCE
+    missed += [
+        f"{row.name}: {row.accuracy:.1%} are named, expected at most {most:.1%}"
+        for row in (in_frames, opening)
+        if row.accuracy > most
+    ]
+    undrafted = 1e3 / options.pace[0]
+    lost = (first.tokens_per_s - in_frames.tokens_per_s) / (first.tokens_per_s - undrafted)
+    console.print(f"steady sessions lose {lost:.0%} of the gain over {undrafted:g} tokens/s", highlight=False)
+    if lost > MOST_LOST:
+        missed.append(f"steady sessions lose {lost:.0%} of the gain, expected at most {MOST_LOST:.0%}")
+    told = {
+        "temperature": options.temperature,
+        "prompts": options.prompts,
+        "lost": lost,
+        "rows": [asdict(row) for row in found],
+    }
     return verdict(console, missed, options.json, told)
 
 

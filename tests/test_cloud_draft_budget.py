@@ -14,6 +14,7 @@ from tests.engine_harness import Clock
 from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.bridge import Bridge
+from outrider.cloud.api.draft_line import DraftLine
 from outrider.cloud.api.draft_posts import TREE_UNIT_BYTES, DraftBudget
 from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND, NewestTimes, SessionStream, StepTimes
@@ -260,6 +261,7 @@ class Streaming:
             self._close,
             keep_alive_s=keep_alive_s,
             step_times=lambda: self.times,
+            line=DraftLine(),
         )
         scope: dict[str, Any] = {"type": "http", SERVER_SEND: self.connection.send}
         self.task = asyncio.create_task(stream(scope, self.connection.receive, self.connection.send))

@@ -115,13 +115,13 @@ def begun(server: FakeServer, url: str | None = None) -> Iterator[Line]:
         events = read_all_events(stack.enter_context(client.stream("POST", "/v1/sessions", json=SESSION)))
         opened = next(events)
         assert isinstance(opened, SessionOpen)
-        raw = stack.enter_context(Raw(server if url is None else _At(url)))  # type: ignore[arg-type]
+        raw = stack.enter_context(Raw(server if url is None else At(url)))  # type: ignore[arg-type]
         raw.send(long_head(opened.session))
         yield Line(raw, events, opened.session)
 
 
 @dataclass
-class _At:
+class At:
     url: str
 
 

@@ -23,6 +23,7 @@ def test_the_wire_is_heard_from_the_first_token_on() -> None:
     size = fake_tokenizer().size
     texts = tuple(
         (
+            number == 2,
             number,
             GenerationRequest(
                 prompt=tuple(5 + at % 20 for at in range(length)),
@@ -32,28 +33,30 @@ def test_the_wire_is_heard_from_the_first_token_on() -> None:
                 ignore_eos=True,
             ),
         )
-        for number, length in enumerate((4, 400))
+        for number, length in enumerate((4, 400, 4))
     )
     runtime = FakeBatchRuntime(vocab_size=size, on_step=lambda batch: time.sleep(0.01))
     with serve_fake(runtime=runtime) as server:
         drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=size, agreement=0.8))
-        short, long = asyncio.run(Lane(4.0, 0.5, 0.3, texts).listen(server.url, drafter))
-    assert (short.prompt, long.prompt) == (0, 1) and short.opening < long.opening
-    for trace in (short, long):
+        short, long, steady = asyncio.run(Lane(4.0, 0.5, 0.3, texts).listen(server.url, drafter))
+    assert (short.prompt, long.prompt) == (0, 1) and short.opening < long.opening < steady.opening
+    assert len({read.num_bytes for read in steady.reads if read.is_up}) < 3  # one frame, or two in a read
+    for trace in (short, long, steady):
         assert trace.num_tokens > 0 and {read.is_up for read in trace.reads} == {False, True}
         assert trace.reads[0].at_s == 0.0 and not trace.reads[0].is_up
         assert all(0.0 <= read.at_s < 0.3 for read in trace.reads)
 
 
 def _traces(sizes: dict[int, int], seeds: int = 8) -> list[Trace]:
-    """Of prompts whose reads down are this large, at random times."""
+    """Of prompts whose reads down are this large, at random times; and steady ones, which are all alike."""
     chance = random.Random(1)
-    return [
+    frames = tuple(Read(at * 0.02, at % 2 == 1, 256) for at in range(40))
+    return [Trace(prompt, seed, 4300, 38, frames, is_steady=True) for prompt in sizes for seed in range(seeds)] + [
         Trace(
             prompt,
             seed,
             opening=500 + 10 * prompt,
-            num_tokens=20,
+            num_tokens=40,
             reads=tuple(
                 Read(at * 0.05 + chance.random() / 100, at % 2 == 1, size + chance.randrange(2)) for at in range(20)
             ),
@@ -65,9 +68,14 @@ def _traces(sizes: dict[int, int], seeds: int = 8) -> list[Trace]:
 
 @pytest.mark.parametrize(("sizes", "code"), [((40, 50, 60, 70), 0), ((40, 40, 40, 40), 1)])
 def test_prompts_are_named_by_sizes_alone(
-    sizes: tuple[int, ...], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sizes: tuple[int, ...],
+    code: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A classifier that cannot tell them fails, because it shows nothing of what hides them."""
+    monkeypatch.setattr("bench.eavesdropper.NUM_TREES", 20)
     keep_traces(tmp_path / "traces", _traces(dict(enumerate(sizes))))
     options = ["--prompts", "4", "--train", "5", "--test", "3", "--read", str(tmp_path / "traces")]
     assert main(options) == code
@@ -77,7 +85,7 @@ def test_prompts_are_named_by_sizes_alone(
 
 def test_padding_leaves_times_only() -> None:
     """One size per direction, the greatest, and one opening."""
-    before = _traces({0: 40, 1: 90})
+    before = [trace for trace in _traces({0: 40, 1: 90}) if not trace.is_steady]
     after = padded(before)
     assert {(read.is_up, read.num_bytes) for trace in after for read in trace.reads} == {(False, 91), (True, 91)}
     assert {trace.opening for trace in after} == {510}

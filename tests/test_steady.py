@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fake_runtime import FakeBatchRuntime
+from tests.fronts import replicas, serve_front
 from tests.serving import FakeServer, StepGate, serve_fake, target_tokens
 from tests.test_cloud_ingress import Raw, post
 from tests.test_edge_agent import VOCAB, asking, drafter, is_at_rest, truth
-from tests.test_long_request import PROMPT, ROUTE, SESSION, Paced, chunk, long_head, posts, tree
+from tests.test_long_request import PROMPT, ROUTE, SESSION, At, Paced, chunk, long_head, posts, tree
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.state import ServerSettings
@@ -31,7 +32,7 @@ from outrider.models.client.errors import ProtocolBroken
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.wire.draft_stream import MessageReader, framed
 from outrider.models.wire.protocol import SessionEvent, SessionOpen, SessionRequest
-from outrider.models.wire.steady import FRAME_BYTES, OPENING_BYTES, down_frame, pace_of, padded
+from outrider.models.wire.steady import FRAME_BYTES, LEAST_BODY_BYTES, OPENING_BYTES, down_frame, pace_of, padded
 from outrider.models.wire.verify import VerifyItem, VerifyRequest
 
 STEADY = ClientOptions(is_steady=True)
@@ -124,6 +125,22 @@ def test_frames_have_one_size_whether_anything_happens_or_not(fields: dict[str, 
         assert tokens == target_tokens(PROMPT, 24) and end.type == "end" and end.reason == "length"
 
 
+def test_the_front_of_replicas_passes_frames_on() -> None:
+    """In their sizes; two that came together may go together."""
+    with replicas(1) as group, serve_front(group) as front, Raw(At(front.url)) as raw:  # type: ignore[arg-type]
+        frames = Frames(raw, SESSION | {"steady": True})
+        first, *others = list(frames)
+        assert len(first) % OPENING_BYTES == 0 and not {len(each) % FRAME_BYTES for each in others} - {0}
+        events = frames.events(iter([first, *others]))
+        tokens = [token for event in events if event.type == "commit" for token in event.tokens]
+        assert tokens == target_tokens(PROMPT, 24)
+
+
+def test_frames_of_a_client_with_many_texts_are_slower() -> None:
+    """In proportion, beyond those that have the full pace."""
+    assert [pace_of(None, count).every_ms for count in (1, 16, 32, 10_000)] == [15.0, 15.0, 30.0, 1000.0]
+
+
 def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
     """Cut by frames, with zeros between."""
     gate = StepGate()
@@ -193,8 +210,8 @@ def test_a_steady_text_is_the_same_in_full_frames() -> None:
     for seed, result in enumerate(results):
         assert result.tokens == truth(asking(seed, max_tokens=40)) and result.num_accepted > 0
         assert result.num_failed_posts < result.num_posts
-        assert result.wire.body_up % FRAME_BYTES == 0 and result.wire.body_up >= 4096
-        assert result.wire.body_down % FRAME_BYTES == 0
+        assert (result.wire.body_up - LEAST_BODY_BYTES) % FRAME_BYTES == 0 < result.wire.body_up
+        assert (result.wire.body_down - OPENING_BYTES) % FRAME_BYTES == 0
 
 
 def test_a_device_becomes_steady_where_the_server_is() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -26,29 +27,13 @@ LONG: Final[dict[str, Any]] = {"max_tokens": 1900, "ignore_eos": True, "patience
 
 def long_requests(subject: Subject) -> Iterator[Row]:
     """Sends drafts up long requests as fast as they are read, and others that trickle, never end, or are malformed."""
-    rates: dict[bool, list[float]] = {False: [], True: []}
+    messages = _chunk(_framed(tree_bytes(0, 0, [(1 + index, 0) for index in range(MAX_NODES)]))) * 40
     with subject.emulated(step_ms=10.0) as server:
-        with memory_of(server) as memory:
-            for is_flooded in (False, True) * 2:
-                server.wait_until_idle()
-                bodies = [{"prompt": prompt_of(i), **LONG} for i in range(4)]
-                with ExitStack() as stack:
-                    crowd = stack.enter_context(server.crowd(bodies, keeps=True))
-                    crowd.running()
-                    for index in range(4):
-                        stack.enter_context(attacking(flood, server.port, prompt_of(20 + index), is_flooded))
-                    rates[is_flooded].append(crowd.tokens_per_s(5.0))
-        without, during = median(rates[False]), median(rates[True])
-        yield Row(
-            "52",
-            "4 sessions that send 512-node messages up a long request as fast as it is read: four others' tokens/s, "
-            "step of 10 ms; memory",
-            f"{during:.0f}; without {without:.0f} ({without / max(during, 1e-9):.1f}x slower); "
-            f"+{memory.growth_mb:.0f} MB",
-            f"at most 1.2x slower; +{MAX_GROWTH_MB:.0f} MB",
-            1.2 * during >= without and memory.is_small,
-            {"tokens_per_s": {"without": rates[False], "during": rates[True]}, "mb": memory.growth_mb},
+        yield _flooded(
+            server, "4 sessions that send 512-node messages up a long request as fast as it is read", messages
         )
+        yield _flooded(server, "the same of steady sessions, with filler", _chunk(bytes(1 << 16)), num=4, steady=True)
+        yield _flooded(server, "256 steady sessions of one client that send nothing", b"", num=256, steady=True)
         server.wait_until_idle()
         yield _trickles(server)
         server.wait_until_idle()
@@ -57,16 +42,50 @@ def long_requests(subject: Subject) -> Iterator[Row]:
         yield _malformed(server)
 
 
-def flood(report: Any, port: int, prompt: list[int], sends: bool) -> None:
-    """Opens sessions, one after the other; each has a long request that is never empty, if `sends`."""
+def _flooded(server: Server, what: str, piece: bytes, num: int = 4, **more: bool) -> Row:
+    """What floods cost others beside as many sessions that send nothing, and have no pace."""
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    with memory_of(server) as memory:
+        for is_flooded in (False, True) * 2:
+            server.wait_until_idle()
+            bodies = [{"prompt": prompt_of(i), **LONG} for i in range(4)]
+            flooding = (piece, more) if is_flooded else (b"", {})
+            with ExitStack() as stack:
+                crowd = stack.enter_context(server.crowd(bodies, keeps=True))
+                crowd.running()
+                for index in range(4):
+                    stack.enter_context(attacking(flood, server.port, prompt_of(20 + index), num // 4, *flooding))
+                rates[is_flooded].append(crowd.tokens_per_s(5.0))
+    without, during = median(rates[False]), median(rates[True])
+    return Row(
+        "52",
+        f"{what}: four others' tokens/s, step of 10 ms; memory",
+        f"{during:.0f}; without {without:.0f} ({without / max(during, 1e-9):.1f}x slower); +{memory.growth_mb:.0f} MB",
+        f"at most 1.2x slower; +{MAX_GROWTH_MB:.0f} MB",
+        1.2 * during >= without and memory.is_small,
+        {"tokens_per_s": {"without": rates[False], "during": rates[True]}, "mb": memory.growth_mb},
+    )
+
+
+def flood(report: Any, port: int, prompt: list[int], num: int, piece: bytes, more: dict[str, bool]) -> None:
+    """Opens `num` sessions at a time, again and again; each has a long request with `piece` for ever, if there is one.
+    more: fields of the sessions.
+    """
     report.send("begun")
-    piece = _chunk(_framed(tree_bytes(0, 0, [(1 + index, 0) for index in range(MAX_NODES)]))) * 40
-    body = json.dumps({"prompt": prompt, **LONG}).encode()
+    body = json.dumps({"prompt": prompt, **LONG, **more}).encode()
+    threads = [threading.Thread(target=_flood, args=(port, body, piece), daemon=True) for _ in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _flood(port: int, body: bytes, piece: bytes) -> None:
     while True:
         with suppress(OSError), connect(port) as stream:
             stream.sendall(request_bytes(port, "POST", "/v1/sessions", body))
             head = _long_head(port, _session_of(stream))
-            while not sends and stream.recv(1 << 20):
+            while not piece and stream.recv(1 << 20):
                 pass
             stream.setblocking(False)
             for _ in range(1000):  # the request is ended: again, as often as that is answered

@@ -81,10 +81,11 @@ def session_routes(core: Core) -> APIRouter:
         recalled = await core.recall(generate, is_allowed=not is_no_store(request))
         num_recent = len(recalled.request.hints.recent)
         recalled = recalled.predicted(body.prediction)
-        entry, pace = request.scope.get(AUDIT), pace_of(body.logprobs) if body.steady else None
+        entry = request.scope.get(AUDIT)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, entry, is_steady=body.steady)
         core.slots.take(owner)
         try:
+            pace = pace_of(body.logprobs, core.slots.taken(owner)) if body.steady else None
             sink = recalled.sink(mailbox.sink())
             session = Session(core.admission.submit(recalled.request, sink, asked), owner, DraftLine(pace))
         except BaseException:

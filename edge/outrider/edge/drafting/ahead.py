@@ -135,11 +135,11 @@ class DraftAhead(DraftWorker):
         if self._is_closed or self._running is not None:
             return
         if not self.in_turns:
-            self._flush()
+            self.flush()
         with self.lock:
             has_work = self.error is None and self.has_work()
         if not has_work and self.in_turns:
-            self._flush()
+            self.flush()
         if has_work:
             self._running = self.run()
             self._running.add_done_callback(self._on_run_done)
@@ -155,7 +155,7 @@ class DraftAhead(DraftWorker):
         if (run := self._running) is not None and run.done():
             self._settle(run)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Sends unsent nodes that are worth their bytes, unless the plan is silent; in turns all at once, also none.
 
         After turns a message without the mark ends them, if need be without nodes.

@@ -119,7 +119,7 @@ class DraftWorker:
     def _depth_now(self) -> int:
         return 0 if self._has_answered and self.in_turns else min(self._plan().depth, self._room())
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Called on the loop when guesses should be sent."""
 
     # -- in the scheduler's thread -------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class DraftWorker:
             is_due = self._is_due(before, now)
         self._has_guessed = True
         if is_due:
-            self._loop.call_soon_threadsafe(self._flush)
+            self._loop.call_soon_threadsafe(self.flush)
 
     def _catch_up(self) -> None:
         """Gives the drafter the tokens committed since its last call."""

@@ -271,7 +271,7 @@ class _Generation:
         self._sender.max_in_flight = client.max_in_flight(event.session)
         self._line = client.frames(event.session)
         if self._line is not None:
-            self._line.on_frame = self._ahead.pump
+            self._line.on_frame = self._ahead.flush
         self._takes_trees, self._path = event.protocol >= TREES_SINCE, []
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
         self._agent.estimates.on_open(

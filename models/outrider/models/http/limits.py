@@ -148,6 +148,10 @@ class Slots:
         """Calls of `wait` that have no slot yet."""
         return sum(map(len, self._waiting.values()))
 
+    def taken(self, owner: bytes) -> int:
+        """Sequences that the owner has open."""
+        return self._taken[owner]
+
     def limit(self, owner: bytes) -> int:
         """Sequences that the owner may have open."""
         own = self._own_limit(owner)
