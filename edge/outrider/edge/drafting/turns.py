@@ -16,8 +16,12 @@ _SETTLING: Final = 2
 """Commits after a change that still show the way before."""
 _FIRST: Final = 16
 """Commits before the first trial."""
-_GAPS: Final = 64, 512
-"""Commits between two trials: at first, and at most. Doubles while the trials change nothing."""
+_GAPS: Final = 24, 512
+"""Commits between two trials: at first, and at most. Doubles while the trials change nothing; short at first, because
+eight commits may mislead.
+"""
+_CLEAR: Final = 1.03
+"""So many times the rate of the way before are needed to change it."""
 _KEEP: Final = 0.98
 _WEIGHT: Final = 24.0
 """Commits of both ways together that count for the tokens of each: their number varies much more than their time."""
@@ -106,7 +110,7 @@ class Turns:
             self._seen[not way].halve()  # it may be out of date
 
     def _judge(self, tried: bool) -> None:
-        if self.rate(tried) > self.rate(not tried):
+        if self.rate(tried) > _CLEAR * self.rate(not tried):
             self._are_on, self._gap = tried, _GAPS[0]
         else:
             self._settling = _SETTLING
