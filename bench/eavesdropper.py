@@ -24,6 +24,9 @@ BIN_S: Final = 0.04
 NUM_TREES = 500
 MERGE_S: Final = 0.002
 """Reads of a direction that are closer are one."""
+NUM_COMMITS: Final = 8
+PLAIN_COMMIT, DRAFTED_COMMIT = 51, 78
+"""About the bytes of a commit's chunk without its tokens: where nothing was proposed, and else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +101,37 @@ def by_place(traces: Sequence[Trace], num_down: int, num_up: int, num_bins: int)
 
 
 def words(trace: Trace) -> Iterator[str]:
-    """Runs of one to three sizes of a direction, and of gaps between times, alone and with about where they stand."""
-    for is_up in (False, True):
-        messages = merged(trace, is_up)
-        sizes = [num_bytes for _, num_bytes in messages]
-        gaps = [round((b - a) / 0.005) for (a, _), (b, _) in pairwise(messages)]
-        for name, values in (("size", sizes), ("gap", gaps)):
-            for length in (1, 2, 3):
-                for place in range(len(values) - length + 1):
-                    run = f"{name} {is_up} {values[place : place + length]}"
-                    yield run
-                    yield f"{run} {place // 2}"
+    """Of the first commits: each size by its place and by how much came before, runs of sizes, the whole beginning."""
+    sizes = [num_bytes for _, num_bytes in merged(trace, False)][:NUM_COMMITS]
+    gaps = [round((b - a) / 0.005) for (a, _), (b, _) in pairwise(merged(trace, False))][:NUM_COMMITS]
+    yield from (f"gap {place} {gap}" for place, gap in enumerate(gaps))
+    before = 0
+    for place, size in enumerate(sizes):
+        yield f"size {place} {size}"
+        yield f"beginning {sizes[: place + 1]}"
+        for shift in (0, 1):  # so that two that differ by one have a word in common
+            near = f"after {(before + shift) // 2}"
+            yield f"{near} {size // 2}"
+            if place + 1 < len(sizes):
+                yield f"{near} {size // 2} {sizes[place + 1] // 2}"
+        if place:
+            yield f"run {sizes[place - 1]} {size}"
+        before += size - (PLAIN_COMMIT if size < DRAFTED_COMMIT else DRAFTED_COMMIT)
+        yield f"so far {before}"
 
 
-def _opening(traces: Sequence[Trace]) -> NDArray[np.float32]:
-    return np.array([[trace.opening] for trace in traces], np.float32)
+def with_opening(traces: Sequence[Trace], num_down: int) -> NDArray[np.float32]:
+    """The size of the opening as well."""
+    openings = np.array([[trace.opening] for trace in traces], np.float32)
+    return np.hstack([openings, by_place(traces, num_down, 0, 0)])
 
 
 Features = Callable[[Sequence[Trace]], Any]
 
 
-def trees(features: Features) -> Pipeline:
-    """Extremely randomized trees (Geurts et al. 2006)."""
-    forest = ExtraTreesClassifier(NUM_TREES, n_jobs=-1, random_state=0)
+def trees(features: Features, max_features: float | str = "sqrt") -> Pipeline:
+    """Extremely randomized trees (Geurts et al. 2006). max_features: of a split, as scikit-learn has it."""
+    forest = ExtraTreesClassifier(NUM_TREES, max_features=max_features, n_jobs=-1, random_state=0)
     return make_pipeline(FunctionTransformer(features), forest)
 
 
@@ -128,13 +139,16 @@ CLASSIFIERS: Final[Mapping[str, Callable[[], Pipeline]]] = {
     f"trees, {num_down} down, {num_up} up, {num_bins} bins": partial(
         trees, partial(by_place, num_down=num_down, num_up=num_up, num_bins=num_bins)
     )
-    for num_down, num_up, num_bins in ((4, 0, 0), (8, 0, 0), (8, 24, 0), (16, 0, 0), (16, 48, 24), (0, 0, 24))
+    for num_down, num_up, num_bins in ((8, 0, 0), (16, 48, 0), (0, 0, 24))
 } | {
     "naive Bayes of words": lambda: make_pipeline(
         CountVectorizer(analyzer=lambda trace: list(words(trace)), binary=True), MultinomialNB(alpha=0.05)
     )
 }
-BY_OPENING: Final = partial(trees, _opening)
+OPENING: Final[Mapping[str, Callable[[], Pipeline]]] = {
+    f"trees, opening, {num_down} down": partial(trees, partial(with_opening, num_down=num_down), max_features=1.0)
+    for num_down in (0, 8)
+}
 
 
 def validated(classifier: Pipeline, known: Sequence[Trace]) -> float:

@@ -4,7 +4,7 @@ The eavesdropper sits where the lab's proxy does, on the device's network. It se
 direction and its time, as if TLS were on, which adds a constant to each record and hides nothing else; not to which
 connection the bytes belong. It knows the 40 prompts, and has traces of its own of each, with other seeds. It sees a
 window that begins when the first token arrives and is as long for every text, so that neither the prompt's length nor
-the text's counts. The row `opening` is the rest: the size of the request that opens the text, and nothing else.
+the text's counts; in the rows `all` also the size of the request that opens the text.
 
 The pair is the real reference pair at exact times (`bench.paced_pair`). Each read is delayed by half a round trip and a
 random jitter (exponential, its mean is --jitter-ms). Texts of all prompts, of training and of test, are mixed, so that
@@ -13,7 +13,8 @@ and gaps; cross-validation of the training traces alone chooses among them. Chan
 
   as it is   the trace
   padded     computed from it: every read as large as the largest of its direction, at its own time
-  steady     other texts, with the same seeds, in steady sessions
+  steady     the same texts in steady sessions
+  all        the opening's size, too
 
 A text without drafts has a token for each step: 25 tokens/s at the default pace; what is above is the drafts' gain.
 Exits 1 when the classifier names less than 60 % as it is (then it is too weak to show that anything is hidden), over 5
@@ -42,7 +43,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from bench.eavesdropper import BY_OPENING, CLASSIFIERS, Read, Trace, named, padded, validated
+from bench.eavesdropper import CLASSIFIERS, OPENING, Read, Trace, named, padded, validated
 from bench.paced_pair import Pace, open_paced
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from rich.console import Console
@@ -199,12 +200,14 @@ def interval(accuracy: float, count: int) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, *, by_opening: bool = False) -> Found:
-    """Chooses a classifier on the training traces, and lets it guess the others. by_opening: sees nothing else."""
+def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, *, sees_opening: bool = False) -> Found:
+    """Chooses a classifier on the training traces, and lets it guess the others. sees_opening: its size as well."""
     known = [trace for trace in traces if trace.seed < num_train]
     others = [trace for trace in traces if trace.seed >= num_train]
-    choices = {"its size": BY_OPENING} if by_opening else CLASSIFIERS
-    chosen = max(choices, key=lambda each: validated(choices[each](), known))
+    choices = OPENING if sees_opening else CLASSIFIERS
+    chosen = (
+        max(choices, key=lambda each: validated(choices[each](), known)) if len(choices) > 1 else next(iter(choices))
+    )
     accuracy = named(choices[chosen](), known, others)
     num_tokens = sum(trace.num_tokens for trace in traces)
     up, down = (
@@ -277,18 +280,20 @@ def main(given: Sequence[str] | None = None) -> int:
     plain, steady = ([trace for trace in traces if trace.is_steady is wanted] for wanted in (False, True))
     seen = {"as it is": plain, "padded": padded(plain), "steady": steady}
     found = [judge(name, each, options.train, window_s) for name, each in seen.items()]
-    openings = {"opening": plain, "opening, steady": steady}
-    found += [judge(name, each, options.train, window_s, by_opening=True) for name, each in openings.items()]
+    whole = {"all, as it is": plain, "all, steady": steady}
+    found += [judge(name, each, options.train, window_s, sees_opening=True) for name, each in whole.items()]
     console = Console(width=None if sys.stdout.isatty() else 140)
     show(console, found, options.prompts, options.prompts * options.test)
-    first, _, in_frames, _, opening = found
-    missed = []
-    if first.accuracy < LEAST:
-        missed.append(f"the classifier names {first.accuracy:.1%} as it is, expected at least {LEAST:.0%}: too weak")
+    first, _, in_frames, *wholes = found
+    missed = [
+        f"{row.name}: {row.accuracy:.1%} are named, expected at least {LEAST:.0%}: too weak to show anything"
+        for row in (first, wholes[0])
+        if row.accuracy < LEAST
+    ]
     most = 1 / options.prompts + OVER_CHANCE
     missed += [
         f"{row.name}: {row.accuracy:.1%} are named, expected at most {most:.1%}"
-        for row in (in_frames, opening)
+        for row in (in_frames, wholes[1])
         if row.accuracy > most
     ]
     undrafted = 1e3 / options.pace[0]
