@@ -205,9 +205,7 @@ def judge(name: str, traces: Sequence[Trace], num_train: int, window_s: float, *
     known = [trace for trace in traces if trace.seed < num_train]
     others = [trace for trace in traces if trace.seed >= num_train]
     choices = OPENING if sees_opening else CLASSIFIERS
-    chosen = (
-        max(choices, key=lambda each: validated(choices[each](), known)) if len(choices) > 1 else next(iter(choices))
-    )
+    chosen = max(choices, key=lambda each: validated(choices[each](), known))
     accuracy = named(choices[chosen](), known, others)
     num_tokens = sum(trace.num_tokens for trace in traces)
     up, down = (
