@@ -237,6 +237,11 @@ BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
         writes(STREAM + b'data: {"session":"s","model":"m","type":"open","step_ms":NaN}\n\n'),
         "nan",
     ),
+    "a pace that is none": (
+        writes(STREAM + b'data: {"session":"s","model":"m","type":"open","steady":{"every_ms":NaN}}\n\n'),
+        "not an event",
+    ),
+    "frames that nobody asked for": (writes(opening(steady={})), "no steady session was asked for"),
     "a negative time in mid-text": (
         writes(opening() + event(base=0, tokens=[1], draft_token_ms=-1.0)),
         "draft_token_ms is -1.0; expected a number, at least 0",

@@ -137,13 +137,12 @@ class DraftLine:
     async def _read(self, receive: Receive, take: TakeMessage, finish_s: float, pause_s: float) -> None:
         reader, is_within = MessageReader(is_steady=self.pace is not None), False
         assert self._loop is not None and self._reading is not None
-        began_s, num_bytes = self._loop.time(), 0
+        free_s = self._loop.time()  # when all that was read would have come at the most that is read
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
             data = message.get("body", b"")
-            num_bytes += len(data)
             num_refused = self._take(reader.feed(data), take)
             if not message.get("more_body"):
                 return reader.end()
@@ -153,8 +152,9 @@ class DraftLine:
             if num_refused:
                 await asyncio.sleep(num_refused * pause_s)
             elif self.pace is not None:  # filler spends no budget
-                may_s = num_bytes / self.pace.up * self.pace.every_ms / 1e3 / _MOST_PACE
-                await asyncio.sleep(max(0.0, may_s - (self._loop.time() - began_s) - _AHEAD_S))
+                took_s = len(data) / self.pace.up * self.pace.every_ms / 1e3 / _MOST_PACE
+                free_s = max(free_s, self._loop.time() - _AHEAD_S) + took_s
+                await asyncio.sleep(max(0.0, free_s - self._loop.time()))
 
     def _take(self, bodies: Iterable[bytes], take: TakeMessage) -> int:
         """How many of the messages were dropped."""

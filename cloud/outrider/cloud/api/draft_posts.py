@@ -233,6 +233,10 @@ def drafts_endpoint(core: Core, paths: GatePaths) -> DraftsEndpoint:
     """The endpoint of a server with an engine."""
 
     async def deliver(scope: Scope, session: Session, body: bytes, is_tree: bool) -> Answer:
+        if session.line.pace is not None:
+            raise RequestError(
+                "steady_required", "the session is steady: send its drafts up one long request, in frames"
+            )
         try:
             if is_tree:
                 core.engine.draft_tree(session.sequence_id, decode_tree(body))

@@ -85,7 +85,8 @@ def session_routes(core: Core) -> APIRouter:
         asked = Asked(arrived_s, body.priority, body.deadline_ms, entry, is_steady=body.steady)
         core.slots.take(owner)
         try:
-            pace = pace_of(body.logprobs, core.slots.taken(owner)) if body.steady else None
+            step_ms = core.step_times().step_ms
+            pace = pace_of(body.logprobs, core.slots.taken(owner), step_ms) if body.steady else None
             sink = recalled.sink(mailbox.sink())
             session = Session(core.admission.submit(recalled.request, sink, asked), owner, DraftLine(pace))
         except BaseException:

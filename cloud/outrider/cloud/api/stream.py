@@ -248,9 +248,12 @@ class SessionStream(Response):
             self._write(event)
 
     def _body(self, chunk: bytes) -> Coroutine[Any, Any, None]:
-        is_last = self._has_ended and not self._backlog
-        message = {"type": "http.response.body", "body": chunk, "more_body": not is_last}
+        message = {"type": "http.response.body", "body": chunk, "more_body": not self._is_last()}
         return self._send(message)  # type: ignore[return-value]  # every server's is a coroutine function
+
+    def _is_last(self) -> bool:
+        """Whether nothing follows what is being written."""
+        return self._has_ended and not self._backlog
 
     async def _send_rest(self, begun: Awaitable[None]) -> None:
         """Finishes a write that has begun, then sends what has come meanwhile."""

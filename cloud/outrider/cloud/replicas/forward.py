@@ -29,6 +29,7 @@ from outrider.models.http.request_context import HEADER as REQUEST_ID
 from outrider.models.http.request_context import current_request
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.wire.protocol import TARGET_HEADER, ErrorAnswer
+from outrider.models.wire.steady import PADDED_HEADER
 
 _log = logging.getLogger("outrider.replicas")
 
@@ -36,7 +37,7 @@ _TARGET: Final = TARGET_HEADER.lower().encode()
 _PASSED: Final = frozenset(
     {
         *(b"content-type", b"accept", b"prefer", b"user-agent", b"traceparent", b"tracestate"),
-        *(b"range", b"if-range", b"if-none-match", b"cache-control"),
+        *(b"range", b"if-range", b"if-none-match", b"cache-control", PADDED_HEADER.lower().encode()),
     }
 )
 """Headers of a request that a replica needs. `Authorization`, `Host` and `Origin` are the front's to check."""

@@ -214,8 +214,11 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
             raise ConfigError("--offline-ok needs a draft that streams; leave out --mode, or --offline-ok")
         if self.offline_ok and self.compare and is_typed("compare"):
             raise ConfigError("--compare measures the cloud, and --offline-ok does without; leave one of them out")
-        if self.steady and self.mode is Mode.STOP_AND_WAIT and is_typed("steady"):
-            raise ConfigError("--steady needs a stream, and --mode stop-and-wait has none; leave one of them out")
+        if self.steady and self.mode is Mode.STOP_AND_WAIT:
+            raise ConfigError(
+                "--steady, here or in the configuration file, needs a stream, and --mode stop-and-wait has none; leave "
+                "one of them out"
+            )
         refuse_idle(self, self.grammar is not None, "the grammar says where the text ends", "ignore_eos")
         if self.rule.needs_evidence and self.mode is Mode.STREAM:
             raise ConfigError(

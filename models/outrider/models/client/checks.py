@@ -9,6 +9,7 @@ from typing import Final
 
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.wire.protocol import (
+    LONG_SINCE,
     Commit,
     RenderAnswer,
     SessionEvent,
@@ -23,8 +24,8 @@ MAX_LINE_BYTES: Final = 1 << 18
 """A commit is a few hundred bytes; `open` repeats the request's stop ids."""
 MAX_IDLE_BYTES: Final = 1 << 20
 """Of comments and blank lines between two events: a keep-alive of 3 bytes every 5 s takes 20 days for that."""
-MAX_STEADY_BYTES: Final = 1 << 26
-"""The same for the frames of a steady session: more than an hour."""
+MAX_STEADY_S: Final = 7200.0
+"""The same for the frames of a steady session, at their pace."""
 
 
 class EventParser:
@@ -117,7 +118,7 @@ class SessionCheck:
             )
         if event.keep_alive_s is not None and not math.isfinite(event.keep_alive_s):
             raise ProtocolBroken(self._url, f"keep_alive_s is {event.keep_alive_s}; expected a number")
-        if (event.steady is not None) is not self._asked.steady:
+        if (event.steady is not None) is not self._asked.steady or (event.steady and event.protocol < LONG_SINCE):
             asked = "a steady session was" if self._asked.steady else "no steady session was"
             raise ProtocolBroken(self._url, f"{asked} asked for, and its 'open' says otherwise")
         check_times(self._url, event)

@@ -17,14 +17,14 @@ from pydantic import BaseModel, ValidationError
 from outrider.models.client import tracing
 from outrider.models.client.address import verifier_url as verifier_url  # also for importers of this module
 from outrider.models.client.checks import (
-    MAX_STEADY_BYTES,
+    MAX_STEADY_S,
     EventParser,
     SessionCheck,
     check_rendered,
     check_result,
     check_times,
 )
-from outrider.models.client.errors import EndpointLost, ProtocolBroken, lost, short, silent
+from outrider.models.client.errors import EndpointLost, EndpointUnfit, ProtocolBroken, lost, short, silent
 from outrider.models.client.exchange import Exchange
 from outrider.models.client.http_endpoint import MAX_ANSWER_BYTES, Headers, HttpEndpoint, longest_silence_s
 from outrider.models.client.http_endpoint import ClientOptions as ClientOptions
@@ -126,9 +126,7 @@ class VerifierClient(HttpEndpoint):
         """
         limit_s = self._options.call_timeout_s
         if self._is_steady:
-            raise RequestError(
-                "steady_required", "/v1/verify has no fixed pace; stream the text, or leave out --steady"
-            )
+            raise RequestError("steady_required", "the text has to be steady, and /v1/verify is not; stream it instead")
         with tracing.call("POST /v1/verify", self.url) as span:
             headers = [*_ASK, *_wish(target), *span.headers]
             call = asyncio.create_task(self._exchange("POST", "/v1/verify", request, headers=headers, limit_s=limit_s))
@@ -172,8 +170,8 @@ class VerifierClient(HttpEndpoint):
         line = self._long_request(session)
         if line is not None and message.media_type == TREE_MEDIA_TYPE:
             return await line.post(message.body)
-        if line is not None and line.pace is not None:
-            raise EndpointLost(f"{self.url}: a steady session takes trees only")
+        if self._is_steady:
+            raise EndpointLost(f"{self.url}: a steady session has no place for this message")
         headers = _TREE_HEADERS if message.media_type == TREE_MEDIA_TYPE else _DRAFT_HEADERS
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", message.body, headers=headers, passes=409)
         return 0.0
@@ -263,7 +261,7 @@ class VerifierClient(HttpEndpoint):
             if not isinstance(error, RequestError):
                 raise
             if request.steady and error.code == "invalid_parameter" and str(error).startswith("steady"):
-                raise RequestError("steady_unknown", _UNSTEADY.format(url=self.url)) from None
+                raise EndpointUnfit(_UNSTEADY.format(url=self.url)) from None
             if request.steady or error.code != "steady_required":
                 raise
         else:
@@ -299,7 +297,7 @@ class VerifierClient(HttpEndpoint):
                 elif isinstance(event, SessionOpen):
                     line = begin(event)
                     if event.steady is not None:
-                        parser.max_idle_bytes = MAX_STEADY_BYTES
+                        parser.max_idle_bytes = int(MAX_STEADY_S * 1e3 / event.steady.every_ms * event.steady.down)
                     silence_s = self._options.stream_timeout_s
                     if event.keep_alive_s is not None:
                         silence_s = longest_silence_s(event.keep_alive_s)

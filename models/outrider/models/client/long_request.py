@@ -24,6 +24,7 @@ from outrider.models.wire.steady import SteadyPace
 LEAST_WAIT_S: Final = 0.25
 _LATE_S: Final = 0.05
 """A timer that is later than this waits as long again: the loop stood still, and the answer may be there unread."""
+_READY_S: Final = 0.002
 _END: Final = len(b"0\r\n\r\n")
 
 
@@ -138,10 +139,15 @@ class LongRequest:
         if not self.is_open:
             return
         is_refused = not isinstance(error, EndpointLost) or error.status is not None
-        if not self._num_taken and (is_refused or self._began_s + self._rtt_s < self._heard_s < float("inf")):
+        if (
+            self.pace is None
+            and not self._num_taken
+            and (is_refused or self._began_s + self._rtt_s < self._heard_s < float("inf"))
+        ):
             self._on_unusable()
         self._close(error)
-        if self.task is not None and self.task is not asyncio.current_task():
+        # Frames go on, so that nobody sees that drafts do not.
+        if self.pace is None and self.task is not None and self.task is not asyncio.current_task():
             self.task.cancel()
 
     def _close(self, error: OutriderError) -> None:
@@ -201,11 +207,13 @@ class LongRequest:
         """One after the other, full or not."""
         due_s = self._loop.time()
         while not self._is_ending:
-            if not self._unsent and self.is_open:
+            await self._until(due_s - _READY_S)  # what is in a frame does not delay it
+            if not self._unsent and self.is_open and not self._is_ending:
                 self.has_room = True
                 self.on_frame()
                 await asyncio.sleep(0)  # for what has just been handed over to arrive here
                 self.has_room = False
+            await self._until(due_s)
             piece = bytes(self._unsent[: pace.up])
             del self._unsent[: pace.up]
             self._num_framed += len(piece)
@@ -217,12 +225,15 @@ class LongRequest:
             self._count(pace.up)
             yield piece.ljust(pace.up, b"\x00")
             due_s = max(due_s + pace.every_ms / 1e3, self._loop.time())
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(due_s):
-                    while not self._is_ending:
-                        self._wake.clear()
-                        await self._wake.wait()
         self._wire.headers_up += _END
+
+    async def _until(self, due_s: float) -> None:
+        """Or until the request ends."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(due_s):
+                while not self._is_ending:
+                    self._wake.clear()
+                    await self._wake.wait()
 
     def _count(self, num_bytes: int) -> None:
         self._wire.body_up += num_bytes
@@ -235,10 +246,14 @@ class LongRequest:
         if self._timer is None and self.is_open:
             self._arm()
 
+    def _wait_s(self) -> float:
+        """For an acknowledgement; in frames it may wait for a commit, and for a frame in each direction."""
+        paced_s = 0.0 if self.pace is None else LEAST_WAIT_S + 2.0 * self.pace.every_ms / 1e3
+        return max(LEAST_WAIT_S, 2.0 * self._rtt_s + self._step_s) + paced_s
+
     def _arm(self) -> None:
         """Looks when the oldest piece that is not acknowledged is due."""
-        wait_s = max(LEAST_WAIT_S, 2.0 * self._rtt_s + self._step_s)
-        due_s = next(iter(self._sent_s.values())) + wait_s
+        due_s = next(iter(self._sent_s.values())) + self._wait_s()
         self._timer = self._loop.call_at(due_s, self._look, due_s)
 
     def _look(self, due_s: float) -> None:
@@ -246,8 +261,7 @@ class LongRequest:
         if not self._sent_s or not self.is_open:
             return
         now_s = self._loop.time()
-        wait_s = max(LEAST_WAIT_S, 2.0 * self._rtt_s + self._step_s)
-        if now_s < next(iter(self._sent_s.values())) + wait_s:
+        if now_s < next(iter(self._sent_s.values())) + self._wait_s():
             self._arm()
         elif now_s - due_s > _LATE_S:
             self._timer = self._loop.call_later(_LATE_S, self._look, now_s + _LATE_S)

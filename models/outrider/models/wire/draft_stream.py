@@ -66,7 +66,7 @@ class MessageReader:
                     f"a message has more than {MAX_TREE_BYTES} bytes; send fewer nodes at a time",
                     status=413,
                 )
-            if not length and self._is_steady:
+            if not data[at] and self._is_steady:
                 at = filler_end(data, begin)
                 continue
             if not length:

@@ -7,10 +7,11 @@ more.
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Final
+from typing import Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from outrider.models.wire.fields import Answer
 
@@ -18,6 +19,9 @@ EVERY_MS: Final = 15.0
 """Less delays less, and costs frames."""
 FRAME_BYTES: Final = 192
 """Of a frame. A commit of four tokens has 100, a tree of a step as many."""
+MOST_PER_MS: Final = 64.0
+"""Bytes up, and an eighth of those down: half a megabit a second."""
+_USUAL_STEP_MS: Final = 12.0
 NUM_FAST: Final = 16
 """Texts of one owner that have the full pace."""
 OPENING_BYTES: Final = 1024
@@ -29,27 +33,38 @@ _FILLER: Final = re.compile(rb"\x00*")
 
 
 class SteadyPace(Answer):
-    """Of a session's frames, as its `open` says. up, down: bytes of a frame, without its chunk's framing."""
-
-    every_ms: float = Field(default=EVERY_MS, ge=1.0, le=1000.0)
-    up: int = Field(default=FRAME_BYTES, ge=16, le=1 << 16)
-    down: int = Field(default=FRAME_BYTES, ge=16, le=1 << 16)
-
-
-def pace_of(num_logprobs: int | None, num_open: int = 1) -> SteadyPace:
-    """The pace of a session. num_logprobs: as it was asked for: a commit with them has some 25 bytes for each.
-    num_open: texts of its owner, this one among them: frames cost the server time, whatever is in them.
+    """Of a session's frames, as its `open` says. up, down: bytes of a frame, without its chunk's framing. No device
+    takes a pace that would fill its line.
     """
-    every_ms = EVERY_MS * max(1.0, num_open / NUM_FAST)
-    down = FRAME_BYTES if num_logprobs is None else FRAME_BYTES * (2 + num_logprobs // 4)
-    return SteadyPace(every_ms=min(every_ms, 1000.0), down=down)
+
+    every_ms: float = Field(default=EVERY_MS, ge=10.0, le=1000.0, allow_inf_nan=False)
+    up: int = Field(default=FRAME_BYTES, ge=16)
+    down: int = Field(default=FRAME_BYTES, ge=16)
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> Self:
+        if max(self.up, self.down / 8) > MOST_PER_MS * self.every_ms:
+            raise ValueError(f"frames of {self.up} and {self.down} bytes every {self.every_ms:g} ms are too many bytes")
+        return self
 
 
-def down_frame(pending: bytes, size: int) -> tuple[bytes, bytes]:
-    """A frame of `size` bytes, and what is left. pending: whole events, or the rest of one and others after it."""
-    if len(pending) >= size:
-        return pending[:size], pending[size:]
-    return pending + comment(size - len(pending)), b""
+def pace_of(num_logprobs: int | None, num_open: int = 1, step_ms: float | None = None) -> SteadyPace:
+    """The pace of a session. num_logprobs: as it was asked for: a commit with them has some 25 bytes for each.
+
+    num_open: texts of its owner, this one among them: frames cost the server time, so they come less often then, and
+    are larger. step_ms: of the target, if it is known: one that takes few ms has more to say.
+    """
+    slower = min(64.0, max(1.0, num_open / NUM_FAST))
+    size = FRAME_BYTES * slower * max(1.0, min(4.0, _USUAL_STEP_MS / max(step_ms or _USUAL_STEP_MS, 1e-3)))
+    down = size if num_logprobs is None else size * (2 + num_logprobs // 4)
+    return SteadyPace(every_ms=EVERY_MS * slower, up=math.ceil(size), down=math.ceil(down))
+
+
+def down_frame(pending: bytearray, size: int) -> bytes:
+    """A frame of `size` bytes, taken from what is pending: whole events, or the rest of one and others after it."""
+    frame = bytes(pending[:size])
+    del pending[:size]
+    return frame + comment(size - len(frame))
 
 
 def comment(size: int) -> bytes:
