@@ -366,6 +366,7 @@ def every_option(place: Path) -> ServeOptions:
         lookup=False,
         source=[OwnSource.LOOKAHEAD],
         allow_tolerance=True,
+        steady=True,
         upstream="http://u",
         recent=False,
         redis="redis://h",

@@ -62,7 +62,7 @@ _GROUPS: Final[dict[str, Codes]] = {
     "json": {400: ("malformed_json", "invalid_parameter"), 415: ("unsupported_media_type",)},
     "rate": {429: ("rate_limited",)},
     "engine": {
-        400: ("context_length_exceeded", "empty_prompt", "token_out_of_range"),
+        400: ("context_length_exceeded", "empty_prompt", "token_out_of_range", "steady_required"),
         429: ("too_many_sessions", "tokens_exhausted"),
         503: ("overloaded", "engine_failed", "shutting_down"),
         504: ("deadline_exceeded",),
@@ -83,7 +83,7 @@ _GROUPS: Final[dict[str, Codes]] = {
     "cascade": {502: ("upstream_refused",), 503: ("upstream_lost",)},
     "evidence": {400: ("wrong_evidence",)},
     "drafts": {
-        400: ("draft_ahead", "token_out_of_range"),
+        400: ("draft_ahead", "token_out_of_range", "steady_required"),
         409: ("stale_draft", "second_long_request"),
         429: ("rate_limited",),
         503: ("draft_not_taken",),
