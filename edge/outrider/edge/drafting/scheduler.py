@@ -98,6 +98,7 @@ class DraftScheduler:
         with self._changed:
             self._runs.append(run)
             self._wake()
+        time.sleep(0.0)  # lets the thread have Python at once: this one goes on for a while
         return asyncio.wrap_future(run.done)
 
     def do(self, errand: Callable[[], None]) -> None:
