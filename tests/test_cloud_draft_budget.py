@@ -17,12 +17,14 @@ from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_line import DraftLine
 from outrider.cloud.api.draft_posts import TREE_UNIT_BYTES, DraftBudget
 from outrider.cloud.api.state import DraftLimits, ServerSettings
+from outrider.cloud.api.steady_stream import SteadyStream
 from outrider.cloud.api.stream import SERVER_SEND, NewestTimes, SessionStream, StepTimes
 from outrider.cloud.api.traces import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.http.security import KeyRing
 from outrider.models.process.tally import RequestTally
 from outrider.models.wire.protocol import Commit, SessionEvent, SessionOpen, parse_event
+from outrider.models.wire.steady import SteadyPace
 
 PROMPT = [5, 17, 99, 3]
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
@@ -245,17 +247,17 @@ async def settle() -> None:
 
 
 class Streaming:
-    """A SessionStream over a SlowConnection, with a sink that stands for the engine."""
+    """A SessionStream over a SlowConnection, with a sink that stands for the engine. steady: of a SteadyStream."""
 
-    def __init__(self, keep_alive_s: float = 60.0) -> None:
+    def __init__(self, keep_alive_s: float = 60.0, steady: SteadyPace | None = None) -> None:
         self.connection = SlowConnection()
         self.times = StepTimes(40.0, 1.0)
         self.num_closed = 0
         mailbox = Bridge().mailbox()
         self.sink = mailbox.sink()
         timer = SequenceWatch(RequestTally(), {}, 0.0)
-        stream = SessionStream(
-            SessionOpen(session="s", model="m", step_ms=40.0, draft_token_ms=1.0),
+        stream = (SessionStream if steady is None else SteadyStream)(
+            SessionOpen(session="s", model="m", step_ms=40.0, draft_token_ms=1.0, steady=steady),
             mailbox,
             timer,
             self._close,

@@ -15,6 +15,7 @@ from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
 from tests.serving import FakeServer, StepGate, serve_fake, target_tokens
+from tests.test_cloud_draft_budget import Streaming, settle
 from tests.test_cloud_ingress import Raw, post
 from tests.test_edge_agent import VOCAB, asking, drafter, is_at_rest, truth
 from tests.test_long_request import PROMPT, ROUTE, SESSION, At, Paced, chunk, long_head, posts, tree
@@ -182,12 +183,19 @@ def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
 
 
 def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where more waits than the server holds; a device goes on in another session."""
+    """Where more waits than the server holds."""
     monkeypatch.setattr("outrider.cloud.api.steady_stream.MOST_WAITING", 900)
-    with serve_fake() as server:
-        (result,), _ = generate(server.url)
-        assert result.tokens == truth(asking(0, max_tokens=40)) and result.num_sessions > 1
-        wait_until(server.is_empty)
+
+    async def scenario() -> None:
+        stream = Streaming(steady=pace_of(None))
+        stream.connection.can_write.set()
+        await settle()
+        stream.commit(*range(100))
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(stream.task, TIMEOUT_S)
+        assert stream.num_closed == 1
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/sessions", "/v1/verify"])
