@@ -22,7 +22,6 @@ _PRIOR_WEIGHT = 3.0
 _FIRST_GUESS = 0.6
 _PRIOR_RANGE = 0.3, 0.9  # whatever earlier sessions did: no client spoils it for later ones
 _SHORTEST_S = 1e-6  # a clock may show no time for a very fast step
-_NEXT = 8  # drafted tokens of a step whose mean time counts: on some processors the first few are nearly free
 _EXPECTED_TOKENS = 4  # of a device's first answer, until one has arrived
 _UNSEEN_DISCOUNT = 0.01
 CHEAP = 0.02
@@ -237,10 +236,10 @@ class StepTimeCurve:
         return added
 
     def step_and_extra(self) -> tuple[float, float]:
-        """Seconds of a one-token step at the usual context, and of each further token (mean of the next `_NEXT`)."""
+        """Seconds of a one-token step at the usual context, and of each further token (mean of the next four)."""
         if self._step_and_extra is None:
-            times = self.seconds(1 + _NEXT, context=self._context)
-            self._step_and_extra = float(times[0]), float(times[-1] - times[0]) / _NEXT
+            times = self.seconds(5, context=self._context)
+            self._step_and_extra = float(times[0]), float(times[4] - times[0]) / 4
         return self._step_and_extra
 
 

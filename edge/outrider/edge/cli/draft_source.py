@@ -119,8 +119,9 @@ def clouds_of(urls: Sequence[str], keys: Keys, *, is_steady: bool = False) -> Cl
     clouds = []
     for text in urls:
         url, login = split_login(verifier_url(text))
-        own = ClientOptions(api_key=keys.for_url(text, urls), certificate=keys.certificate, login=login)
-        clouds.append((url, replace(own, is_steady=is_steady)))
+        key = keys.for_url(text, urls)
+        own = ClientOptions(api_key=key, certificate=keys.certificate, login=login, is_steady=is_steady)
+        clouds.append((url, own))
     return clouds
 
 
