@@ -35,7 +35,13 @@ from bench.attacks.connections import (
     trickled_requests,
     unread_answers,
 )
-from bench.attacks.downloads import greedy_downloads, large_offers, other_paths, unread_downloads
+from bench.attacks.downloads import (
+    greedy_downloads,
+    large_offers,
+    other_paths,
+    unread_downloads,
+    unread_tokenizers,
+)
 from bench.attacks.drafts import draft_flood, late_drafts, long_hints
 from bench.attacks.floods import floods, large_answers, local_floods, strange_headers
 from bench.attacks.fronts import replicas_front
@@ -91,6 +97,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (19, malformed_trees),
     (20, other_paths),
     (21, unread_downloads),
+    (21, unread_tokenizers),
     (21, greedy_downloads),
     (22, local_pages),
     (23, other_users),

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
@@ -144,7 +145,7 @@ def measure(
         stack.enter_context(closing(runtime))
         drafters = [lab.drafter]
         for _ in range(options.workers - 1):
-            drafter = open_drafter(lab.draft, lab.choice, num_threads=1).drafter
+            drafter = open_drafter(lab.draft, lab.choice, num_threads=1, target=lab.tokenizer).drafter
             drafters.append(stack.enter_context(closing(drafter)))
         progress = stack.enter_context(Progress(console=console, transient=True))
         total = len(SAMPLINGS) * (1 + len(MODES)) * options.prompts
@@ -235,6 +236,7 @@ def main() -> int:
             "--max-tokens": option(64),
             "--workers": option(8, "texts at once"),
             "--widen": option(0.0, "MB of the widened target; 0: as it is, which is faster"),
+            "--draft": option(type=Path, help="another draft bundle; it may have another tokenizer"),
             "--kv-cache-mb": option(4, "of the cloud; small, so that sequences are preempted"),
             "--tree": option(TreeForm.AUTO, "what the cloud verifies", choices=tuple(TreeForm)),
             **VERIFIER_OPTIONS,
@@ -256,7 +258,8 @@ def main() -> int:
         options.tree,
         "--recent",
     )
-    with open_lab(pair.target, pair.draft, cloud_options=cloud_options, cloud_python=verifier.python) as lab:
+    draft = options.draft or pair.draft
+    with open_lab(pair.target, draft, cloud_options=cloud_options, cloud_python=verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console, verifier)
         with ServerClock(lab.url) as clock:

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,13 +25,13 @@ from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.serving import VerifierServer
-from outrider.cloud.api.state import Core, ServedModel, ServerSettings
+from outrider.cloud.api.state import Core, DraftFiles, ServedModel, ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_cascade
-from outrider.cloud.server.offered import find_offered
+from outrider.cloud.server.offered import find_offered, find_tokenizer_files
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.upstream import UpstreamClient, UpstreamRetry
 from outrider.models.ingress.connections import ConnectionLimits
@@ -90,14 +92,12 @@ def code_of(answer: httpx.Response) -> tuple[int, str]:
 
 @cache
 def fake_tokenizer(*, has_chat_template: bool = True, chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
-    """The tokenizer that `save_fake_tokenizer` writes."""
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        save_fake_tokenizer(root, has_chat_template=has_chat_template, chat_template=chat_template)
-        tokenizer = Tokenizer.from_dir(root, name="fake")
-        # Load the lazy properties now: the directory is temporary.
-        assert tokenizer.fingerprint and tokenizer.eos_token_ids == (EOS_ID,)
-        assert tokenizer.has_chat_template == has_chat_template
+    """The tokenizer that `save_fake_tokenizer` writes. Its directory, which servers share, goes with the process."""
+    root = Path(tempfile.mkdtemp(prefix="outrider-tokenizer-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    save_fake_tokenizer(root, has_chat_template=has_chat_template, chat_template=chat_template)
+    tokenizer = Tokenizer.from_dir(root, name="fake")
+    assert tokenizer.eos_token_ids == (EOS_ID,) and tokenizer.has_chat_template == has_chat_template
     return tokenizer
 
 
@@ -171,6 +171,7 @@ def serve_fake(
     limits: ConnectionLimits | None = None,
     tls: TlsFiles | None = None,
     drafts: Path | None = None,
+    shares_tokenizer: bool = True,
     recent: RecentStore | None = None,
     upstream: str | None = None,
     upstream_key: str | None = None,
@@ -178,7 +179,8 @@ def serve_fake(
 ) -> Iterator[FakeServer]:
     """Serves the fake model `name`. gate: opened at the end; drain_s, limits, tls: see VerifierServer.
 
-    drafts: directory of bundles that are offered for download. recent: as create_app takes it; the caller closes it.
+    drafts: directory of bundles that are offered for download. shares_tokenizer: the target's, too. recent: as
+    create_app takes it; the caller closes it.
     upstream: URL of the target's verifier; the fake model here verifies first.
     Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
     """
@@ -193,8 +195,12 @@ def serve_fake(
         client = UpstreamClient.to(upstream, upstream_key, facts.vocab_size)
         engine = CascadeEngine(own, client, facts, upstream_retry)
     engine.start()
-    offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
-    app = create_app(engine, model, replace(settings or ServerSettings(), metrics_age_s=0.0), offered, recent)
+    tokenizer_files = find_tokenizer_files(tokenizer.directory) if shares_tokenizer else None
+    offered: tuple[DraftFiles, ...] = ()
+    if drafts is not None:
+        offered = find_offered(drafts, tokenizer.fingerprint, name, shares_tokenizer=shares_tokenizer)
+    settings = replace(settings or ServerSettings(), metrics_age_s=0.0)
+    app = create_app(engine, model, settings, offered, recent, tokenizer_files)
     if isinstance(engine, CascadeEngine):
         show_cascade(app.state.core.metrics, engine)
     server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)

@@ -85,6 +85,18 @@ def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_downloads_are_written_and_lists_are_not(tmp_path: Path) -> None:
+    """A file of the tokenizer, as one of a draft."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    with serve_fake(settings_of(log)) as server, httpx.Client(base_url=server.url, headers=HEADERS) as client:
+        for place in ("/v1/drafts", "/v1/tokenizer", "/v1/tokenizer/tokenizer.json"):
+            assert client.get(place).status_code == 200
+    log.close()
+    (line,) = lines_of(path)
+    assert (line["endpoint"], line["status"], line["key"]) == ("/v1/tokenizer/{path:path}", 200, "team-a")
+
+
 def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> None:
     """Some get a line with the error's code; a flood becomes one count per route, status and code."""
     path = tmp_path / "audit.jsonl"

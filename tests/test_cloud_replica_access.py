@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.drafts import make_draft
 from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
 from tests.serving import EOS_ID, StepGate, bearer, code_of, fake_tokenizer, read_events, run_session
@@ -349,6 +350,7 @@ def every_option(place: Path) -> ServeOptions:
         port_file=place / "port",
         name="n",
         drafts=Path("drafts"),
+        tokenizer=False,
         api_key_file=place / "keys",
         insecure_no_keys=True,
         allowed_origin=["https://a.example"],
@@ -509,6 +511,18 @@ def test_serve_with_ray_has_what_a_single_server_has(tmp_path: Path, monkeypatch
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     assert [line["key"] for line in lines if line["status"] == 200] == [ApiKey.plain(ALICE).name]
     assert {line["endpoint"] for line in lines if line["status"] == 401} == {"/v1/models", "/metrics", "unmatched"}
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_tokenizer_is_shared_unless_the_option_says_no(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool
+) -> None:
+    """Then a draft with another tokenizer is not offered either."""
+    make_draft(tmp_path / "stranger", tokenizer_fingerprint="0" * 64)
+    options = ServeOptions("fake", ray=True, drafts=tmp_path, tokenizer=shares, drain_s=0.0)
+    with running(options, monkeypatch) as found, httpx.Client(base_url=found.url, timeout=TIMEOUT_S) as client:
+        assert client.get("/v1/tokenizer").status_code == (200 if shares else 404)
+        assert [draft["name"] for draft in client.get("/v1/drafts").json()["drafts"]] == ["stranger"] * shares
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")

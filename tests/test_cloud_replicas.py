@@ -20,7 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, changed, replicas, report_of, serve_front
-from tests.serving import StepGate, fake_tokenizer, read_events, run_session, target_tokens
+from tests.serving import StepGate, code_of, fake_tokenizer, read_events, run_session, target_tokens
 from tests.waiting import TIMEOUT_S
 from typer.testing import CliRunner
 
@@ -326,7 +326,7 @@ def test_a_front_asks_for_keys_and_hands_no_client_header_on(group: list[FakeRep
         with httpx.Client(base_url=front.url) as client:
             assert client.post("/v1/sessions", json=BODY).status_code == 401
             assert client.post("/v1/sessions/000001x/drafts", json={"base": 0, "paths": [[1]]}).status_code == 401
-            for path in ("/metrics", "/v1/model", "/v1/drafts"):
+            for path in ("/metrics", "/v1/model", "/v1/drafts", "/v1/tokenizer", "/v1/tokenizer/tokenizer.json"):
                 assert client.get(path).status_code == 401
             forged = forwarded(group[0].report.secret, Caller(b"somebody"))
             assert client.get("/v1/model", headers={"authorization": forged}).status_code == 401
@@ -338,6 +338,20 @@ def test_a_front_asks_for_keys_and_hands_no_client_header_on(group: list[FakeRep
         with httpx.Client(base_url=group[0].report.url) as direct:
             assert direct.post("/v1/sessions", json=BODY).status_code == 401
             assert direct.post("/v1/sessions", json=BODY, headers=mine).status_code == 401
+
+
+def test_downloads_pass_the_front(group: list[FakeReplica]) -> None:
+    """The tokenizer's list and files, with ranges and refusals, as a replica answers."""
+    with serve_front(group) as front, httpx.Client(base_url=front.url) as client:
+        path, content = "/v1/tokenizer/tokenizer.json", (fake_tokenizer().directory / "tokenizer.json").read_bytes()
+        files = client.get("/v1/tokenizer").json()["files"]
+        assert {file["path"]: file["size"] for file in files}["tokenizer.json"] == len(content)
+        assert client.get(path).content == content
+        part = client.get(path, headers={"Range": "bytes=5-"})
+        assert (part.status_code, part.content) == (206, content[5:])
+        assert client.head(path).headers["content-length"] == str(len(content))
+        assert code_of(client.get("/v1/tokenizer/none")) == (404, "unknown_file")
+        front.wait_until(lambda: front.front.tally.requests["/v1/tokenizer", "GET", 200] == 1)
 
 
 def test_a_session_is_its_owners_through_the_front() -> None:

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import FakeServer, StepGate, fake_tokenizer, read_events, run_session, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
 
@@ -197,6 +197,8 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
         "/v1/model",
         "/v1/drafts",
         "/v1/drafts/{name}/{path}",
+        "/v1/tokenizer",
+        "/v1/tokenizer/{path}",
         "/v1/render",
         "/health/live",
         "/health/ready",
@@ -466,7 +468,7 @@ def test_lookup_can_be_turned_off(
     monkeypatch.setattr(serve_module, "configure_logging", lambda form: None)
     monkeypatch.setattr(embedded, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
     monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
-    model = types.SimpleNamespace(name="fake", target="0" * 16, tokenizer=None, dialect=None)
+    model = types.SimpleNamespace(name="fake", target="0" * 16, tokenizer=fake_tokenizer(), dialect=None)
     monkeypatch.setattr(embedded, "ServedModel", lambda *arguments: model)
     found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
     assert str(found.exception) == "far enough"
@@ -515,7 +517,6 @@ def test_serve_runs_a_bundle_from_start_to_signal(
 ) -> None:
     """The whole of `serve` but the model: ready line, port file, requests, end."""
     from tests.fake_runtime import FakeBatchRuntime
-    from tests.serving import fake_tokenizer
 
     started: list[VerifierServer] = []
 

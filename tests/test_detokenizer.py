@@ -115,7 +115,7 @@ def tokenizer(request: pytest.FixtureRequest, loaded: dict[str, Tokenizer]) -> T
 
 def library_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """The `tokenizers` library's own text for the ids."""
-    path = tokenizer._directory / "tokenizer.json"
+    path = tokenizer.directory / "tokenizer.json"
     text: str = tokenizers.Tokenizer.from_file(str(path)).decode(list(ids), skip_special_tokens=True)
     return text
 
@@ -207,7 +207,7 @@ def test_a_broken_byte_run_keeps_its_whole_characters(loaded: dict[str, Tokenize
 @pytest.fixture(scope="module")
 def unusual(loaded: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """Byte fallback with a step in its decoder that this package does not know."""
-    source = loaded["byte-fallback"]._directory / "tokenizer.json"
+    source = loaded["byte-fallback"].directory / "tokenizer.json"
     raw = json.loads(source.read_text(encoding="utf-8"))
     raw["decoder"]["decoders"].insert(0, {"type": "Replace", "pattern": {"String": "a"}, "content": "A"})
     directory = tmp_path_factory.mktemp("unusual")

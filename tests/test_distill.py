@@ -177,13 +177,41 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_another_tokenizer_is_refused(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused_where_that_is_asked_for(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
     """The message names both models and the first difference, and nothing is made."""
     make_tiny_tokenizer(tmp_path / "other", special_tokens=("<|stop|>",))
     make_tiny_model("llama", tmp_path / "other", vocab_size=320)
     with pytest.raises(TokenizerMismatch, match=r"(?s)draft.*other.*first difference.*<\|end\|>.*<\|stop\|>"):
-        distill_draft(pair.draft, tmp_path / "other", prompts, tmp_path / "out", OPTIONS)
+        distill_draft(pair.draft, tmp_path / "other", prompts, tmp_path / "out", replace(OPTIONS, same_tokenizer=True))
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama draft of one layer, with whole words of the prompts in its tokenizer."""
+    root = tmp_path_factory.mktemp("stranger") / "stranger"
+    make_tiny_tokenizer(root, vocab_size=400, special_tokens=("<|stop|>", "<|end|>"), text=(" ".join(WORDS) * 9,))
+    return make_tiny_model("llama", root, vocab_size=448, seed=3, num_hidden_layers=1)
+
+
+def test_a_draft_with_another_tokenizer_learns_the_targets_text(
+    stranger: Path, pair: PairPaths, prompts: Path, tmp_path: Path
+) -> None:
+    """In its own tokens, by cross-entropy, which falls; acceptance rises; the record names both tokenizers."""
+    out, heard = tmp_path / "out", Heard()
+    result = distill_draft(stranger, pair.target, prompts, out, replace(OPTIONS, steps=40, rate=6e-3), heard)
+    record = record_of(result)
+    assert "stranger has another tokenizer than target" in heard and "--match and --cross-entropy have no" in heard
+    before, after = record["heldout"]["before"], record["heldout"]["after"]
+    assert all(now < 0.9 * was for was, now in zip(before["kl"], after["kl"], strict=True))
+    assert (result.status, record["verdict"]) == ("written", "better")
+    assert [record["options"][name] for name in ("kl", "match", "cross_entropy")] == [0.0, 0.0, 1.0]
+    sources = read_source(stranger), read_source(pair.target)
+    assert [record["tokenizer_fingerprint"], record["target_tokenizer_fingerprint"]] == [
+        source.tokenizer.fingerprint for source in sources
+    ]
+    assert hash_file(out / "tokenizer.json") == hash_file(stranger / "tokenizer.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_draft_that_got_worse_is_not_written_unless_forced(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:

@@ -27,10 +27,12 @@ from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
 from outrider.models.errors import ExportError, TokenizerError
 from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.text.vocabulary_map import VocabularyMap
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from outrider.export.distill.draft_rows import read_as_draft  # noqa: E402
 from outrider.export.distill.target import load_for_torch  # noqa: E402
 from outrider.export.distill.trainer import (  # noqa: E402
     acceptance,
@@ -242,6 +244,95 @@ def stored_pool(folder: Path, rows: Sequence[rollout.Rollout]) -> Pool:
     made = {"parts": len(rows), "rows": sum(len(part) for part in rows), "is_complete": True}
     save_json(made, folder / "pool.json")
     return Pool(folder)
+
+
+PROSE = "The target writes a token, and the draft reads it as its own. naïve 東京 and a tab "
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
+    """A target's, and a draft's with longer tokens."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    tiny.make_tiny_tokenizer(root / "target")
+    tiny.make_tiny_tokenizer(root / "draft", vocab_size=500, special_tokens=("<|stop|>",), text=(PROSE * 9,))
+    return Tokenizer.from_dir(root / "target"), Tokenizer.from_dir(root / "draft")
+
+
+def row_of(tokenizer: Tokenizer, prompt: str, text: str, *, ends: bool) -> rollout.Rollout:
+    """One row of a target's ids, with its end token if it ends."""
+    before = tokenizer.encode(prompt)
+    ids = [*before, *tokenizer.encode(text), *([0] if ends else [])]
+    length = len(ids) + 3
+    return rollout.Rollout(
+        ids=torch.tensor([ids + [7] * 3], dtype=torch.int32),
+        starts=torch.tensor([len(before)], dtype=torch.int32),
+        ends=torch.tensor([len(ids)], dtype=torch.int32),
+        temperatures=torch.tensor([0.8]),
+        top_ids=torch.zeros(1, length, 4, dtype=torch.int32),
+        top_logits=torch.zeros(1, length, 4, dtype=torch.float16),
+        log_norms=torch.zeros(1, length, 2),
+    )
+
+
+def test_a_row_is_read_as_the_tokens_of_another_tokenizer(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    """The same text, its end and all; what is trained on begins where the target's text does, and knows one token."""
+    target, draft = tokenizers
+    mapping = VocabularyMap(target, draft)
+    row = row_of(target, "The target", " writes naïve 東京", ends=True)
+    read = read_as_draft(row, mapping.text, 64)
+    start, end = int(read.starts[0]), int(read.ends[0])
+    ids = read.ids[0, :end].tolist()
+    assert ids == [*draft.encode("The target writes naïve 東京"), draft.eos_token_ids[0]]
+    assert draft.decode(ids[:start]) == "The target"
+    assert read.top_ids[0, : end - 1, 0].tolist() == ids[1:] and read.ids.shape == (1, 64)
+    assert read.temperatures.tolist() == row.temperatures.tolist() and read.log_norms.shape == (1, 64, 2)
+    masks = losses.Masks.of(read, 512)
+    assert masks.known.tolist() == masks.written.tolist() and int(masks.written.sum()) == end - start
+
+
+def test_a_row_that_ends_inside_a_word_does_not_teach_its_beginning(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+    """More of the word would be another token. Rows are cut to their length, prompts too."""
+    mapping = VocabularyMap(*tokenizers)
+    row = row_of(tokenizers[0], "The target", " writes a tok", ends=False)
+    whole = read_as_draft(row, mapping.text, 64)
+    cut = read_as_draft(row, mapping.text, 3)
+    end = int(whole.ends[0])
+    assert whole.ids[0, :3].tolist() == cut.ids[0].tolist() and int(cut.ends[0]) == min(3, end)
+    alone = read_as_draft(row, mapping.text, 1)
+    assert int(alone.starts[0]) == int(alone.ends[0]) == 1 and not losses.Masks.of(alone, 512).known.any()
+
+
+def test_reading_a_pool_goes_on_where_it_was_stopped(tokenizers: tuple[Tokenizer, Tokenizer], tmp_path: Path) -> None:
+    """Part by part; the parts that are there are not made again."""
+    target, draft = tokenizers
+    mapping = VocabularyMap(target, draft)
+    rows = [row_of(target, "The target", " writes a token", ends=ends) for ends in (True, True, True)]
+    source = stored_pool(tmp_path / "pool", rows)
+    answers = iter((False, True))
+
+    def read(part: rollout.Rollout) -> rollout.Rollout:
+        return read_as_draft(part, mapping.text, 16)
+
+    assert not pool.rewrite_pool(source, read, tmp_path / "read", stop=lambda: next(answers))
+    first = (tmp_path / "read" / "part-00000.pt").stat().st_mtime_ns
+    assert [path.name for path in (tmp_path / "read").glob("part-*")] == ["part-00000.pt"]
+    assert pool.rewrite_pool(source, read, tmp_path / "read")
+    found = Pool(tmp_path / "read")
+    assert (len(found), found.row_length, len(found.parts)) == (3, 16, 3)
+    assert (tmp_path / "read" / "part-00000.pt").stat().st_mtime_ns == first
+
+
+def test_a_model_in_memory_reads_as_a_sequence(model: Any) -> None:
+    """Its logits are those of one pass over the text, also after it was cut back, to its beginning too."""
+    sequence = acceptance.TorchSequence(model, 64)
+    text = [3, 1, 4, 1, 5, 9]
+    wanted = acceptance.row_logits(model, [*text, 0], 1).numpy()
+    assert np.allclose(sequence.extend(text[:3]), wanted[2], atol=1e-4)
+    assert np.allclose(sequence.extend([7, 7, 7]).shape, wanted[0].shape)
+    sequence.truncate(2)
+    assert np.allclose(sequence.extend(text[2:]), wanted[5], atol=1e-4) and sequence.length == 6
+    sequence.truncate(0)
+    assert np.allclose(sequence.extend(text[:1]), wanted[0], atol=1e-4)
 
 
 class Gradients(MatrixOptimizer):

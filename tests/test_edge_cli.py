@@ -137,7 +137,7 @@ def test_a_run_ends_where_the_target_says_and_not_where_the_draft_would() -> Non
     """The draft bundle's end tokens are not sent: unset, the server's own rule."""
     options = RunOptions(prompt="def verify", runtime="ngram", max_tokens=5)
     for ignore_eos in (False, True):
-        request = make_request(replace(options, ignore_eos=ignore_eos), fake_tokenizer(), "f" * 64)
+        request = make_request(replace(options, ignore_eos=ignore_eos), fake_tokenizer())
         assert request.stop_ids is None and request.ignore_eos is ignore_eos
 
 

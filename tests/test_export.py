@@ -147,13 +147,19 @@ def test_a_widened_target_says_so(sources: PairPaths, tmp_path: Path) -> None:
     assert not (bundle.path / "work").exists()
 
 
-def test_different_tokenizers_are_refused_before_any_work(sources: PairPaths, tmp_path: Path) -> None:
-    """Both names and the first difference are in the message, and nothing is written."""
+def test_different_tokenizers_are_refused_where_that_is_asked_for(sources: PairPaths, tmp_path: Path) -> None:
+    """Before any work: both names and the first difference are in the message, and nothing is written."""
     other = copy_source(sources.target, tmp_path / "stranger")
     make_tiny_tokenizer(other, text=SAMPLE_TEXT[:2])
     events: list[StageEvent] = []
     with pytest.raises(TokenizerMismatch, match=r"(?s)draft \(.*stranger \(.*first difference: vocabulary entry"):
-        export_pair(sources.draft, other, tmp_path / "out", progress=events.append)
+        export_pair(
+            sources.draft,
+            other,
+            tmp_path / "out",
+            judging=Judging(same_tokenizer=True),
+            progress=events.append,
+        )
     assert not events and not (tmp_path / "out").exists()
 
 

@@ -367,6 +367,7 @@ REFUSED_BY_CACHE = {
     "--out": "x", "--ahead-of-time": None, "--npu-platform": "NPU4000", "--target-device": "gpu", "--extra-ms": "1",
     "--target-runtime": "torch", "--prompts": "x.json", "--chat": None, "--step-ms": "15", "--sweep": None,
     "--rtt-ms": "20", "--keep": None, "--force": None, "--threads": "2", "--overwrite": None,
+    "--same-tokenizer": None,
 }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def requests_of(document: dict[str, Any], **names: str) -> Requests:
 
 @pytest.fixture(scope="module")
 def verifier() -> Requests:
-    return requests_of(verifier_document(), model="fake", name=DRAFT, path="manifest.json")
+    return requests_of(verifier_document(), model="fake", name=DRAFT, path="tokenizer.json")
 
 
 @pytest.fixture(scope="module")

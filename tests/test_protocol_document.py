@@ -17,6 +17,7 @@ from outrider.models.wire.protocol import (
     RenderAnswer,
     SessionEnd,
     SessionRequest,
+    TokenizerFiles,
     Usage,
     parse_event,
 )
@@ -39,6 +40,7 @@ MESSAGES: tuple[type[BaseModel], ...] = (
     RenderRequest,
     RenderAnswer,
     DraftList,
+    TokenizerFiles,
 )
 
 

@@ -267,7 +267,7 @@ def test_run_has_options_of_rules() -> None:
     assert (options.params.top_p, options.params.top_k) == (0.8, 5)
     rules = options.with_bad_words({"cat": [1], " cat": [2]}.__getitem__)
     assert rules == ProcessorOptions(1.0, 0.5, 0.0, ((7, -3.5),), ((1,), (2,)), 4, typical_p=0.9)
-    request = make_request(options, fake_tokenizer(), "f")
+    request = make_request(options, fake_tokenizer())
     assert request.processors.bad_words and request.plan.stop_ids == {EOS_ID}
     with pytest.raises(ConfigError, match=r"--logit-bias is '7'"):
         RunOptions(prompt="a", logit_bias=["7"])

@@ -47,7 +47,7 @@ def test_the_grammar_goes_to_the_session_and_to_the_draft(schema: Path) -> None:
 
         async def write(mode: Mode, **fields: Any) -> GenerationResult:
             options = RunOptions(prompt="zip", mode=mode, seed=3, max_tokens=200, **fields)
-            request = make_request(options, fake_tokenizer(), fake_tokenizer().fingerprint)
+            request = make_request(options, fake_tokenizer())
             assert (request.draft_grammar is None) is (mode is Mode.CLOUD_ONLY)
             drafter = None if mode is Mode.CLOUD_ONLY else ModelDrafter(fake_draft(0.5))
             async with VerifierClient(cloud.url) as client:
@@ -71,7 +71,7 @@ def test_the_grammar_goes_to_the_session_and_to_the_draft(schema: Path) -> None:
 def test_a_device_without_the_library_drafts_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has the grammar all the same."""
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    request = make_request(RunOptions("x", regex="a"), fake_tokenizer(), "f")
+    request = make_request(RunOptions("x", regex="a"), fake_tokenizer())
     assert request.grammar == GrammarSpec("regex", "a") and request.draft_grammar is None
 
 
@@ -100,5 +100,5 @@ def test_a_chats_grammar_follows_the_reasoning(tmp_path: Path) -> None:
     tokenizer = type(tokenizer).from_dir(tmp_path)
     for is_chat, after in ((True, "</think>"), (False, "")):
         options = RunOptions("x", regex="a", chat=is_chat)
-        grammar = make_request(options, tokenizer, "f").grammar
+        grammar = make_request(options, tokenizer).grammar
         assert grammar is not None and grammar.after == after

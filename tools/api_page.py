@@ -54,6 +54,8 @@ CURL: Final[Mapping[str, str]] = {
     "GET /v1/model": "curl -sS $URL/v1/model {auth}",
     "GET /v1/drafts": "curl -sS $URL/v1/drafts {auth}",
     "GET /v1/drafts/{name}/{path}": '''curl -sS $URL/v1/drafts/$DRAFT/manifest.json {auth} -H "Range: bytes=0-99"''',
+    "GET /v1/tokenizer": "curl -sS $URL/v1/tokenizer {auth}",
+    "GET /v1/tokenizer/{path}": "curl -sS $URL/v1/tokenizer/tokenizer.json {auth}",
     "GET /health/live": "curl -sS $URL/health/live",
     "GET /health/ready": "curl -sS $URL/health/ready",
     "GET /metrics": "curl -sS $URL/metrics {auth}",

@@ -1,4 +1,5 @@
-"""Attacks on the drafts that a server offers: paths that lead elsewhere, downloads that are not read, greedy ones.
+"""Attacks on the drafts and the tokenizer that a server offers: paths that lead elsewhere, downloads that are not read,
+greedy ones.
 
 And on the device that pulls one: a draft that is larger than announced.
 """
@@ -23,47 +24,72 @@ from bench.attacks.subject import KEYS, NotMeasured, Row, Server, Subject, liste
 
 PAD_BYTES: Final = 64 << 20
 PAD: Final = "/v1/drafts/draft/pad.txt"
+TOKENIZER_BYTES: Final = 32 << 20
+TOKENIZER: Final = "/v1/tokenizer/tokenizer.json"
 NUM_CONNECTIONS: Final = 64
 ATTACK_S: Final = 10.0
 _HEAD: Final = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
-SECRET: Final = b"the file beside the bundle"
+SECRET: Final = b"the file beside a bundle"
 
 
 @contextmanager
-def _offering(subject: Subject) -> Iterator[tuple[Server, Path]]:
-    """A server with keys that offers the reference draft, 64 MiB larger; and the draft's place."""
+def _offering(subject: Subject) -> Iterator[tuple[Server, Path, Path]]:
+    """A server with keys that offers the reference draft, 64 MiB larger, and shares a tokenizer of 32 MiB; the target's
+    place, and the draft's.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory) / "drafts" / "draft"
-        shutil.copytree(subject.bundles[1], place)
-        pad = bytes(PAD_BYTES)
-        (place / "pad.txt").write_bytes(pad)
-        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
-        entry = {"path": "pad.txt", "size": PAD_BYTES, "sha256": hashlib.sha256(pad).hexdigest()}
-        manifest["files"].append(entry)
-        (place / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        (place / "unlisted.md").write_bytes(SECRET)
-        (place.parent / "secret.txt").write_bytes(SECRET)
-        with subject.serve("--drafts", str(place.parent), keys=KEYS) as server:
-            if server.ask("GET", "/v1/drafts", key=KEYS[0]).status != 200:
-                raise NotMeasured("the server offers no drafts")
-            yield server, place
+        target, draft = Path(directory, "targets", "target"), Path(directory, "drafts", "draft")
+        for place, source in zip((target, draft), subject.bundles, strict=True):
+            shutil.copytree(source, place)
+            (place / "unlisted.md").write_bytes(SECRET)
+            (place.parent / "secret.txt").write_bytes(SECRET)
+        _put(draft, "pad.txt", bytes(PAD_BYTES))
+        # JSON may end with spaces: it stays the same tokenizer.
+        _put(target, "tokenizer.json", (target / "tokenizer.json").read_bytes().ljust(TOKENIZER_BYTES))
+        with subject.serve("--drafts", str(draft.parent), keys=KEYS, bundle=target) as server:
+            for path in ("/v1/drafts", "/v1/tokenizer"):
+                if server.ask("GET", path, key=KEYS[0]).status != 200:
+                    raise NotMeasured(f"the server has no {path}")
+            yield server, target, draft
+
+
+def _put(bundle: Path, path: str, content: bytes) -> None:
+    """Writes a file of the bundle, and its entry in the manifest."""
+    (bundle / path).write_bytes(content)
+    manifest = json.loads((bundle / "manifest.json").read_text(encoding="utf-8"))
+    entry = {"path": path, "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["files"] = [*(each for each in manifest["files"] if each["path"] != path), entry]
+    (bundle / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def other_paths(subject: Subject) -> Iterator[Row]:
-    """Asks for files beside the bundle, in every spelling, and for a listed file that has become a link."""
+    """Asks for files beside the bundles, in every spelling, and for listed files that have become links."""
     ups = ("..", "%2e%2e", "..%2f..", "%252e%252e", "..%5c", "....//", "..;", "draft/..", "draft/%2e%2e", "draft/..%2f")
     paths = [f"/v1/drafts/{up}/secret.txt" for up in ups]
     paths += [
         f"/v1/drafts/draft/{name}" for name in ("unlisted.md", "%2fetc%2fpasswd", "/etc/passwd", "config.json%00")
     ]
     paths += ["/v1/drafts/draft/../../../../../../etc/passwd", "/v1/drafts/./draft/config.json", "/v1/drafts/draft/"]
-    with _offering(subject) as (server, place):
+    names = (
+        "unlisted.md",
+        "manifest.json",
+        "openvino_model.bin",
+        "%2fetc%2fpasswd",
+        "/etc/passwd",
+        "tokenizer.json%00",
+    )
+    paths += [f"/v1/tokenizer/{name}" for name in ("", *names, *(f"{up}/secret.txt" for up in ups))]
+    paths += ["/v1/tokenizer/../../../../../../etc/passwd", "/v1/tokenizer/./tokenizer.json"]
+    with _offering(subject) as (server, target, draft):
         answers = {path: server.ask("GET", path, key=KEYS[0]) for path in paths}
-        link = place / "config.json"
-        link.unlink()
-        link.symlink_to(place.parent / "secret.txt")
-        answers["a link in place of config.json"] = server.ask("GET", "/v1/drafts/draft/config.json", key=KEYS[0])
-        answers["no key"] = server.ask("GET", PAD)
+        for link, path in (
+            (draft / "config.json", "/v1/drafts/draft/config.json"),
+            (target / "tokenizer.json", TOKENIZER),
+        ):
+            link.unlink()
+            link.symlink_to(link.parent.parent / "secret.txt")
+            answers[f"a link in place of {path}"] = server.ask("GET", path, key=KEYS[0])
+        answers |= {f"{path} without a key": server.ask("GET", path) for path in (PAD, TOKENIZER)}
     wrong = [path for path, answer in answers.items() if answer.status not in (400, 401, 404, 410) or not answer.json]
     leaked = [path for path, answer in answers.items() if SECRET in answer.body or b"root:" in answer.body]
     yield Row(
@@ -78,17 +104,23 @@ def other_paths(subject: Subject) -> Iterator[Row]:
 
 def unread_downloads(subject: Subject) -> Iterator[Row]:
     """One key asks for 64 MiB on 64 connections and reads nothing; another key downloads once."""
-    yield from _beside(subject, f"{NUM_CONNECTIONS} downloads of one key that are never read", reads=False)
+    yield from _beside(subject, f"{NUM_CONNECTIONS} downloads of one key that are never read", PAD, reads=False)
+
+
+def unread_tokenizers(subject: Subject) -> Iterator[Row]:
+    """The same with a tokenizer of 32 MiB."""
+    what = f"{NUM_CONNECTIONS} downloads of a tokenizer by one key that are never read"
+    yield from _beside(subject, what, TOKENIZER, reads=False)
 
 
 def greedy_downloads(subject: Subject) -> Iterator[Row]:
     """One key downloads on 64 connections as fast as it can; another key downloads once."""
-    yield from _beside(subject, f"{NUM_CONNECTIONS} greedy downloads of one key", reads=True)
+    yield from _beside(subject, f"{NUM_CONNECTIONS} greedy downloads of one key", PAD, reads=True)
 
 
-def _beside(subject: Subject, what: str, *, reads: bool) -> Iterator[Row]:
-    with _offering(subject) as (server, _), subject.serve(keys=KEYS) as idle:
-        request, attack = server.request("GET", PAD, key=KEYS[0]), fetch if reads else hold
+def _beside(subject: Subject, what: str, path: str, *, reads: bool) -> Iterator[Row]:
+    with _offering(subject) as (server, _, _), subject.serve(keys=KEYS) as idle:
+        request, attack = server.request("GET", path, key=KEYS[0]), fetch if reads else hold
         with beside(server, idle) as seen, attacking(attack, server.port, request, NUM_CONNECTIONS):
             time.sleep(ATTACK_S / 2)
             other = server.ask("GET", PAD, key=KEYS[1], timeout_s=ATTACK_S)

@@ -82,7 +82,7 @@ def generated_requests(subject: Subject) -> Iterator[Row]:
         options = (*small, "--drafts", str(Path(place, "drafts")))
         with subject.serve(*options, keys=KEYS, bundle=target) as server, subject.serve(keys=KEYS) as idle:
             facts = server.ask("GET", "/v1/model", key=ATTACKER).json
-            names = {"model": facts["name"], "name": "draft", "path": "manifest.json"}
+            names = {"model": facts["name"], "name": "draft", "path": "tokenizer.json"}
             requests = _requests(verifier_document(), facts, names)
 
             def text(number: int) -> dict[str, Any]:

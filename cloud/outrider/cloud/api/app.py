@@ -7,6 +7,7 @@ drafts endpoint stands in front of them, with a gate of its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from fastapi import FastAPI
@@ -20,7 +21,7 @@ from outrider.cloud.api.health import health_routes
 from outrider.cloud.api.metrics import route_of
 from outrider.cloud.api.openapi import install_openapi
 from outrider.cloud.api.sessions import session_routes
-from outrider.cloud.api.state import Core, DraftFiles, ServedModel, ServerSettings
+from outrider.cloud.api.state import Core, DraftFiles, ServedModel, ServerSettings, SharedFile
 from outrider.cloud.api.stream import SERVER_SEND
 from outrider.cloud.api.traces import TracedRequests
 from outrider.cloud.api.verify import verify_routes
@@ -47,7 +48,7 @@ COSTLY_PATHS: Final = frozenset(OPERATIONS)
 """Counted against a key's rate, and written to the audit log. Drafts are neither: sessions and owners have budgets of
 them."""
 PATHS: Final = GatePaths(OPEN_PATHS, PROBE_PATHS, COSTLY_PATHS)
-_DOWNLOADS: Final = "/v1/drafts/"
+_DOWNLOADS: Final = ("/v1/drafts/", "/v1/tokenizer/")
 
 
 class VerifierApp(FastAPI):
@@ -69,13 +70,15 @@ def create_app(
     settings: ServerSettings | None = None,
     drafts: tuple[DraftFiles, ...] = (),
     recent: RecentStore | None = None,
+    tokenizer_files: Mapping[str, SharedFile] | None = None,
 ) -> FastAPI:
     """The application over a started engine. The caller stops the engine, and closes `recent` after it.
 
     `app.state.core` is the app's Core. drafts: what devices may download. recent: texts that requests may repeat.
+    tokenizer_files: of the target's tokenizer, by name, for devices to download; None shares none.
     """
     settings = settings or ServerSettings()
-    core = Core(engine, model, settings, drafts, recent)
+    core = Core(engine, model, settings, drafts, recent, tokenizer_files)
     app = VerifierApp(
         title="Outrider verifier",
         version=outrider_version(),

@@ -1,7 +1,7 @@
-"""Offers drafts for the served target: their list, and their files.
+"""Offers drafts for the served target, and the target's tokenizer: their lists, and their files.
 
-Only files that a manifest names are served, looked up by their exact names; no link is followed. Files are read in
-pieces in other threads, and the number of downloads at a time is bounded, so that no client slows the others.
+Only files that were listed at the start are served, looked up by their exact names; no link is followed. Files are read
+in pieces in other threads, and the number of downloads at a time is bounded, so that no client slows the others.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import asyncio
 import os
 import re
 import stat
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.cloud.api.state import Core, DraftFiles
+from outrider.cloud.api.state import Core, SharedFile
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.http.sse import until_gone
-from outrider.models.wire.protocol import DraftList, OfferedFile
+from outrider.models.wire.protocol import DraftList, OfferedFile, TokenizerFiles
 
 CHUNK_BYTES: Final = 256 << 10
 """Read and written at a time: other events go between two of them."""
@@ -32,12 +34,24 @@ _READERS: Final = 2
 # One range; anything else is answered with the whole file, which RFC 9110 (14.2) allows.
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 _LINK_REFUSED: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+_BYTES: Final = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_CONTENT: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": _BYTES},
+    206: {"content": _BYTES, "description": "The range asked for"},
+}
+_Answer = Callable[[Request, SharedFile, Callable[[], RequestError]], Response]
 
 
 def download_routes(core: Core) -> APIRouter:
-    """The list of drafts, and their files."""
+    """The list of drafts, the target's tokenizer, and their files."""
     router = APIRouter(tags=["drafts"])
-    readers = asyncio.Semaphore(_READERS)
+    answer = partial(_answer, core, asyncio.Semaphore(_READERS))
+    _add_drafts(router, core, answer)
+    _add_tokenizer(router, core, answer)
+    return router
+
+
+def _add_drafts(router: APIRouter, core: Core, answer: _Answer) -> None:
     offered = {each.entry.name: each for each in core.drafts}
     listed = DraftList(
         model=core.model.name,
@@ -52,29 +66,91 @@ def download_routes(core: Core) -> APIRouter:
         """The drafts that this server has for its target."""
         return Response(document, media_type="application/json")
 
-    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-    answers = {200: {"content": content}, 206: {"content": content, "description": "The range asked for"}}
-
     @router.head("/v1/drafts/{name}/{path:path}", include_in_schema=False)
-    @router.get("/v1/drafts/{name}/{path:path}", response_class=Response, responses=answers)  # type: ignore[arg-type]
+    @router.get("/v1/drafts/{name}/{path:path}", response_class=Response, responses=_CONTENT)
     async def download(name: str, path: str, request: Request) -> Response:
         """A file of a draft, or the range of it that `Range` asks for."""
         draft = offered.get(name)
         file = draft.files.get(path) if draft is not None else None
-        if draft is None or file is None:
+        if file is None:
             raise RequestError(
                 "unknown_draft",
                 f"there is no {request.url.path[:MAX_PARAM_CHARS]}; GET /v1/drafts lists drafts and files",
                 status=404,
             )
-        answer = _choose_answer(request, file)
-        if isinstance(answer, Response):
-            return answer
-        if core.is_draining:
-            raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
-        return _FileAnswer(core, draft, file, answer, readers)
+        return answer(request, file, partial(_draft_changed, name, path))
 
-    return router
+
+def _add_tokenizer(router: APIRouter, core: Core, answer: _Answer) -> None:
+    files, document = core.tokenizer_files, b""
+    if files is not None:
+        listed = TokenizerFiles(
+            model=core.model.name,
+            target=core.model.target,
+            tokenizer=core.model.tokenizer.fingerprint,
+            files=[each.entry for each in files.values()],
+        )
+        document = listed.model_dump_json().encode()
+
+    @router.get("/v1/tokenizer", response_model=TokenizerFiles)
+    async def list_tokenizer() -> Response:
+        """The files of the target's tokenizer."""
+        _require_shared(files)
+        return Response(document, media_type="application/json")
+
+    @router.head("/v1/tokenizer/{path:path}", include_in_schema=False)
+    @router.get("/v1/tokenizer/{path:path}", response_class=Response, responses=_CONTENT)
+    async def download_tokenizer(path: str, request: Request) -> Response:
+        """A file of the target's tokenizer, or the range of it that `Range` asks for."""
+        file = _require_shared(files).get(path)
+        if file is None:
+            raise RequestError(
+                "unknown_file",
+                f"there is no {request.url.path[:MAX_PARAM_CHARS]}; GET /v1/tokenizer lists the files",
+                status=404,
+            )
+        return answer(request, file, partial(_tokenizer_changed, path))
+
+
+def _require_shared(files: Mapping[str, SharedFile] | None) -> Mapping[str, SharedFile]:
+    if files is None:
+        raise RequestError(
+            "tokenizer_not_shared",
+            "this server does not share its target's tokenizer: its operator started it with --no-tokenizer, or its "
+            "log has the reason. Give the device the tokenizer's directory with --tokenizer DIR",
+            status=404,
+        )
+    return files
+
+
+def _draft_changed(name: str, path: str) -> RequestError:
+    return RequestError(
+        "draft_changed",
+        f"{path} of the draft {name} has changed on the server's disk since it started; its operator should start it "
+        "again",
+        status=410,
+    )
+
+
+def _tokenizer_changed(path: str) -> RequestError:
+    return RequestError(
+        "tokenizer_changed",
+        f"{path} of the target's tokenizer has changed on the server's disk since it started; its operator should "
+        "start it again",
+        status=410,
+    )
+
+
+def _answer(
+    core: Core, readers: asyncio.Semaphore, request: Request, file: SharedFile, changed: Callable[[], RequestError]
+) -> Response:
+    """Sends what the request asks for of the file. changed: the error where it is no longer as it was listed."""
+    part = _choose_answer(request, file.entry)
+    if isinstance(part, Response):
+        return part
+    if core.is_draining:
+        raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
+    return _FileAnswer(core, file, part, readers, changed)
 
 
 def _choose_answer(request: Request, file: OfferedFile) -> Response | range:
@@ -125,30 +201,24 @@ class _FileAnswer(Response):
     def __init__(
         self,
         core: Core,
-        draft: DraftFiles,
-        file: OfferedFile,
+        file: SharedFile,
         part: range,
         readers: asyncio.Semaphore,
+        changed: Callable[[], RequestError],
     ) -> None:
-        super().__init__(status_code=200 if len(part) == file.size else 206, headers=_headers(file, part))
+        super().__init__(status_code=200 if len(part) == file.entry.size else 206, headers=_headers(file.entry, part))
         self._core = core
-        self._draft = draft
         self._file = file
         self._part = part
         self._readers = readers
+        self._changed = changed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         async with self._core.downloads.place(scope.get(OWNER, ANYBODY)):
-            path = self._file.path
-            content = await asyncio.to_thread(open_inside, self._draft.root, path, self._file.size)
+            content = await asyncio.to_thread(open_unlinked, self._file.place, self._file.entry.size)
             if content is None:
-                raise RequestError(
-                    "draft_changed",
-                    f"{path} of the draft {self._draft.entry.name} has changed on the server's disk since it started; "
-                    "its operator should start it again",
-                    status=410,
-                )
+                raise self._changed()
             left = asyncio.ensure_future(until_gone(receive))
             try:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -177,12 +247,10 @@ class _FileAnswer(Response):
                 return
 
 
-def open_inside(root: Path, path: str, size: int) -> FileIO | None:
-    """The file at `root`/`path`; None where it is missing or has another size, or a part of its path is a link.
-
-    root: resolved.
+def open_unlinked(place: Path, size: int) -> FileIO | None:
+    """The file at `place`, which is absolute; None where it is missing or has another size, or a part of its path is a
+    link.
     """
-    place = root / path
     with suppress(OSError):
         if place.resolve(strict=True) != place:
             return None

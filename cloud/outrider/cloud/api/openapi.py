@@ -88,9 +88,10 @@ _GROUPS: Final[dict[str, Codes]] = {
         429: ("rate_limited",),
         503: ("draft_not_taken",),
     },
+    "draft": {404: ("unknown_draft",), 410: ("draft_changed",)},
+    "shared": {404: ("tokenizer_not_shared",)},
+    "shared_file": {404: ("unknown_file",), 410: ("tokenizer_changed",)},
     "download": {
-        404: ("unknown_draft",),
-        410: ("draft_changed",),
         416: ("range_not_satisfiable",),
         429: ("too_many_downloads",),
         503: ("too_many_downloads", "shutting_down"),
@@ -107,7 +108,9 @@ _OWN: Final = {
     ("post", "/v1/chat/completions"): "json rate engine grammar cascade fault openai template",
     ("post", "/v1/render"): "json rate tokenizer template prompt",
     ("get", "/v1/models/{model}"): "model",
-    ("get", "/v1/drafts/{name}/{path}"): "download",
+    ("get", "/v1/drafts/{name}/{path}"): "draft download",
+    ("get", "/v1/tokenizer"): "shared",
+    ("get", "/v1/tokenizer/{path}"): "shared shared_file download",
 }
 """The groups of each endpoint, without those that every endpoint may answer."""
 

@@ -1,4 +1,4 @@
-"""Holds what every route needs: engine, model, drafts to download, settings, open sessions, running downloads."""
+"""Holds what every route needs: engine, model, files to download, settings, open sessions, running downloads."""
 
 from __future__ import annotations
 
@@ -40,12 +40,19 @@ _DOWNLOAD_RETRY_S: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
+class SharedFile:
+    """A file that devices may download. place: where it lies, absolute; no part of it was a link at the start."""
+
+    entry: OfferedFile
+    place: Path
+
+
+@dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """A draft that is offered, and where it lies. files: by path, `manifest.json` among them."""
+    """A draft that is offered. files: by path, `manifest.json` among them."""
 
     entry: OfferedDraft
-    root: Path
-    files: Mapping[str, OfferedFile]
+    files: Mapping[str, SharedFile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,7 @@ class ServerSettings(GateSettings):
     max_sessions: sequences that one key may have open in sessions and completions. tokens_per_minute: of prompts (not
     cached) and texts, per key; None is no limit. A key's own limits come before these. keep_alive_s: silence on a
     stream after which a comment is sent; `open` reports it. draft_limits: budgets of draft messages. download_limits:
-    bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name and result.
+    bounds on downloads. audit: the audit log. reloads: files that were read again, by name and result.
     traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where several
     replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule. metrics_age_s:
     for which /metrics answers the same text where many ask. needs_steady: only steady sessions are served.
@@ -209,12 +216,17 @@ class Core:
         settings: ServerSettings,
         drafts: tuple[DraftFiles, ...] = (),
         recent: RecentStore | None = None,
+        tokenizer_files: Mapping[str, SharedFile] | None = None,
     ) -> None:
-        """drafts: what devices may download. recent: texts that requests may repeat; None keeps none."""
+        """drafts: what devices may download. recent: texts that requests may repeat; None keeps none.
+
+        tokenizer_files: of the target's tokenizer, by name; None shares none.
+        """
         self.engine = engine
         self.model = model
         self.settings = settings
         self.drafts = drafts
+        self.tokenizer_files = tokenizer_files
         self.recent = recent
         self.slots = Slots(settings.max_sessions, settings.keys.sessions_of)
         self.bridge = Bridge()

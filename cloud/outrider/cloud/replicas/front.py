@@ -44,7 +44,7 @@ Reports = Callable[[], AsyncIterator[list[Report]]]
 _LIVE: Final = frozenset({"/health/live", "/health", "/healthz", "/livez"})
 _READY: Final = frozenset({"/health/ready", "/readyz"})
 _FIXED: Final = frozenset(
-    {*PROBE_PATHS, *OPEN_PATHS, *COSTLY_PATHS, "/metrics", "/v1/model", "/v1/models", "/v1/drafts"}
+    {*PROBE_PATHS, *OPEN_PATHS, *COSTLY_PATHS, "/metrics", "/v1/model", "/v1/models", "/v1/drafts", "/v1/tokenizer"}
 )
 _SCRAPE_S: Final = 1.0
 """How long an answer of /metrics is given again: a scrape asks all replicas, and GETs count against no rate."""

@@ -1,18 +1,21 @@
-"""Finds the drafts that a server offers for its target: bundles in the directory of `--drafts`."""
+"""Finds what a server offers for download: drafts for its target, bundles in the directory of `--drafts`; and the
+target's tokenizer.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from outrider.cloud.api.state import DraftFiles
+from outrider.cloud.api.state import DraftFiles, SharedFile
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.counted import counted
 from outrider.models.errors import BundleError, ConfigError
+from outrider.models.text.tokenizer import TOKENIZER_FILES
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import DRAFT_NAME, OfferedDraft, OfferedFile
 
@@ -22,14 +25,18 @@ JUDGED_AT: Final = 0.8
 """The temperature whose acceptance judges a draft, as on its card."""
 MAX_LIST_BYTES: Final = 1 << 17
 """Of the list as JSON: a device reads no more than twice that."""
+MAX_TOKENIZER_BYTES: Final = 64 << 20
+"""Of the tokenizer's files in all."""
+_NAMES: Final = (*TOKENIZER_FILES, "config.json")
 
 
-def find_offered(directory: Path, tokenizer: str, target: str) -> tuple[DraftFiles, ...]:
-    """The drafts in `directory`, each in a directory of its own, that have this tokenizer's fingerprint.
+def find_offered(directory: Path, tokenizer: str, target: str, *, shares_tokenizer: bool) -> tuple[DraftFiles, ...]:
+    """The drafts in `directory`, each in a directory of its own.
 
     `directory` may be one bundle itself. Every file is checked against its hash. What is left out is logged with the
-    reason. target: the target's name, for acceptance rates. Raises ConfigError where there is no such directory, or
-    too many drafts.
+    reason. tokenizer: fingerprint of the target's. target: the target's name, for acceptance rates. shares_tokenizer:
+    devices can download the target's, so drafts with another one are of use to them. Raises ConfigError where there is
+    no such directory, or too many drafts.
     """
     if not directory.is_dir():
         raise ConfigError(f"--drafts {directory} is not a directory; expected one that holds draft bundles")
@@ -37,7 +44,7 @@ def find_offered(directory: Path, tokenizer: str, target: str) -> tuple[DraftFil
     found = []
     for root in _bundles(directory):
         try:
-            found.append(_offer(root, tokenizer, target))
+            found.append(_offer(root, tokenizer, target, shares_tokenizer=shares_tokenizer))
         except BundleError as error:
             _log.warning("draft %s is not offered: %s", visible(root.name), visible(str(error)))
     size = sum(len(each.entry.model_dump_json()) for each in found)
@@ -51,6 +58,35 @@ def find_offered(directory: Path, tokenizer: str, target: str) -> tuple[DraftFil
     return tuple(found)
 
 
+def find_tokenizer_files(directory: Path) -> Mapping[str, SharedFile] | None:
+    """The files of the tokenizer in `directory` that devices may download, by name.
+
+    None where they are not to be shared, which is logged with the reason: only drafts with another tokenizer need them.
+    """
+    try:
+        places = {name: _place_of(directory, name) for name in _NAMES if (directory / name).is_file()}
+        size = sum(place.stat().st_size for place in places.values())
+        if size > MAX_TOKENIZER_BYTES:
+            raise ConfigError(f"its files have {size} bytes; at most {MAX_TOKENIZER_BYTES} are shared")
+        return {name: SharedFile(_listed(name, place), place) for name, place in places.items()}
+    except (OSError, ConfigError) as error:
+        _log.warning("the target's tokenizer is not shared: %s", visible(str(error)))
+        return None
+
+
+def _place_of(directory: Path, name: str) -> Path:
+    """Where the file lies. Raises ConfigError for a link to a place that is not the model's: that may hold anything."""
+    root, place = directory.resolve(), (directory / name).resolve(strict=True)
+    is_cached = root.parent.name == "snapshots"  # of a Hugging Face cache: each file is a link to a blob
+    if not (place.is_relative_to(root) or (is_cached and place.is_relative_to(root.parents[1] / "blobs"))):
+        raise ConfigError(f"{name} is a link that leads out of the model's directory; copy the file there")
+    return place
+
+
+def _listed(path: str, place: Path) -> OfferedFile:
+    return OfferedFile(path=path, size=place.stat().st_size, sha256=hash_file(place))
+
+
 def _bundles(directory: Path) -> Iterator[Path]:
     if (directory / MANIFEST_NAME).is_file():
         yield directory
@@ -58,7 +94,7 @@ def _bundles(directory: Path) -> Iterator[Path]:
     yield from sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
-def _offer(root: Path, tokenizer: str, target: str) -> DraftFiles:
+def _offer(root: Path, tokenizer: str, target: str, *, shares_tokenizer: bool) -> DraftFiles:
     """Raises BundleError for what is not to be offered."""
     if root.is_symlink():
         raise BundleError("it is a link; move the bundle here")
@@ -67,14 +103,15 @@ def _offer(root: Path, tokenizer: str, target: str) -> DraftFiles:
     manifest = Bundle.open(root, verify=False).manifest
     if manifest.role != "draft":
         raise BundleError(f"it is a {manifest.role} bundle; expected a draft")
-    if manifest.tokenizer_fingerprint != tokenizer:
+    other = manifest.tokenizer_fingerprint if manifest.tokenizer_fingerprint != tokenizer else None
+    if other is not None and not shares_tokenizer:
         raise BundleError(
-            f"its tokenizer is {manifest.tokenizer_fingerprint[:12]}, the target's is {tokenizer[:12]}; export a draft "
-            "for this target"
+            f"its tokenizer is {other[:12]}, the target's is {tokenizer[:12]} and not shared, so no device could use "
+            "it; export a draft for this target"
         )
     Bundle.open(root)  # after what is cheap: this reads all files
     own = root / MANIFEST_NAME
-    files = [OfferedFile(path=MANIFEST_NAME, size=own.stat().st_size, sha256=hash_file(own))]
+    files = [_listed(MANIFEST_NAME, own)]
     files += [OfferedFile(path=each.path, size=each.size, sha256=each.sha256) for each in manifest.files]
     judged = [m.rate for m in manifest.report.acceptance if m.target == target and m.temperature == JUDGED_AT]
     entry = OfferedDraft(
@@ -83,8 +120,9 @@ def _offer(root: Path, tokenizer: str, target: str) -> DraftFiles:
         device=manifest.device,
         runtime=manifest.runtime,
         precision=manifest.precision,
+        tokenizer=other,
         size_bytes=sum(file.size for file in files),
         acceptance=judged[0] if judged else None,
         files=files,
     )
-    return DraftFiles(entry, root, {file.path: file for file in files})
+    return DraftFiles(entry, {file.path: SharedFile(file, root / file.path) for file in files})

@@ -26,7 +26,7 @@ from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.server.access import Access
 from outrider.cloud.server.embedded import BundleTarget
-from outrider.cloud.server.offered import find_offered
+from outrider.cloud.server.offered import find_offered, find_tokenizer_files
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.signals import ends_on_sigterm, takes_hangups
 from outrider.cloud.server.target import Target
@@ -96,8 +96,10 @@ def opened_server(
     sock: what it listens on, which is announced once it does; None announces nothing.
     """
     drafts: tuple[DraftFiles, ...] = ()
+    tokenizer_files = find_tokenizer_files(target.model.tokenizer.directory) if options.tokenizer else None
     if options.drafts is not None:
-        drafts = find_offered(options.drafts, target.model.tokenizer.fingerprint, target.source_name)
+        fingerprint, is_shared = target.model.tokenizer.fingerprint, tokenizer_files is not None
+        drafts = find_offered(options.drafts, fingerprint, target.source_name, shares_tokenizer=is_shared)
     with (
         traces_from_environment(_log.warning) as traces,
         audit_log_of(options.audit_log) as audit,
@@ -106,7 +108,7 @@ def opened_server(
         port_file_removed(options.port_file),
     ):
         settings = replace(settings, traces=traces, audit=audit)
-        app = create_app(loaded.engine, target.model, settings, drafts, recent)
+        app = create_app(loaded.engine, target.model, settings, drafts, recent, tokenizer_files)
         if options.upstream is not None:
             from outrider.cloud.server.cascade import show_cascade
 

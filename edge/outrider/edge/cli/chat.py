@@ -27,6 +27,7 @@ from outrider.edge.cli.draft_source import (
     agent_options,
     find_drafts,
     open_draft,
+    other_tokenizer,
     place_drafts,
 )
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
@@ -40,7 +41,7 @@ from outrider.edge.modes.assemble import OpenDraft, make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
 from outrider.models.counted import counted
-from outrider.models.errors import ConfigError, OutriderError, TokenizerMismatch
+from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.picks.sampling import MAX_SEED
 from outrider.models.process.command_line import print_line
 from outrider.models.text.tokenizer import Tokenizer
@@ -87,17 +88,16 @@ def _chat_here(
     clouds, num_threads = verifiers.clouds, options.threads
     facts = verifiers.run(_look(clouds, notes))
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes)
-    for own in (each.manifest.tokenizer_fingerprint for each in bundles):
-        if own != facts.tokenizer:
-            raise TokenizerMismatch(
-                f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token "
-                "ids would mean different text; use a draft made for this target"
-            )
-    candidates = place_drafts(bundles, options.choice, num_threads, clouds, notes.about) if options.drafts else []
-    draft = open_draft(candidates, options, notes, notes.line, num_threads, DRAFT_CONTEXT) if candidates else None
+    target = other_tokenizer(bundles, options, clouds, notes)
+    draft = None
+    if options.drafts:
+        is_mapped = target is not None
+        candidates = place_drafts(bundles, options.choice, num_threads, clouds, notes.about, is_mapped=is_mapped)
+        draft = open_draft(candidates, options, notes, notes.line, num_threads, DRAFT_CONTEXT, target)
+    tokenizer = target or bundles[0].tokenizer()
     with closing(draft.drafter) if draft is not None else nullcontext():
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, notes, reader)
-        verifiers.run(_chat(options, clouds, bundles[0].tokenizer(), facts, draft, messages, screen, notes))
+        verifiers.run(_chat(options, clouds, tokenizer, facts, draft, messages, screen, notes))
 
 
 async def _look(clouds: Clouds, notes: Notes) -> ModelFacts:

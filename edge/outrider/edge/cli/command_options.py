@@ -21,6 +21,7 @@ from outrider.edge.cli.option_groups import (
     Lookup,
     OfflineOk,
     PlaceOptions,
+    SameTokenizer,
     SamplingOptions,
     SourceOptions,
     Width,
@@ -93,6 +94,7 @@ class PullOptions(KeyOptions):
     name: Annotated[
         str | None, typer.Option(help="Take this draft, even if it does not run here.", show_default=False)
     ] = None
+    same_tokenizer: SameTokenizer = False
     to: Annotated[
         Path | None,
         typer.Option(help="Put the bundle here; default: the cache, where `outrider run` finds it.", metavar="DIR"),

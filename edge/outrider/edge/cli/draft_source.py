@@ -6,15 +6,15 @@ Drafts are the named ones, else those pulled for the verifier's target, else the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import click
 from rich.console import Console
 
-from outrider.edge.cli.option_groups import DraftingOptions
+from outrider.edge.cli.option_groups import DraftingOptions, SourceOptions
 from outrider.edge.cli.placing import measured_link, placed_words, rank
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.placement import DraftChoice, Placement
@@ -30,18 +30,23 @@ from outrider.edge.retrieval.grounding import Library
 from outrider.edge.retrieval.index import PassageIndex, default_index_cache
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
-from outrider.edge.store.fitting import find_for_server
+from outrider.edge.store.fitting import find_for_server, served_facts
 from outrider.edge.store.shelf import Pulled, find_pulled_from, in_use
+from outrider.edge.store.tokenizers import named_tokenizer, target_tokenizer
 from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
 from outrider.models.client.address import split_login, verifier_url
-from outrider.models.client.client import ClientOptions
-from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable, TokenizerMismatch
 from outrider.models.process.command_line import print_line
 from outrider.models.process.extras import is_installed
 from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.visible import visible
+from outrider.models.wire.protocol import ModelFacts
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
@@ -156,22 +161,69 @@ def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: 
 
 
 async def _find_pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Pulled]:
+    async def find(clients: Sequence[VerifierClient], retry: RetryPolicy | None) -> list[Pulled]:
+        return await find_for_server(clients, choice, retry=retry, note=notes.before_text)
+
+    found = await _asked(find, clouds, notes, needs_server=needs_server)
+    if found is None:
+        last = find_pulled_from([url for url, _ in clouds], choice)
+        found = [last] if last is not None else []
+    return found
+
+
+async def _asked(
+    ask: Callable[[Sequence[VerifierClient], RetryPolicy | None], Awaitable[Answer]],
+    clouds: Clouds,
+    notes: Notes,
+    *,
+    needs_server: bool,
+) -> Answer | None:
+    """What `ask` finds. Where no server is needed, None if none answers soon, which is said."""
     if needs_server:
         async with open_fleet(clouds) as fleet:
-            return await find_for_server(fleet.clients, choice, note=notes.before_text)
-    urls = [url for url, _ in clouds]
+            return await ask(fleet.clients, None)
     retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
     try:
         hasty = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
         async with open_fleet(hasty) as fleet, asyncio.timeout(MAX_LOOK_S):
-            # What is tried meanwhile is of no use; the end of it is said.
-            return await find_for_server(fleet.clients, choice, retry=retry)
+            return await ask(fleet.clients, retry)
     except TimeoutError:
-        notes.before_text(f"No verifier answers at {' or '.join(urls)} within {MAX_LOOK_S:g} s.")
+        urls = " or ".join(url for url, _ in clouds)
+        notes.before_text(f"No verifier answers at {urls} within {MAX_LOOK_S:g} s.")
     except CloudError as error:
         notes.before_text(f"{error}.")
-    last = find_pulled_from(urls, choice)
-    return [last] if last is not None else []
+    return None
+
+
+def other_tokenizer(
+    bundles: Sequence[Bundle], options: SourceOptions, clouds: Clouds, notes: Notes, *, needs_server: bool = True
+) -> Tokenizer | None:
+    """The target's tokenizer, where one of these drafts has another: its tokens are mapped. None where all have it, or
+    no server says what it serves.
+
+    needs_server: as in `find_drafts`. Raises TokenizerMismatch with --same-tokenizer, else as `target_tokenizer`.
+    """
+
+    async def look(clients: Sequence[VerifierClient], retry: RetryPolicy | None) -> ModelFacts | None:
+        return await served_facts(clients, retry, notes.before_text)
+
+    served = asyncio.run(_asked(look, clouds, notes, needs_server=needs_server))
+    others = [each.manifest for each in bundles if served and each.manifest.tokenizer_fingerprint != served.tokenizer]
+    if served is None or not others:
+        return None
+    own, target = others[0].tokenizer_fingerprint[:12], visible(served.name[:100])
+    if options.same_tokenizer:
+        raise TokenizerMismatch(
+            f"the draft's tokenizer is {own}, that of {target} is {served.tokenizer[:12]}; use a draft made for this "
+            "target, or leave out --same-tokenizer: then its tokens are mapped"
+        )
+    if options.tokenizer is not None:
+        found = named_tokenizer(options.tokenizer.expanduser(), served.tokenizer, target)
+    else:
+        found = asyncio.run(target_tokenizer(clouds, served.tokenizer))
+    names = " and ".join(dict.fromkeys(each.name for each in others))
+    print_line(notes.about, f"draft: {names} has another tokenizer than {target}: its tokens are mapped", "dim")
+    return found
 
 
 def place_drafts(
@@ -181,12 +233,15 @@ def place_drafts(
     clouds: Clouds,
     about: Console,
     link: Callable[[], Link] | None = None,
+    *,
+    is_mapped: bool = False,
 ) -> list[Candidate]:
-    """Where these drafts may run, the best first. Profiles them where there is a choice. Raises as `candidates_of`.
+    """Where these drafts may run, the best first. Profiles them where there is a choice. is_mapped, and raises: as
+    `candidates_of`.
 
     link: the link to the cloud, by default `measured_link`; called where there is a choice.
     """
-    candidates, others = candidates_of(bundles, choice), list[Candidate]()
+    candidates, others = candidates_of(bundles, choice, is_mapped=is_mapped), list[Candidate]()
     if choice.wanted_device is not None or choice.provider:
         # The named device comes first; others only follow where it fails.
         others = [each for each in candidates if each.choice != choice]
@@ -206,12 +261,13 @@ def open_draft(
     on_step: Callable[[str], None],
     num_threads: int,
     max_positions: int = 0,
+    target: Tokenizer | None = None,
 ) -> OpenDraft:
     """What drafts one text at a time; the caller closes it. on_step, and raises: as `open_ladder`.
 
-    max_positions: tokens of a text that a model holds; 0: its own.
+    max_positions: tokens of a text that a model holds; 0: its own. target: as in `open_draft_model`.
     """
-    models = [lazy_model(each, num_threads, max_positions=max_positions) for each in candidates]
+    models = [lazy_model(each, num_threads, max_positions=max_positions, target=target) for each in candidates]
     is_asked = options.choice.wanted_device is not None
     draft = open_ladder(models, on_step, is_asked=is_asked, is_looked_up=options.is_looked_up)
     show_notes(draft.placement, notes)

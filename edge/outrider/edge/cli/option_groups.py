@@ -76,6 +76,11 @@ OfflineOk = Annotated[
 ]
 
 
+SameTokenizer = Annotated[
+    bool, typer.Option("--same-tokenizer", help="Refuse a draft with another tokenizer than the target's.")
+]
+
+
 REMOVED_DRAFTING: Final = {
     "--draft-bytes": "A device sends 150 bytes of drafts per token of the text at most; with --width 1 about 10.",
     "--provider": "Give the execution provider's name to --draft-device.",
@@ -151,11 +156,23 @@ class SourceOptions:
         ),
     ] = False
 
+    same_tokenizer: SameTokenizer = False
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The target's tokenizer, for a draft with another one; default: the verifier's.",
+            show_default=False,
+        ),
+    ] = None
+
     def _choose_verifier(self) -> None:
         """Leaves `target` unset where an address from a source that comes first takes its place.
 
-        Raises ConfigError where both come from one source, and for typed options that only matter to a --cloud.
+        Raises ConfigError where both come from one source, and for typed options that only matter to a --cloud, or
+        that have no effect.
         """
+        refuse_idle(self, self.same_tokenizer, "--same-tokenizer maps no draft", "tokenizer")
         if self.target is None:
             return
         ours, theirs = source_of("target"), source_of("cloud")

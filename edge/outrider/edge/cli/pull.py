@@ -46,7 +46,7 @@ async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Conso
     note = Notes(about).line
     # A configured "ngram" is for the commands that draft.
     runtime = None if options.runtime == "ngram" else options.runtime
-    wishes = Wishes(options.device, runtime, options.precision, options.name)
+    wishes = Wishes(options.device, runtime, options.precision, options.name, options.same_tokenizer)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(DraftClient(url, each)) for url, each in clouds]
         if options.is_listing:
@@ -148,7 +148,9 @@ def describe(draft: OfferedDraft) -> str:
     runtime = next((words for name, words in RUNTIME_NAMES.items() if name == draft.runtime), draft.runtime)
     rate = draft.acceptance
     accepted = "acceptance not measured" if rate is None else f"{rate * 100:.0f} % of its tokens are accepted"
-    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {draft.size_bytes / 1e6:,.1f} MB, {accepted}"
+    other = ", another tokenizer" if draft.tokenizer is not None else ""
+    size = f"{draft.size_bytes / 1e6:,.1f} MB"
+    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {size}, {accepted}{other}"
 
 
 def show_offered(console: Console, offered: DraftList, judged: list[Judged], url: str) -> None:

@@ -21,6 +21,7 @@ from outrider.edge.cli.draft_source import (
     find_drafts,
     open_draft,
     open_library,
+    other_tokenizer,
     place_drafts,
 )
 from outrider.edge.cli.run_options import RunOptions, compiled_for_draft
@@ -33,6 +34,7 @@ from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import COMPARE_TIMEOUT_S, Fleet, open_fleet
 from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent
+from outrider.edge.modes.draft_ladder import Candidate
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -83,15 +85,20 @@ def _run_once(options: RunOptions, verifiers: Verifiers, out: Console, about: Co
     notes = Notes(about)
     needs_server = not (options.offline_ok and is_drafted)
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=needs_server)
-    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about) if is_drafted else []
-    bundle = candidates[0].bundle if candidates else bundles[0]
-    tokenizer = bundle.tokenizer()
+    target = other_tokenizer(bundles, options, clouds, notes, needs_server=needs_server)
+    candidates: list[Candidate] = []
+    if is_drafted:
+        is_mapped = target is not None
+        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, is_mapped=is_mapped)
+    tokenizer = target or (candidates[0].bundle if candidates else bundles[0]).tokenizer()
     grounding = None
     if options.docs is not None and options.prompt is not None:
         grounding = open_library(options.docs, tokenizer, about).ground(options.prompt)
-    request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
+    request = make_request(options, tokenizer, grounding)
     steps: list[str] = []
-    draft = open_draft(candidates, options, notes, steps.append, options.threads) if candidates else None
+    draft = None
+    if candidates:
+        draft = open_draft(candidates, options, notes, steps.append, options.threads, target=target)
     shown = Console(file=io.StringIO()) if options.as_json else out
     notes.printer = printer = _printer(shown, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None
@@ -131,9 +138,7 @@ def _printer(out: Console, options: RunOptions, detokenizer: StreamingDetokenize
     return TokenPrinter(out, detokenizer, f"{prompt}\n" if prompt and options.chat else prompt)
 
 
-def make_request(
-    options: RunOptions, tokenizer: Tokenizer, fingerprint: str, grounding: Grounding | None = None
-) -> GenerationRequest:
+def make_request(options: RunOptions, tokenizer: Tokenizer, grounding: Grounding | None = None) -> GenerationRequest:
     """The request for the prompt. stop_ids stay unset: the target's end tokens count, not the draft's."""
     assert options.prompt is not None
     text = options.prompt if grounding is None else grounding.before + options.prompt
@@ -148,7 +153,7 @@ def make_request(
         params=options.params,
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
-        tokenizer=fingerprint,
+        tokenizer=tokenizer.fingerprint,
         processors=options.with_bad_words(partial(tokenizer.encode, add_special_tokens=False)),
         end_ids=frozenset(tokenizer.eos_token_ids),
         grammar=grammar,

@@ -20,6 +20,7 @@ from outrider.edge.cli.draft_source import (
     agent_options,
     find_drafts,
     open_library,
+    other_tokenizer,
     place_drafts,
     show_notes,
 )
@@ -135,21 +136,22 @@ def _open_core(options: ServeOptions, verifiers: Verifiers, settings: LocalSetti
     with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
         link = beside.submit(measured_link, clouds)
         bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=False)
-        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, link.result)
+        target = other_tokenizer(bundles, options, clouds, notes, needs_server=False)
+        how = (options.choice, options.threads, clouds, about, link.result)
+        candidates = place_drafts(bundles, *how, is_mapped=target is not None)
     bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
-    tokenizer = bundle.tokenizer()
+    tokenizer = target or bundle.tokenizer()
     library = open_library(options.docs, tokenizer, about) if options.docs is not None else None
-    models = [lazy_model(each, options.threads, num_sequences, options.draft_context) for each in candidates]
+    models = [lazy_model(each, options.threads, num_sequences, options.draft_context, target) for each in candidates]
     model, others = open_first(models, notes.line, is_asked=options.choice.wanted_device is not None)
     show_notes(model.placement, notes)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
     clients = [VerifierClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
-    fingerprint = bundle.manifest.tokenizer_fingerprint
     return LocalCore(
         tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        upstream=Upstream(clients, fingerprint),
+        fingerprint=tokenizer.fingerprint,
+        upstream=Upstream(clients, tokenizer.fingerprint),
         drafts=DraftSequences(
             model,
             num_sequences,

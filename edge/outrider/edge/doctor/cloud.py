@@ -277,10 +277,10 @@ def check_tokenizer(target: Facts, name: str, fingerprint: str) -> Finding:
     """The draft's tokenizer against the target's. name, fingerprint: the draft's."""
     if target.tokenizer == fingerprint:
         return ok("tokenizer", f"{name} and {target.name} share one ({fingerprint[:12]})")
-    return fault(
+    return warning(
         "tokenizer",
-        f"{name} has tokenizer {fingerprint[:12]}, {target.name} has {target.tokenizer[:12]}",
-        "take a draft made for this target: `outrider pull`",
+        f"{name} has tokenizer {fingerprint[:12]}, {target.name} has {target.tokenizer[:12]}: its tokens are mapped",
+        "a draft with the target's tokenizer is accepted more often, if there is one: `outrider pull`",
     )
 
 

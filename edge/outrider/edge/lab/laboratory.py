@@ -27,7 +27,7 @@ from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import VerifierClient
-from outrider.models.text.tokenizer import Tokenizer, require_same_tokenizer
+from outrider.models.text.tokenizer import Tokenizer
 
 CLOUD_ONLY = "cloud_only"
 STOP_AND_WAIT = "stop_and_wait"
@@ -73,16 +73,15 @@ def open_lab(
     """Starts the cloud and opens the draft; this thread stays on the agent's core until the end.
 
     cloud_options: more arguments of `outrider-cloud serve`. cloud_python: the interpreter that runs it. num_cores:
-    of each side. Raises BundleError, TokenizerMismatch, ConfigError, RuntimeUnavailable.
+    of each side. Raises BundleError, ConfigError, RuntimeUnavailable.
     """
     cores = plan_cores(num_cores)
     target_bundle, draft_bundle = Bundle.open(target), open_draft_bundle(draft)
     tokenizer = target_bundle.tokenizer()
-    require_same_tokenizer(draft_bundle.tokenizer(), tokenizer)
     with ExitStack() as stack:
         url = stack.enter_context(cloud_process(target, cores.cloud, cloud_options, cloud_python))
         stack.enter_context(running_on(cores.agent))
-        opened = open_drafter(draft_bundle, choice, num_threads=1)
+        opened = open_drafter(draft_bundle, choice, num_threads=1, target=tokenizer)
         stack.enter_context(closing(opened.drafter))
         yield Lab(url, cores, target_bundle, draft_bundle, tokenizer, opened.drafter, choice, opened.placement)
 

@@ -1,9 +1,9 @@
-"""Lists a server's drafts and downloads their files. Knows no disk."""
+"""Lists a server's drafts and downloads their files, and its target's tokenizer. Knows no disk."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from urllib.parse import quote
 
 import httpx
@@ -12,7 +12,10 @@ from outrider.models.client.client import PLAIN, VerifierClient
 from outrider.models.client.errors import ProtocolBroken, short
 from outrider.models.client.exchange import Exchange
 from outrider.models.client.http_endpoint import Headers
-from outrider.models.wire.protocol import DraftList, OfferedFile
+from outrider.models.wire.protocol import DraftList, OfferedFile, TokenizerFiles
+
+Content = tuple[int, AsyncGenerator[bytes, None]]
+"""The place of the first byte, and the bytes from there on."""
 
 
 class DraftClient(VerifierClient):
@@ -33,11 +36,21 @@ class DraftClient(VerifierClient):
                 )
         return offered
 
+    async def tokenizer_files(self) -> TokenizerFiles:
+        """GET /v1/tokenizer."""
+        return self._parse(TokenizerFiles, await self._exchange("GET", "/v1/tokenizer", headers=PLAIN))
+
+    def download(self, draft: str, file: OfferedFile, start: int = 0) -> AbstractAsyncContextManager[Content]:
+        """GET /v1/drafts/{draft}/{path}, from byte `start` on if the server can; it may also begin at 0."""
+        return self._file(f"/v1/drafts/{quote(draft)}", file, start)
+
+    def tokenizer_file(self, file: OfferedFile) -> AbstractAsyncContextManager[Content]:
+        """GET /v1/tokenizer/{path}."""
+        return self._file("/v1/tokenizer", file, 0)
+
     @asynccontextmanager
-    async def download(
-        self, draft: str, file: OfferedFile, start: int = 0
-    ) -> AsyncIterator[tuple[int, AsyncGenerator[bytes, None]]]:
-        """GET /v1/drafts/{draft}/{path}, from byte `start` on if the server can; it may also begin at 0.
+    async def _file(self, folder: str, file: OfferedFile, start: int) -> AsyncIterator[Content]:
+        """A file's bytes from `start` on.
 
         Gives the first byte's place, and the bytes from there on in pieces, as they come. These never exceed the
         announced size; fewer bytes are no error here.
@@ -47,7 +60,7 @@ class DraftClient(VerifierClient):
             # Without If-Range the rest of another file could be appended.
             headers += [("Range", f"bytes={start}-"), ("If-Range", f'"{file.sha256}"')]
         exchange = Exchange(self._left, is_traced=self._is_traced)
-        request = self._build("GET", f"/v1/drafts/{quote(draft)}/{quote(file.path)}", exchange, headers=headers)
+        request = self._build("GET", f"{folder}/{quote(file.path)}", exchange, headers=headers)
         try:
             response = await self._head(exchange, request)
             first = self._first_byte(response, file, start)

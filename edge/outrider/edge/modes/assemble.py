@@ -31,7 +31,9 @@ from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
+from outrider.models.runtimes.mapped_sequence import mapped
 from outrider.models.runtimes.ngram import QuotedText
+from outrider.models.text.tokenizer import Tokenizer
 
 
 class Agent(Protocol):
@@ -134,9 +136,11 @@ class OpenModel:
         return NgramDrafter() if self.runtime is None else ModelDrafter(self.runtime, self.num_ids)
 
 
-def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0) -> OpenDraft:
-    """Loads what drafts one text at a time; the caller closes it. Raises as `open_draft_model`."""
-    model = open_draft_model(bundle, choice, num_threads)
+def open_drafter(
+    bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0, target: Tokenizer | None = None
+) -> OpenDraft:
+    """Loads what drafts one text at a time; the caller closes it. target, and raises: as `open_draft_model`."""
+    model = open_draft_model(bundle, choice, num_threads, target=target)
     return OpenDraft(model.drafter(), model.placement)
 
 
@@ -146,12 +150,15 @@ def open_draft_model(
     num_threads: int = 0,
     num_sequences: int = 1,
     max_positions: int = 0,
+    target: Tokenizer | None = None,
 ) -> OpenModel:
     """Loads a draft model; the caller closes the runtime.
 
     num_sequences: texts that it may hold, where its runtime can hold several. max_positions: longest of them; 0: the
-    model's own. Compiled models are kept in the user's cache where compiling takes long: not for the CPU. Raises as
-    `place_draft` and `open_sequence_runtime` do.
+    model's own. target: the target's tokenizer, where the draft may have another; None: it has the same.
+
+    Compiled models are kept in the user's cache where compiling takes long: not for the CPU. Raises as `place_draft`
+    and `open_sequence_runtime` do.
     """
     manifest = bundle.manifest
     placement = place_draft(manifest, choice)
@@ -170,8 +177,7 @@ def open_draft_model(
     kind = sequence_kind(manifest.runtime, manifest.device)
     runtime = open_sequence_runtime(kind, bundle.model_file, options)
     provider = getattr(runtime, "provider", placement.open_on)
-    return OpenModel(
-        runtime,
-        manifest.architecture.tokenizer_size,
-        opened_as(placement, manifest, provider, runtime.limits.max_positions),
-    )
+    opened = opened_as(placement, manifest, provider, runtime.limits.max_positions)
+    if target is None or target.fingerprint == manifest.tokenizer_fingerprint:
+        return OpenModel(runtime, manifest.architecture.tokenizer_size, opened)
+    return OpenModel(mapped(runtime, target, bundle.tokenizer()), target.size, opened)

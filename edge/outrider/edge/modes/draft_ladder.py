@@ -16,6 +16,7 @@ from outrider.edge.modes.assemble import OpenDraft, OpenModel, open_draft_model
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import Device
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
+from outrider.models.text.tokenizer import Tokenizer
 
 LOOKUP_WORDS: Final = "n-gram lookup"
 DEVICE_ORDER: Final[tuple[Device, ...]] = ("npu", "gpu", "cpu")
@@ -52,13 +53,16 @@ def candidates_of(
     bundles: Sequence[Bundle],
     choice: DraftChoice,
     find: Callable[[ModelRuntime], FoundRuntime] = find_runtime,
+    *,
+    is_mapped: bool = False,
 ) -> list[Candidate]:
     """Every place where one of these drafts may run: the chosen device, or the bundle's own, first.
 
-    A draft runs on the other devices of its runtime too, where its code allows it. Raises ConfigError for drafts of
-    different tokenizers, and, where none may run as chosen, what `place_draft` raises for the first.
+    A draft runs on the other devices of its runtime too, where its code allows it. is_mapped: the target's tokenizer is
+    known, so theirs may differ. Raises ConfigError for drafts of different tokenizers, and, where none may run as
+    chosen, what `place_draft` raises for the first.
     """
-    if len({bundle.manifest.tokenizer_fingerprint for bundle in bundles}) > 1:
+    if not is_mapped and len({bundle.manifest.tokenizer_fingerprint for bundle in bundles}) > 1:
         names = ", ".join(bundle.manifest.name for bundle in bundles)
         raise ConfigError(f"the drafts {names} have different tokenizers; give --draft bundles made for one target")
     found: list[Candidate] = []
@@ -89,10 +93,16 @@ def candidates_of(
     return found
 
 
-def lazy_model(candidate: Candidate, num_threads: int = 0, num_sequences: int = 1, max_positions: int = 0) -> LazyModel:
-    """The candidate's model, not yet loaded."""
-    open_it = partial(open_draft_model, candidate.bundle, candidate.choice, num_threads, num_sequences, max_positions)
-    return LazyModel(candidate.words, open_it)
+def lazy_model(
+    candidate: Candidate,
+    num_threads: int = 0,
+    num_sequences: int = 1,
+    max_positions: int = 0,
+    target: Tokenizer | None = None,
+) -> LazyModel:
+    """The candidate's model, not yet loaded. target: as in `open_draft_model`."""
+    how = (num_threads, num_sequences, max_positions, target)
+    return LazyModel(candidate.words, partial(open_draft_model, candidate.bundle, candidate.choice, *how))
 
 
 def open_first(

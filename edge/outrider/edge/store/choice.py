@@ -27,13 +27,14 @@ DEVICE_ORDER: Final = ("gpu", "cpu", "npu")
 class Wishes:
     """What the user asks for; None leaves it to `choose`.
 
-    name: takes that draft, even if this machine cannot run it.
+    name: takes that draft, even if this machine cannot run it. same_tokenizer: only drafts with the target's.
     """
 
     device: Device | None = None
     runtime: ModelRuntime | None = None
     precision: Precision | None = None
     name: str | None = None
+    same_tokenizer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ def judge(
         for what, wish in (*asked, ("precision", wishes.precision)):
             if wish is not None and getattr(draft, what) != wish:
                 return Judged(draft, f"its {what} is {getattr(draft, what)}, --{what} asks for {wish}", None)
+        if wishes.same_tokenizer and draft.tokenizer is not None:
+            return Judged(draft, "it has another tokenizer than the target, and --same-tokenizer is given", None)
         reason = runs_not(draft)
         return Judged(draft, None if wishes.name is not None else reason, reason)
 
@@ -109,10 +112,11 @@ def choose(judged: Sequence[Judged], server: str) -> OfferChoice:
     return OfferChoice(first.draft, _why([each.draft for each in best], len(fitting), len(judged)), note)
 
 
-def _order(each: Judged) -> tuple[int, int, float, str]:
+def _order(each: Judged) -> tuple[bool, int, int, float, str]:
     draft = each.draft
     device = DEVICE_ORDER.index(draft.device) if draft.device in DEVICE_ORDER else len(DEVICE_ORDER)
-    return device, draft.size_bytes, -(draft.acceptance or 0.0), draft.name
+    # A draft of the target's tokenizer needs fewer calls for a token.
+    return draft.tokenizer is not None, device, draft.size_bytes, -(draft.acceptance or 0.0), draft.name
 
 
 def _why(best: Sequence[OfferedDraft], num_fitting: int, num_offered: int) -> str:
@@ -124,6 +128,8 @@ def _why(best: Sequence[OfferedDraft], num_fitting: int, num_offered: int) -> st
     if len(best) == 1:
         return f"the highest acceptance {among}"
     first, second = best[:2]
+    if (first.tokenizer is None) != (second.tokenizer is None):
+        return f"{among}, it has the target's tokenizer"
     alike = "acceptance is alike" if first.acceptance is not None else "no acceptance is known"
     if first.device != second.device:
         return f"{among}, {alike}, and the {first.device.upper()} comes before the {second.device.upper()}"

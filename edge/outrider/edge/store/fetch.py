@@ -121,8 +121,8 @@ class BundleFetch:
             raise BundleError(f"{name} is a {manifest.role} bundle; expected a draft: ask the server's operator")
         if manifest.tokenizer_fingerprint != self._tokenizer:
             raise BundleError(
-                f"{name} has the tokenizer {manifest.tokenizer_fingerprint[:12]}, the server's target has "
-                f"{self._tokenizer[:12]}: it was made for another target. Ask the server's operator"
+                f"{name} has the tokenizer {manifest.tokenizer_fingerprint[:12]}, the server's list says "
+                f"{self._tokenizer[:12]}. Ask the server's operator"
             )
         announced = {(file.path, file.size, file.sha256) for file in self._draft.files if file.path != MANIFEST_NAME}
         if announced != {(file.path, file.size, file.sha256) for file in manifest.files}:

@@ -22,12 +22,24 @@ async def find_for_server(
 ) -> list[Pulled]:
     """The pulled drafts for the target of the first server that says what it serves; see `find_all_pulled`.
 
-    Asks no server where nothing was pulled. Its files are not yet checked: `open_draft_bundle` does. Raises
-    CloudError where no server answers, RequestError where one wants another key.
+    Asks no server where nothing was pulled. Its files are not yet checked: `open_draft_bundle` does. Raises as
+    `served_facts`.
     """
     shelf = shelf or Shelf()
     if next(shelf.drafts(), None) is None:
         return []
+    served = await served_facts(clients, retry, note)
+    return find_all_pulled(served.tokenizer, served.target, choice, shelf) if served is not None else []
+
+
+async def served_facts(
+    clients: Sequence[VerifierClient],
+    retry: RetryPolicy | None = None,
+    note: Callable[[str], None] = lambda words: None,
+) -> ModelFacts | None:
+    """What the first server serves that says so; None where none says. Raises CloudError where no server answers,
+    RequestError where one wants another key.
+    """
     left = list(clients)
     while left:
         try:
@@ -37,10 +49,10 @@ async def find_for_server(
                 raise
             break  # a gateway has answered, so texts may work
         if served is not None:
-            return find_all_pulled(served.tokenizer, served.target, choice, shelf)
+            return served
         index = left.index(asked)
         left = left[index + 1 :] + left[:index]
-    return []
+    return None
 
 
 async def _facts(client: VerifierClient) -> tuple[VerifierClient, ModelFacts | None]:

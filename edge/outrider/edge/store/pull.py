@@ -12,6 +12,7 @@ from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.store.choice import Judged, OfferChoice, Wishes, choose, judge
 from outrider.edge.store.fetch import BundleFetch, Progress, locked, manifest_of
 from outrider.edge.store.shelf import PulledFor, Shelf
+from outrider.edge.store.tokenizers import fetch_tokenizer
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.client.client import VerifierClient
@@ -115,7 +116,8 @@ async def pull_draft(
     shelf = shelf or Shelf()
     sha256 = manifest_of(chosen.draft).sha256
     destination = shelf.place(sha256) if to is None else to.absolute()
-    fetch = BundleFetch(client, chosen.draft, offered.tokenizer, destination, progress)
+    own_tokenizer = chosen.draft.tokenizer or offered.tokenizer
+    fetch = BundleFetch(client, chosen.draft, own_tokenizer, destination, progress)
     async with locked(shelf.lock(sha256), progress.note):
         is_new = not _is_here(destination, sha256, progress.note if to is None else None)
         if is_new:
@@ -128,6 +130,8 @@ async def pull_draft(
                 offered.target,
                 PulledFor(model=offered.model, server=client.url, name=chosen.draft.name, at_s=time.time()),
             )
+    if own_tokenizer != offered.tokenizer:
+        await fetch_tokenizer(client, offered.tokenizer)  # now, while a server that shares it is at hand
     return PullResult(destination, is_new)
 
 

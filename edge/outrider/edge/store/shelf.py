@@ -119,7 +119,7 @@ class Shelf:
 def find_pulled(
     tokenizer: str, target: str | None, choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None
 ) -> Pulled | None:
-    """The pulled draft to use with a server, if there is one that has its tokenizer and that `choice` can run here.
+    """The pulled draft to use with a server, if there is one that `choice` can run here.
 
     tokenizer: its fingerprint; target: the identity of what the server serves. Both as `GET /v1/model` has them.
     The last one pulled for this target; else the last one pulled for another target with this tokenizer. Asks the
@@ -135,7 +135,8 @@ def find_all_pulled(
     fitting = [
         each
         for each in (shelf or Shelf()).drafts()
-        if each.bundle.manifest.tokenizer_fingerprint == tokenizer and _can_run(each.bundle, choice)
+        if (each.bundle.manifest.tokenizer_fingerprint == tokenizer or each.pulled_for(target) is not None)
+        and _can_run(each.bundle, choice)
     ]
     fitting.sort(key=lambda each: each.latest_s(target), reverse=True)
     return [each for each in fitting if each.pulled_for(target) is not None] or fitting[:1]

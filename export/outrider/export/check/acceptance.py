@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.export.report.simulation.ranks import EDGES, Picked, Ranks, bucket
+from outrider.export.report.simulation.ranks import EDGES, MISSED, UNSCORED, Picked, Ranks, bucket
 from outrider.models.bundle.manifest import Acceptance, AtDepth, AtGap, AtWidth
 from outrider.models.errors import ExportError
 from outrider.models.picks.sampling import SamplingParams, candidates, pick
@@ -91,7 +91,11 @@ def measure_ranks(draft: SequenceRuntime, texts: Sequence[Continuation], *, num_
     found: dict[float, list[tuple[Picked, ...]]] = {}
     for text in fitting:
         picked = tuple(
-            Picked.among(candidates(logits, text.params, position, _GUESSES), token)
+            Picked.among(
+                candidates(logits, text.params, position, _GUESSES),
+                token,
+                UNSCORED if np.isneginf(logits[token]) else MISSED,
+            )
             for position, token, logits in read_along(draft, text, num_ids)
         )
         found.setdefault(text.params.temperature, []).append(picked)
@@ -157,6 +161,7 @@ def _summary(temperature: float, ranks: Ranks, target_name: str) -> Acceptance:
         by_depth=by_depth,
         by_width=tuple(AtWidth(width=width, rate=round(ranks.hits(width), 4)) for width in WIDTHS),
         by_gap=_by_gap(ranks),
+        unscored=round(sum(token.rank == UNSCORED for token in ranks.picked) / num_tested, 4),
     )
 
 

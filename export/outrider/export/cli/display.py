@@ -32,6 +32,7 @@ from outrider.export.report.card import (
     tokens_per_pass,
     verdict,
     warnings_of,
+    words_of_mapping,
 )
 from outrider.export.report.comparison import Comparison, forecast_of
 from outrider.models.bundle.bundle import Bundle
@@ -88,6 +89,7 @@ def print_report(console: Console, bundle: Bundle) -> None:
     manifest = bundle.manifest
     if manifest.role == "draft":
         console.print(f"[bold]{escape(verdict(manifest))}[/bold]", highlight=False)
+        _print_mapping(console, manifest)
     console.print(_facts(manifest, str(bundle.path)))
     if manifest.report.acceptance:
         console.print(_acceptance(manifest.report.acceptance))
@@ -153,6 +155,12 @@ def print_comparison(console: Console, found: Comparison) -> None:
     console.print(f"  {step_of(forecast_of(found.best))}", highlight=False)
     console.print(f"[bold]recommended: {escape(found.recommended)}[/bold]: {escape(found.reason)}", highlight=False)
     console.print(verdict(found.best), highlight=False, markup=False)
+    _print_mapping(console, found.best)
+
+
+def _print_mapping(console: Console, manifest: Manifest) -> None:
+    if (words := words_of_mapping(manifest)) is not None:
+        console.print(words, highlight=False, markup=False)
 
 
 def _facts(manifest: Manifest, where: str) -> Table:

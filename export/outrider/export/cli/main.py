@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from outrider.export.cli.display import report, report_sweep, show_progress
 from outrider.export.cli.families import families
-from outrider.export.cli.training import distill, heads
+from outrider.export.cli.training import SameTokenizer, distill, heads
 from outrider.export.make.pair import DEFAULT_RTT_MS, Judging, PairOptions, export_pair, named_source
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
@@ -119,8 +119,12 @@ def pair(
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="With --sweep: keep the other drafts, in OUT/sweep.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the pair even if its draft is accepted too rarely.")
+        bool,
+        typer.Option(
+            "--force", help="Write the pair even if its draft is accepted too rarely or cannot write its text."
+        ),
     ] = False,
+    same_tokenizer: SameTokenizer = False,
     cached: Annotated[
         bool,
         typer.Option(
@@ -192,6 +196,7 @@ def pair(
         extra_ms,
         tuple(rtt_ms or (DEFAULT_RTT_MS,)),
         is_forced=force,
+        same_tokenizer=same_tokenizer,
     )
     page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
     given = (draft_source, target_source, out)

@@ -27,10 +27,14 @@ from outrider.models.errors import ConfigError
 if TYPE_CHECKING:
     from outrider.export.distill.distill import DistillResult
 
+SameTokenizer = Annotated[
+    bool, typer.Option("--same-tokenizer", help="Refuse a draft with another tokenizer than the target's.")
+]
+
 
 def distill(
     draft: Annotated[str, typer.Argument(help=f"Draft to improve: directory, hub id, or '{REFERENCE}'.")],
-    target: Annotated[str, typer.Argument(help=f"Its target, of the same tokenizer: likewise, or '{REFERENCE}'.")],
+    target: Annotated[str, typer.Argument(help=f"Its target: likewise, or '{REFERENCE}'.")],
     prompts: Annotated[
         Path, typer.Option(help="Prompts like those it will serve: JSON list, JSONL, or text with one prompt per line.")
     ],
@@ -72,6 +76,7 @@ def distill(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier distilled draft.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write the draft even if its acceptance fell.")] = False,
+    same_tokenizer: SameTokenizer = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, without progress.")] = False,
 ) -> None:
     """Fine-tune a draft on its target's own continuations of your prompts."""
@@ -96,6 +101,7 @@ def distill(
         work=work,
         overwrite=overwrite,
         force=force,
+        same_tokenizer=same_tokenizer,
     )
     with shown(is_quiet=as_json) as report:
         # Here, because this loads torch: seconds, in which Ctrl-C may come.
@@ -191,9 +197,11 @@ def _card(record: dict[str, Any]) -> Table:
         )
         was, is_now = before["tokens_per_pass"], after["tokens_per_pass"]
         table.add_row(f"tokens per pass, T {temperature}", f"{was:.2f}", f"{is_now:.2f}", f"{is_now - was:+.2f}")
+    is_mapped = record["tokenizer_fingerprint"] != record["target_tokenizer_fingerprint"]
+    figure = "cross-entropy in nats" if is_mapped else "KL in nats"
     for index, temperature in enumerate(heldout["before"]["temperatures"]):
         was, is_now = heldout["before"]["kl"][index], heldout["after"]["kl"][index]
-        table.add_row(f"KL in nats, T {temperature:g}", f"{was:.3f}", f"{is_now:.3f}", f"{is_now - was:+.3f}")
+        table.add_row(f"{figure}, T {temperature:g}", f"{was:.3f}", f"{is_now:.3f}", f"{is_now - was:+.3f}")
     return table
 
 

@@ -10,21 +10,23 @@ import contextlib
 import gc
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedModel
 
 from outrider.export.disk import free_bytes, telling_of_full_disks
-from outrider.export.distill.measure import make_record, measure_heldout
+from outrider.export.distill.draft_rows import write_draft_rows
+from outrider.export.distill.measure import Heldout, OtherTokenizer, make_record, measure_heldout
 from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.prompts import Split, split_prompts
 from outrider.export.distill.target import TargetText, load_for_torch, write_target_text
 from outrider.export.distill.trainer.distill import TrainingResult, distill
 from outrider.export.distill.trainer.files import save_json
 from outrider.export.distill.trainer.losses import training_rows
-from outrider.export.distill.trainer.optim import DistillPlan, Rates, Weights
+from outrider.export.distill.trainer.optim import SKIP_POSITIONS, DistillPlan, Rates, Weights
 from outrider.export.distill.trainer.rollout import PoolPlan
 from outrider.export.distill.work import (
     RECORD_NAME,
@@ -42,6 +44,7 @@ from outrider.models.bundle.build_site import BuildSite
 from outrider.models.bundle.bundle_writer import flush_tree
 from outrider.models.errors import ConfigError, DiskFull, RuntimeUnavailable
 from outrider.models.text.tokenizer import require_same_tokenizer
+from outrider.models.text.vocabulary_map import VocabularyMap
 
 ROWS_PER_STEP = 16
 _STATE_COPIES = 10
@@ -74,15 +77,17 @@ def distill_draft(
 ) -> DistillResult:
     """Distils `draft` on `target` and writes the result to `out`, unless held-out acceptance fell.
 
-    Ctrl-C and SIGTERM save the state and end it; the same call continues from there. Raises TokenizerMismatch if the
-    two do not share one tokenizer, ExportError if a source, the prompts or the output is unusable or the disk is full,
-    ConfigError for rows longer than a model's positions, RuntimeUnavailable if the chosen device is missing, ModelFault
-    if logits are not finite. Then `out` is unchanged.
+    A draft with another tokenizer learns the target's text as its own tokens, by cross-entropy. Ctrl-C and SIGTERM save
+    the state and end it; the same call continues from there. Raises TokenizerMismatch if the options ask for one
+    tokenizer and the two have different ones, ExportError if a source, the prompts or the output is unusable or the
+    disk is full, ConfigError for rows longer than a model's positions, RuntimeUnavailable if the chosen device is
+    missing, ModelFault if logits are not finite. Then `out` is unchanged.
     """
     out = out.absolute()
     draft_source, target_source = read_source(draft), read_source(target)
     sources = (draft_source, target_source)
-    require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
+    if options.same_tokenizer:
+        require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     check_output(out, sources, overwrite=options.overwrite)
     for source in sources:
         if options.row_length > source.architecture.max_positions:
@@ -123,8 +128,20 @@ class _Job:
     ) -> None:
         self.draft, self.target, self.split = draft, target, split
         self.out, self.work, self.site = out, work, BuildSite(out)
-        self.options, self.device, self.report = options, device, report
+        self.device, self.report = device, report
         self._news("read", f"reading and hashing {draft.name} and {target.name}")
+        self.is_mapped = draft.tokenizer.fingerprint != target.tokenizer.fingerprint
+        if self.is_mapped:
+            # The text was drawn at its rows' temperatures: cross-entropy at these is its likelihood, and all there is.
+            options = replace(options, kl=0.0, match=0.0, cross_entropy=1.0)
+            self._news(
+                "read",
+                f"{draft.name} has another tokenizer than {target.name}: it learns the target's text as its own "
+                "tokens, by cross-entropy alone; --kl, --match and --cross-entropy have no effect",
+            )
+        self.options = options
+        # Positions of a long prompt that do not count: all, where the target's distribution after them is not known.
+        self.skip = draft.architecture.max_positions if self.is_mapped else SKIP_POSITIONS
         self.origins = (draft.describe(), target.describe())
         chosen = options.of_the_result()
         for_text = {
@@ -143,6 +160,8 @@ class _Job:
             "draft": self.origins[0].weights_sha256,
             **chosen,
         }
+        if self.is_mapped:
+            for_training["draft_tokenizer"] = draft.tokenizer.fingerprint
         self.training_state = StateFolder(work, "training", for_training)
 
     def run(self, stop: Interruption) -> DistillResult:
@@ -154,11 +173,19 @@ class _Job:
         text = write_target_text(self.target, self.split, self.options, self.device, text_folder, self.report, stop)
         if text is None or stop():
             return self._stopped(stop, "while the target was writing")
+        other, rows = None, text
+        if self.is_mapped:
+            self._news("rows", "reading the target's text as the draft's tokens")
+            longest = self.draft.architecture.max_positions
+            other = OtherTokenizer(VocabularyMap(self.target.tokenizer, self.draft.tokenizer), longest)
+            found = write_draft_rows(text, other.mapping.text, longest, training_folder, self.report, stop)
+            if found is None:
+                return self._stopped(stop, "while the target's text was read")
+            rows = found
         self._news("measure", "measuring the draft as it is")
         student = load_for_torch(self.draft, "float32", self.device)
-        measured = (text, self.options.temperatures, self.target.tokenizer.size, self.options.row_length)
-        before = measure_heldout(student, *measured)
-        outcome = self._train(student, text, training_folder / "run.pt", stop)
+        before = self._measured(student, rows, other)
+        outcome = self._train(student, rows, training_folder / "run.pt", stop)
         if not outcome.is_complete:
             return self._stopped(stop, f"at step {outcome.steps}")
         partial = self.site.path("partial")
@@ -168,18 +195,23 @@ class _Job:
             del student
             gc.collect()
             self._news("measure", "measuring the result from the written files")
-            after = measure_heldout(load_for_torch(read_source(partial), "float32", self.device), *measured)
+            after = self._measured(load_for_torch(read_source(partial), "float32", self.device), rows, other)
             models = {
                 "draft": self.origins[0].model_dump(),
                 "target": self.origins[1].model_dump(),
                 "tokenizer_fingerprint": self.draft.tokenizer.fingerprint,
+                "target_tokenizer_fingerprint": self.target.tokenizer.fingerprint,
             }
             record = make_record(models, self.split, self.options, self.device, text, outcome, (before, after), partial)
             return self._conclude(partial, record)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _train(self, student: Any, text: TargetText, checkpoint: Path, stop: Stop) -> TrainingResult:
+    def _measured(self, student: PreTrainedModel, rows: TargetText, other: OtherTokenizer | None) -> Heldout:
+        temperatures, num_ids = self.options.temperatures, self.draft.tokenizer.size
+        return measure_heldout(student, rows, temperatures, num_ids, self.skip, other)
+
+    def _train(self, student: PreTrainedModel, rows: TargetText, checkpoint: Path, stop: Stop) -> TrainingResult:
         options = self.options
         vocab_size = self.draft.architecture.vocab_size
         plan = DistillPlan(
@@ -190,16 +222,17 @@ class _Job:
             rates=Rates.like_adamw(options.rate),
             weights=Weights(options.kl, options.match, options.cross_entropy),
             rows_per_step=ROWS_PER_STEP,
-            rows_per_pass=training_rows(options.row_length, vocab_size, ROWS_PER_STEP),
+            rows_per_pass=training_rows(rows.pool.row_length, vocab_size, ROWS_PER_STEP),
+            skip_positions=self.skip,
             is_compiled=options.is_compiled,
         )
         return distill(
             student,
-            text.pool,
+            rows.pool,
             plan,
             checkpoint,
-            num_ids=self.target.tokenizer.size,
-            validation=text.validation,
+            num_ids=self.draft.tokenizer.size,
+            validation=rows.validation,
             report=self.report,
             stop=stop,
         )
@@ -242,6 +275,8 @@ class _Job:
         per_token = PoolPlan(0, temperatures=options.temperatures).bytes_per_token()
         # Rows hold their prompts too, which take up to as much again.
         needed = max(0, 2 * options.tokens * per_token - folder_bytes(self.text_state.path))
+        if self.is_mapped:  # and the rows once more, with one next token at each position
+            needed += 2 * options.tokens * PoolPlan(0, temperatures=options.temperatures, top_k=1).bytes_per_token()
         needed += self.draft.architecture.parameters * 4 * _STATE_COPIES
         free = free_bytes(self.work)
         if free < needed:

@@ -17,10 +17,22 @@ from transformers import PreTrainedModel
 from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.prompts import Split
 from outrider.export.distill.target import MEASURED_AT, TargetText, new_tokens
-from outrider.export.distill.trainer.acceptance import Acceptance, Change, Score, compare, score, summarize
+from outrider.export.distill.trainer.acceptance import (
+    Acceptance,
+    Change,
+    Passage,
+    Score,
+    TorchSequence,
+    compare,
+    score,
+    score_sequence,
+    summarize,
+)
 from outrider.export.distill.trainer.distill import TrainingResult
 from outrider.export.distill.trainer.losses import Agreement, measure_agreement, training_rows
 from outrider.models.bundle.bundle import hash_file
+from outrider.models.runtimes.mapped_sequence import MappedSequence
+from outrider.models.text.vocabulary_map import VocabularyMap
 from outrider.models.version import outrider_version
 
 
@@ -38,19 +50,45 @@ class Heldout:
         return {"acceptance": rows, **{name: list(values) for name, values in asdict(self.agreement).items()}}
 
 
+@dataclass(frozen=True, slots=True)
+class OtherTokenizer:
+    """Of a draft whose tokenizer is not the target's: the map to the target's ids, and the draft's positions."""
+
+    mapping: VocabularyMap
+    longest: int
+
+
 def measure_heldout(
-    draft: PreTrainedModel, text: TargetText, temperatures: Sequence[float], num_ids: int, row_length: int
+    draft: PreTrainedModel,
+    text: TargetText,
+    temperatures: Sequence[float],
+    num_ids: int,
+    skip: int,
+    other: OtherTokenizer | None,
 ) -> Heldout:
-    """Scores the draft in its present dtype. Changes nothing."""
+    """Scores the draft in its present dtype. Changes nothing.
+
+    num_ids: of the draft's tokenizer, whose tokens the rows of `text` hold. skip: as in `measure_agreement`.
+    """
+    if other is None:
+
+        def scored(passage: Passage, temperature: float) -> Score:
+            return score(draft, passage, temperature, num_ids=num_ids)[0]
+    else:
+        mapped = MappedSequence(TorchSequence(draft, other.longest), other.mapping)
+
+        def scored(passage: Passage, temperature: float) -> Score:
+            return score_sequence(mapped, passage, temperature, num_ids=other.mapping.num_ids)
+
     scores = tuple(
-        tuple(score(draft, passage, temperature, num_ids=num_ids)[0] for passage in passages)
+        tuple(scored(passage, temperature) for passage in passages)
         for temperature, passages in zip(MEASURED_AT, text.passages, strict=True)
     )
-    rows = training_rows(row_length, draft.config.get_text_config().vocab_size, 16)
+    rows = training_rows(text.test.row_length, draft.config.get_text_config().vocab_size, 16)
     return Heldout(
         acceptance=tuple(summarize(temperature, those) for temperature, those in zip(MEASURED_AT, scores, strict=True)),
         scores=scores,
-        agreement=measure_agreement(draft, text.test, temperatures, num_ids, rows),
+        agreement=measure_agreement(draft, text.test, temperatures, num_ids, rows, skip),
     )
 
 

@@ -12,7 +12,10 @@ from outrider.models.errors import ConfigError
 TargetDtype = Literal["bf16", "fp32"]
 TrainingDevice = Literal["auto", "cpu", "cuda"]
 DEFAULT_MINUTES: Final = 30.0
-_NOT_OF_THE_RESULT: Final = ("overwrite", "force", "resume", "work", "num_threads", "is_compiled", "device", "heldout")
+_NOT_OF_THE_RESULT: Final = (
+    *("overwrite", "force", "resume", "work", "num_threads", "is_compiled", "device", "heldout"),
+    "same_tokenizer",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,8 @@ class DistillOptions(TrainingOptions):
     temperatures: at which the draft is trained; text is sampled between the lowest and the highest. kl, match,
     cross_entropy: weights of the parts of the loss (match 0: divergence throughout). device: a `TrainingDevice`. work:
     directory of the state, instead of beside the output; the pool stays there afterwards. resume: continue a state of
-    the same inputs. force: write a draft whose acceptance fell. Raises ConfigError for invalid values.
+    the same inputs. force: write a draft whose acceptance fell. same_tokenizer: refuse a draft with another tokenizer
+    than the target's. Raises ConfigError for invalid values.
     """
 
     temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
@@ -68,6 +72,7 @@ class DistillOptions(TrainingOptions):
     work: Path | None = None
     overwrite: bool = False
     force: bool = False
+    same_tokenizer: bool = False
 
     def __post_init__(self) -> None:
         if self.minutes is not None and self.steps is not None:

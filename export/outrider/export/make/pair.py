@@ -11,19 +11,22 @@ from typing import Any, Final
 from outrider.export.check.acceptance import Continuation, continue_prompts, measure_ranks, summarize
 from outrider.export.check.runner import model_file, open_draft, open_target
 from outrider.export.check.source_logits import prompts_for
+from outrider.export.check.token_mapping import measure_mapping
 from outrider.export.make.pipeline import StagedExport, require_ready, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for, require_acceptance
+from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for, require_acceptance, require_text_kept
 from outrider.export.report.card_html import PageWriter
 from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel, read_source
 from outrider.export.source.prompts import Ids, encode_prompts
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.manifest import Manifest, Role
+from outrider.models.bundle.manifest import Manifest, Role, TokenMapping
 from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.bundle.speed_up import Setting
 from outrider.models.errors import ConfigError, ExportError
+from outrider.models.runtimes.mapped_sequence import MappedSequence
 from outrider.models.text.tokenizer import require_same_tokenizer
+from outrider.models.text.vocabulary_map import VocabularyMap
 
 DEFAULT_RTT_MS: Final = 50.0
 
@@ -72,6 +75,7 @@ class Judging:
     extra_ms: float | None = None
     round_trips_ms: tuple[float, ...] = (DEFAULT_RTT_MS,)
     is_forced: bool = False
+    same_tokenizer: bool = False
 
     def __post_init__(self) -> None:
         if not self.round_trips_ms:
@@ -86,6 +90,14 @@ class Judging:
 
 DEFAULT_OPTIONS: Final = PairOptions(ExportOptions("draft"), ExportOptions("target"))
 DEFAULT_JUDGING: Final = Judging()
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The map from a draft's tokens to the ids of a target with another tokenizer, and what was measured of it."""
+
+    mapping: VocabularyMap
+    measured: TokenMapping
 
 
 def named_source(model: str, role: Role) -> str | Path:
@@ -108,9 +120,10 @@ def export_pair(
     """Exports both to `out`/draft and `out`/target; acceptance and what follows from it go into the draft's manifest.
 
     page: the report card to write beside them.
-    Raises TokenizerMismatch before any work if the two do not share one tokenizer, ExportError if the draft is accepted
-    too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is renamed into
-    place before both have passed and everything is written.
+    Raises TokenizerMismatch before any work if `judging` asks for one tokenizer and the two have different ones,
+    ExportError if the draft is accepted too rarely, or cannot write the target's text, and this is not forced;
+    otherwise what `export_model` and `PageWriter` raise. Nothing is renamed into place before both have passed and
+    everything is written.
     """
     root = Path(out)
     draft_source, target_source, ids = read_pair(draft, target, root, options, judging, page)
@@ -122,7 +135,9 @@ def export_pair(
     ):
         progress(StageEvent("pair", "measure"))
         texts = write_texts(staged_target.writer.directory, options.target, target_source, ids)
-        judge(staged_draft, texts, judging.times_of(staged_target.manifest), target_source, is_forced=judging.is_forced)
+        mapped = map_tokens(draft_source, target_source, texts, is_forced=judging.is_forced)
+        times = judging.times_of(staged_target.manifest)
+        judge(staged_draft, texts, times, target_source, mapped, is_forced=judging.is_forced)
         progress(StageEvent("pair", "write"))
         staged_target.writer.seal(staged_target.manifest)  # both before either is renamed: a full disk replaces neither
         staged_draft.writer.seal(staged_draft.manifest)
@@ -146,16 +161,18 @@ def export_draft_for(
 ) -> Bundle:
     """Exports a draft to `destination`, judged on a target that was exported from `target_source` with its options.
 
-    Acceptance and what follows from it go into the draft's manifest. Raises as `export_pair` does.
+    Acceptance and what follows from it go into the draft's manifest. Raises as `export_pair` does, and
+    TokenizerMismatch if the two do not share one tokenizer.
     """
     require_ready(destination, options.draft)
     draft_model, target_model = _read_sources(draft, target_source, options)
+    require_same_tokenizer(draft_model.tokenizer, target_model.tokenizer)
     ids = encode_judging(target_model, None, is_chat=False)
     store = stage_store()
     with stage_export(draft_model, destination, options.draft, progress, store) as staged:
         progress(StageEvent("pair", "measure"))
         texts = write_texts(target.path, options.target, target_model, ids)
-        judge(staged, texts, DEFAULT_JUDGING.times_of(target.manifest), target_model, is_forced=False)
+        judge(staged, texts, DEFAULT_JUDGING.times_of(target.manifest), target_model, None, is_forced=False)
         progress(StageEvent("draft", "write"))
         bundle = staged.commit()
     store.release()
@@ -173,20 +190,21 @@ def read_pair(
     """Both sources, and the prompts that drafts are judged on, as token ids.
 
     Raises before any work what `require_ready`, `PageWriter.check`, `read_source` and `encode_judging` raise, and
-    TokenizerMismatch if the two do not share one tokenizer.
+    TokenizerMismatch if `judging` asks for one tokenizer and the two have different ones.
     """
     require_ready(root / "draft", options.draft)
     require_ready(root / "target", options.target)
     if page is not None:
         page.check()
     draft_source, target_source = _read_sources(draft, target, options)
+    if judging.same_tokenizer:
+        require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     return draft_source, target_source, encode_judging(target_source, judging.prompts, is_chat=judging.is_chat)
 
 
 def _read_sources(draft: str | Path, target: str | Path, options: PairOptions) -> tuple[SourceModel, SourceModel]:
     draft_source = read_source(draft, max_positions=options.draft.max_positions)
     target_source = read_source(target, max_positions=options.target.max_positions)
-    require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     return draft_source, target_source
 
 
@@ -216,20 +234,39 @@ def write_texts(
         )
 
 
+def map_tokens(
+    draft: SourceModel, target: SourceModel, texts: Sequence[Continuation], *, is_forced: bool
+) -> Mapped | None:
+    """How the draft's tokens write the target's ids, measured on `texts`; None where both have one tokenizer.
+
+    Raises ExportError if the draft cannot write such text and this is not forced.
+    """
+    ours, theirs = draft.tokenizer, target.tokenizer
+    if ours.fingerprint == theirs.fingerprint:
+        return None
+    mapping = VocabularyMap(theirs, ours)
+    measured = measure_mapping(mapping, theirs, ours, [text.text for text in texts])
+    if not is_forced:
+        require_text_kept(measured, draft.name, target.name)
+    return Mapped(mapping, measured)
+
+
 def judge(
     draft: StagedExport,
     texts: Sequence[Continuation],
     times: TargetTimes,
     target: SourceModel,
+    mapped: Mapped | None,
     *,
     is_forced: bool,
 ) -> None:
     """Measures the draft on `texts` and adds the result to its report, with the predicted speed-up with this target.
 
-    Raises ExportError if it is accepted too rarely and this is not forced.
+    mapped: as `map_tokens` gives it. Raises ExportError if the draft is accepted too rarely and this is not forced.
     """
-    with closing(open_draft(model_file(draft.writer.directory, draft.options), draft.options)) as runtime:
-        ranks = measure_ranks(runtime, texts, num_ids=target.tokenizer.size)
+    runtime = open_draft(model_file(draft.writer.directory, draft.options), draft.options)
+    with closing(runtime if mapped is None else MappedSequence(runtime, mapped.mapping)) as sequence:
+        ranks = measure_ranks(sequence, texts, num_ids=target.tokenizer.size)
     measured = summarize(ranks, target.name)
     if not is_forced:
         require_acceptance(measured, draft.manifest.name)
@@ -238,5 +275,5 @@ def judge(
     if timing is not None:
         forecast = forecast_for(measured, timing.token_ms, times, ranks.get(JUDGED_AT))
         timing = timing.model_copy(update={"forecast": forecast})
-    report = report.model_copy(update={"acceptance": measured, "timing": timing})
-    draft.manifest = draft.manifest.model_copy(update={"report": report})
+    found = {"acceptance": measured, "mapping": mapped.measured if mapped is not None else None, "timing": timing}
+    draft.manifest = draft.manifest.model_copy(update={"report": report.model_copy(update=found)})

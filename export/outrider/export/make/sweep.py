@@ -19,6 +19,7 @@ from outrider.export.make.pair import (
     Judging,
     PairOptions,
     judge,
+    map_tokens,
     read_pair,
     write_texts,
 )
@@ -88,6 +89,7 @@ def sweep_pair(
         )
         progress(StageEvent("target", "measure"))
         texts = write_texts(staged_target.writer.directory, options.target, target_source, ids)
+        mapped = map_tokens(draft_source, target_source, texts, is_forced=judging.is_forced)
         times = judging.times_of(staged_target.manifest)
         made: dict[str, StagedExport] = {}
         not_made: list[NotMade] = []
@@ -100,7 +102,7 @@ def sweep_pair(
                 with contextlib.ExitStack() as attempt:
                     staged = attempt.enter_context(stage_export(draft_source, root / "draft", recipe, told, store))
                     told(StageEvent("draft", "measure"))
-                    judge(staged, texts, times, target_source, is_forced=True)
+                    judge(staged, texts, times, target_source, mapped, is_forced=True)
                     stack.push(attempt.pop_all())
                 made[name] = staged
             except DiskFull:

@@ -1,7 +1,8 @@
 """Judges the figures of an export: whether a draft is good enough, and what it is expected to gain.
 
 A draft is judged by its acceptance at temperature 0.8. Greedy text repeats itself, which flatters a draft, and few
-people sample hotter. Under 0.3 a pair is refused unless forced; under 0.6 every report carries a warning.
+people sample hotter. Under 0.3 a pair is refused unless forced; under 0.6 every report carries a warning. So is one
+whose draft has a tokenizer that cannot write the target's text.
 Knows figures only: no runtime, no terminal, no HTML.
 """
 
@@ -15,7 +16,7 @@ from typing import Final
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import BYTES_PER_TOKEN, simulate
 from outrider.export.report.simulation.world import Form, Plan, Times
-from outrider.models.bundle.manifest import Acceptance, AtRoundTrip, Forecast, Manifest, Timing
+from outrider.models.bundle.manifest import Acceptance, AtRoundTrip, Forecast, Manifest, Timing, TokenMapping
 from outrider.models.bundle.speed_up import WORTH_IT, alpha_for, predict
 from outrider.models.errors import ExportError
 
@@ -49,6 +50,8 @@ JUDGED_AT: Final = 0.8
 
 REFUSED_UNDER: Final = 0.3
 WARNED_UNDER: Final = 0.6
+KEPT_FROM: Final = 0.9
+"""The least share of a text that the tokenizer of a draft gives back, where it is not the target's."""
 
 EXPLAINED: Final = (
     "Equal argmaxes: how often the export's likeliest next token is the unquantized model's. KL divergence: how far "
@@ -120,6 +123,37 @@ def require_acceptance(measured: Sequence[Acceptance], draft: str) -> None:
     )
 
 
+def require_text_kept(mapping: TokenMapping, draft: str, target: str) -> None:
+    """Raises ExportError if the draft's tokenizer cannot write the target's text."""
+    if mapping.text_kept >= KEPT_FROM:
+        return
+    raise ExportError(
+        f"the draft {draft} cannot write the text of {target}: its tokenizer changes {_listed(mapping.changes)} and "
+        f"gives back {mapping.text_kept:.0%} of the characters; expected at least {KEPT_FROM:.0%}. Nothing was "
+        "written. Use a draft whose tokenizer keeps a text as it is, or write this one with --force"
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def words_of_mapping(manifest: Manifest) -> str | None:
+    """What a draft's other tokenizer costs, in one sentence; None for a draft with the target's."""
+    mapping = manifest.report.mapping
+    if mapping is None:
+        return None
+    words = (
+        f"Another tokenizer than the target's: one draft token writes {mapping.ids_covered:.0%} of the target's ids "
+        f"and {mapping.text_covered:.0%} of its text"
+    )
+    found = judged(manifest.report.acceptance)
+    if found is None:
+        return f"{words}."
+    return f"{words}; {found.unscored:.0%} of the target's picks cannot be drafted for that reason alone."
+
+
 def forecast_for(
     measured: Sequence[Acceptance], token_ms: float, target: TargetTimes, ranks: Ranks | None = None
 ) -> Forecast | None:
@@ -148,7 +182,12 @@ def forecast_for(
 def warnings_of(manifest: Manifest) -> tuple[str, ...]:
     """Warnings that every view of the report shows."""
     said = list(manifest.report.notes)
-    found, timing = judged(manifest.report.acceptance), manifest.report.timing
+    found, timing, mapping = judged(manifest.report.acceptance), manifest.report.timing, manifest.report.mapping
+    if mapping is not None and mapping.text_kept < KEPT_FROM:
+        said.append(
+            f"the draft cannot write this text: its tokenizer changes {_listed(mapping.changes)} and gives back "
+            f"{mapping.text_kept:.0%} of the characters; use a draft whose tokenizer keeps a text as it is"
+        )
     if found is not None and found.rate < WARNED_UNDER:
         said.append(
             f"acceptance is {found.rate:.2f} at temperature {JUDGED_AT:g}, under {WARNED_UNDER:g}: the draft will gain "

@@ -25,6 +25,7 @@ from outrider.export.report.card import (
     tokens_per_pass,
     verdict,
     warnings_of,
+    words_of_mapping,
 )
 from outrider.export.report.card_plots import Item, acceptance_plot, cost_plot, speed_up_plot
 from outrider.export.report.comparison import Comparison
@@ -150,6 +151,7 @@ def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, compar
         title=f"Report card: {first.role} {first.name}",
         subtitle=_subtitle(first, target),
         verdict=verdict(first),
+        mapping=words_of_mapping(first),
         explained=EXPLAINED,
         warnings=list(dict.fromkeys(warnings)),
         comparison=comparison,

@@ -212,7 +212,8 @@ class Acceptance(_Part):
 
     rate: over every position of the target's text; error: its standard error, with prompts taken as independent.
     by_depth: rounds of several depths along the same text. by_width, by_gap: what alternatives add, and where; empty in
-    bundles of earlier versions.
+    bundles of earlier versions. unscored: the share of the target's picks that a draft with another tokenizer has no
+    score for.
     """
 
     target: str
@@ -223,6 +224,23 @@ class Acceptance(_Part):
     by_depth: tuple[AtDepth, ...] = ()
     by_width: tuple[AtWidth, ...] = ()
     by_gap: tuple[AtGap, ...] = ()
+    # Left out where it is nothing, so that versions before it read those bundles.
+    unscored: Share = Field(default=0.0, exclude_if=lambda share: share == 0.0)
+
+
+class TokenMapping(_Part):
+    """How well a draft with another tokenizer than its target's can write the text that its acceptance was measured on.
+
+    target_tokenizer: the fingerprint of the target's. ids_covered, text_covered: the share of all ids of the target,
+    and of those of the text, that one token of the draft writes. text_kept: the share of the text's characters that the
+    draft's tokenizer gives back; changes: what it changes in a text, in words.
+    """
+
+    target_tokenizer: Sha256
+    ids_covered: Share
+    text_covered: Share
+    text_kept: Share
+    changes: tuple[str, ...] = ()
 
 
 class Agreement(_Part):
@@ -292,13 +310,15 @@ class Timing(_Part):
 class ExportReport(_Part):
     """What the export measured, and the versions of its tools.
 
-    notes: what a reader should know about this export, one sentence each.
+    mapping: of a draft that was judged on a target with another tokenizer. notes: what a reader should know about this
+    export, one sentence each.
     """
 
     size_bytes: Size
     parity: Parity
     agreement: Agreement | None = None
     acceptance: tuple[Acceptance, ...] = ()
+    mapping: TokenMapping | None = Field(default=None, exclude_if=lambda mapping: mapping is None)
     timing: Timing | None = None
     notes: tuple[str, ...] = ()
     versions: dict[str, str]
@@ -347,7 +367,7 @@ class Manifest(_Part):
 
         Measurements differ in their last digits for the same files: other processors and threads add in another order.
         """
-        measured = {"parity", "agreement", "acceptance", "timing"}
+        measured = {"parity", "agreement", "acceptance", "mapping", "timing"}
         text = self.model_dump_json(indent=2, exclude={"report": measured})
         return hashlib.sha256(text.encode()).hexdigest()
 

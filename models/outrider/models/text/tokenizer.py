@@ -6,7 +6,7 @@ Knows no model: ids at or beyond `size` are padding of the model's embedding, an
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -29,12 +29,16 @@ TOKENIZER_FILES: Final = (
 """Files that `Tokenizer.from_dir` reads, besides the model's own `config.json`; only the first is required."""
 
 
+_SPACE: Final = "\u2581"
+"""SentencePiece's space."""
+
+
 class Tokenizer:
     """A loaded tokenizer. Safe to share between threads: nothing changes after loading."""
 
     def __init__(self, backend: Any, directory: Path, name: str) -> None:
         self.name = name
-        self._directory = directory
+        self.directory = directory
         self._backend = backend
         self._new_decoder = plan_decoding(backend)
         self._spell = plan_spelling(backend)
@@ -77,6 +81,31 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_further(self, text: str) -> list[int]:
+        """Token ids of a text that follows another: without special tokens and `prefix_of`. For short texts."""
+        ids: list[int] = self._further.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def prefix_of(self, text: str) -> str:
+        """What `encode` puts before a text as a part of it: a space, for SentencePiece and the like, or nothing."""
+        prefix, is_always = self._prefix
+        return prefix if is_always or not text.startswith(prefix) else ""
+
+    @cached_property
+    def _prefix(self) -> tuple[str, bool]:
+        """What is put before a text, and whether also where it begins with that."""
+        found = ((prefix, step["type"] == "Prepend") for step in _steps(self._backend) if (prefix := _prefix_of(step)))
+        return next(found, ("", False))
+
+    @cached_property
+    def _further(self) -> Any:
+        if not self._prefix[0]:
+            return self._backend
+        document = json.loads(self.to_json())
+        for part in ("normalizer", "pre_tokenizer"):
+            document[part] = _unprefixed(document[part])
+        return tokenizers.Tokenizer.from_str(json.dumps(document))
 
     @cached_property
     def max_token_chars(self) -> int:
@@ -170,7 +199,7 @@ class Tokenizer:
         """Ids that end a text, ascending: all that generation_config, config and tokenizer_config name."""
         ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
-            found = _read_json(self._directory / name).get("eos_token_id")
+            found = _read_json(self.directory / name).get("eos_token_id")
             ids.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
         spelled = self.token_id(self._special_names.get("eos_token", ""))
         return tuple(sorted(ids | ({spelled} if spelled is not None else set())))
@@ -186,19 +215,19 @@ class Tokenizer:
 
         Cached, and as large as the vocabulary: for tools, not for the hot path.
         """
-        return TokenizerIdentity.read(self._directory / "tokenizer.json")
+        return TokenizerIdentity.read(self.directory / "tokenizer.json")
 
     @cached_property
     def fingerprint(self) -> str:
         """64 hexadecimal digits; equal for equal tokenizers only (see the module `fingerprint`)."""
-        return TokenizerIdentity.read(self._directory / "tokenizer.json").fingerprint
+        return TokenizerIdentity.read(self.directory / "tokenizer.json").fingerprint
 
     @cached_property
     def _chat_template(self) -> Any:
-        path = self._directory / "chat_template.jinja"
+        path = self.directory / "chat_template.jinja"
         if path.is_file():
             return path.read_text(encoding="utf-8")
-        separate = _read_json(self._directory / "chat_template.json").get("chat_template")
+        separate = _read_json(self.directory / "chat_template.json").get("chat_template")
         return separate or self._config.get("chat_template")
 
 
@@ -208,9 +237,45 @@ def require_same_tokenizer(a: Tokenizer, b: Tokenizer) -> None:
         return
     raise TokenizerMismatch(
         f"{a.name} (tokenizer {a.fingerprint[:12]}) and {b.name} (tokenizer {b.fingerprint[:12]}) do not "
-        f"share one tokenizer; first difference: {a.identity.first_difference(b.identity)}. Speculation would corrupt "
-        "the text: use a draft made for this target"
+        f"share one tokenizer; first difference: {a.identity.first_difference(b.identity)}. Use a draft with this "
+        "target's tokenizer"
     )
+
+
+def _steps(backend: Any) -> Iterator[dict[str, Any]]:
+    """What a backend does to a text before it splits it, step by step."""
+    for part in (backend.normalizer, backend.pre_tokenizer):
+        state = json.loads(part.__getstate__()) if part is not None else {}
+        yield from state.get("normalizers", state.get("pretokenizers", [state]))
+
+
+def _prefix_of(step: Mapping[str, Any]) -> str:
+    """What a step puts before a text."""
+    match step:
+        case {"type": "Prepend", "prepend": str(prefix)}:
+            return prefix.replace(_SPACE, " ")
+        case {"type": "Metaspace"} if step.get("prepend_scheme", "always") != "never":
+            return " "
+        case {"type": "ByteLevel", "add_prefix_space": True}:
+            return " "
+    return ""
+
+
+def _unprefixed(part: Any) -> Any:
+    """A normalizer or pre-tokenizer that puts nothing before a text."""
+    if not isinstance(part, dict):
+        return part
+    for name in ("normalizers", "pretokenizers"):
+        if name in part:
+            return part | {name: [_unprefixed(step) for step in part[name] if step.get("type") != "Prepend"]}
+    match part:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return part | {"prepend_scheme": "never"}
+        case {"type": "ByteLevel"} if "add_prefix_space" in part:
+            return part | {"add_prefix_space": False}
+    return part
 
 
 def _special_names(*sources: Mapping[str, Any]) -> dict[str, str]:

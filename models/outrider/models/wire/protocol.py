@@ -328,7 +328,7 @@ class ModelFacts(Answer):
 
 
 class OfferedFile(Answer):
-    """A file of a draft. path: relative to the bundle; sha256: of its bytes, also its ETag."""
+    """A file to download. path: relative to its bundle, or the tokenizer's; sha256: of its bytes, also its ETag."""
 
     path: str = Field(min_length=1, max_length=512)
     size: Count
@@ -338,9 +338,10 @@ class OfferedFile(Answer):
 class OfferedDraft(Answer):
     """A draft that the server offers for its target.
 
-    name: the draft's in paths, unique on this server. model: the bundle's own name. acceptance: share of drafted tokens
-    that this target accepted at temperature 0.8, from the draft's card; None where it has no such measurement.
-    files: `manifest.json` first.
+    name: the draft's in paths, unique on this server. model: the bundle's own name. tokenizer: fingerprint of the
+    draft's tokenizer, where it is another than the target's. acceptance: share of drafted tokens that this target
+    accepted at temperature 0.8, from the draft's card; None where it has no such measurement. files: `manifest.json`
+    first.
     """
 
     name: str = Field(pattern=DRAFT_NAME)
@@ -348,6 +349,7 @@ class OfferedDraft(Answer):
     device: str
     runtime: str
     precision: str
+    tokenizer: Sha256 | None = None
     size_bytes: Count
     acceptance: Share | None = None
     files: list[OfferedFile] = Field(min_length=1)
@@ -358,8 +360,19 @@ class DraftList(Answer):
 
     model: str
     target: str | None = Field(default=None, description=TARGET)
-    tokenizer: str = Field(description="fingerprint; every draft here has it")
+    tokenizer: str = Field(description="fingerprint of the target's; every draft here that names no other has it")
     drafts: list[OfferedDraft]
+
+
+class TokenizerFiles(Answer):
+    """GET /v1/tokenizer: the target's tokenizer, which a device needs beside a draft with another one. Each file is at
+    /v1/tokenizer/{path}.
+    """
+
+    model: str
+    target: str | None = Field(default=None, description=TARGET)
+    tokenizer: str = Field(description="fingerprint")
+    files: list[OfferedFile] = Field(min_length=1)
 
 
 SessionEnd.model_rebuild()

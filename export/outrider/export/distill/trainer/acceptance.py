@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from outrider.export.check.acceptance import Rounds, play_rounds
+from outrider.export.check.acceptance import Continuation, Rounds, play_rounds, read_along
 from outrider.export.distill.trainer.rollout import Decoder
 from outrider.export.progress import Stop, never
 from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.runtimes.base import ModelLimits, SequenceRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +137,58 @@ def score(
     params = SamplingParams(temperature=temperature, seed=passage.seed)
     logits = row_logits(draft, passage.ids, passage.start)[:, :num_ids]
     picks = [pick(row, params, passage.start + offset) for offset, row in enumerate(logits.numpy())]
+    return _score(picks, passage, depth), logits
+
+
+def score_sequence(
+    draft: SequenceRuntime, passage: Passage, temperature: float, depth: int = 4, *, num_ids: int
+) -> Score:
+    """As `score`, for a draft that reads token by token. Its sequence holds the passage afterwards."""
+    text = Continuation(
+        passage.ids[: passage.start],
+        passage.ids[passage.start :],
+        SamplingParams(temperature=temperature, seed=passage.seed),
+    )
+    picks = [pick(row, text.params, position) for position, _, row in read_along(draft, text, num_ids)]
+    return _score(picks, passage, depth)
+
+
+def _score(picks: Sequence[int], passage: Passage, depth: int) -> Score:
     matches = np.array(picks) == np.array(passage.ids[passage.start :])
-    return Score(play_rounds(matches, depth, counts_short_ends=True), int(matches.sum()), len(matches)), logits
+    return Score(play_rounds(matches, depth, counts_short_ends=True), int(matches.sum()), len(matches))
+
+
+class TorchSequence:
+    """A `SequenceRuntime` of a model that is in memory, on its device and in its dtype. longest: its positions."""
+
+    def __init__(self, model: PreTrainedModel, longest: int) -> None:
+        self.limits = ModelLimits(model.config.get_text_config().vocab_size, longest)
+        self._model = model
+        self._cache = DynamicCache()  # of whole layers: those of a sliding window cannot be cut back
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return int(self._cache.get_seq_length())
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Appends at least one token; returns the logits after the last."""
+        ids = torch.tensor([list(tokens)], device=self._model.device)
+        logits: Tensor = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True).logits
+        row: NDArray[np.float32] = logits[0, -1].float().cpu().numpy()
+        return row
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on."""
+        if length == 0:
+            self._cache = DynamicCache()
+        else:
+            self._cache.crop(length)
+
+    def close(self) -> None:
+        """Releases the cache; the model is the caller's."""
+        self._cache = DynamicCache()
 
 
 def summarize(temperature: float, scores: Sequence[Score], depth: int = 4) -> Acceptance:

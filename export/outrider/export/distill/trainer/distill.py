@@ -192,7 +192,9 @@ class _Run:
         if self._validation is None:
             return
         plan, model = self._plan, self._trainer.average.module
-        agreement = measure_agreement(model, self._validation, plan.temperatures, self._num_ids, plan.rows_per_pass)
+        agreement = measure_agreement(
+            model, self._validation, plan.temperatures, self._num_ids, plan.rows_per_pass, plan.skip_positions
+        )
         found = Judged(self._trainer.step, agreement)
         self._judged.append(found)
         best = ""

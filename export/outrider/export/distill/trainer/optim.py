@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from outrider.export.distill.trainer import parallel
 
 CHECKPOINT_EVERY_S = 240.0
+SKIP_POSITIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class DistillPlan:
     """Shares of the budget between which the loss moves from divergence to match probability."""
     least_divergence: float = 0.05
     """Share of the divergence at the end."""
-    skip_positions: int = 16
+    skip_positions: int = SKIP_POSITIONS
     """Positions at the start of a long prompt that are not trained on: a draft mostly has that much context."""
     match_k: int = 24
     average_decay: float = 0.998

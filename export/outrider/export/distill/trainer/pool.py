@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -90,8 +90,36 @@ def sample_pool(
     return True
 
 
+def rewrite_pool(
+    pool: Pool,
+    rewrite: Callable[[Rollout], Rollout],
+    folder: Path,
+    report: Report = silent,
+    stop: Stop = never,
+) -> bool:
+    """Fills `folder` with every part of a pool as `rewrite` makes it, after the parts that are there.
+
+    Returns False if it was stopped before the end; the finished parts stay.
+    """
+    made = _read(folder)
+    for number, part in enumerate(pool.parts[made.parts :], start=made.parts):
+        if stop():
+            return False
+        rows = rewrite(part)
+        save_tensors(asdict(rows), _part(folder, number))
+        made = _Made(
+            parts=number + 1,
+            rows=made.rows + len(rows),
+            tokens=made.tokens + int((rows.ends - rows.starts).sum()),
+            is_complete=number + 1 == pool.made.parts,
+        )
+        save_json(asdict(made), folder / PROGRESS_FILE)
+        report(Event(folder.name, made.parts / pool.made.parts, f"{made.rows:,} rows with {made.tokens:,} tokens"))
+    return True
+
+
 class Pool:
-    """The rows of a folder that `sample_pool` filled. Reads from the disk; changes nothing."""
+    """The rows of a folder that `sample_pool` or `rewrite_pool` filled. Reads from the disk; changes nothing."""
 
     def __init__(self, folder: Path) -> None:
         self.made = _read(folder)
@@ -103,6 +131,16 @@ class Pool:
 
     def __len__(self) -> int:
         return self.made.rows
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row, with what follows its end."""
+        return self._parts[0].ids.shape[1]
+
+    @property
+    def parts(self) -> tuple[Rollout, ...]:
+        """The rows as they were stored; pages are read when used."""
+        return tuple(self._parts)
 
     def take(self, rows: NDArray[np.int64]) -> Rollout:
         """The rows of those numbers, in that order, in memory of their own."""

@@ -24,24 +24,27 @@ MOST_GUESSES: Final = 8
 MISSED: Final = 99
 """The rank of a pick that is not among the guesses."""
 
+UNSCORED: Final = 100
+"""The rank of a pick that the draft has no score for: no token of its tokenizer goes on with it."""
+
 _NO_GUESS: Final = 99.0  # the gap of a guess that truncation left out
 _PRIOR_HITS, _PRIOR_SEEN = 0.3, 1.0  # what a bucket counts before it has seen anything
 
 
 class Picked(NamedTuple):
-    """One token of the target. rank: 0 is the draft's own pick, MISSED none of the guesses. gaps: of guess 1, 2, ... 7
-    behind guess 0, in units of the noise.
+    """One token of the target. rank: 0 is the draft's own pick, MISSED none of the guesses, UNSCORED one that it cannot
+    guess. gaps: of guess 1, 2, ... 7 behind guess 0, in units of the noise.
     """
 
     rank: int
     gaps: tuple[float, ...]
 
     @classmethod
-    def among(cls, guesses: Candidates, token: int) -> Picked:
-        """The record of `token` among a draft's guesses."""
+    def among(cls, guesses: Candidates, token: int, missed: int = MISSED) -> Picked:
+        """The record of `token` among a draft's guesses. missed: its rank where it is none of them."""
         gaps = [min(_NO_GUESS, round(gap, 2)) for gap in guesses.gaps[1:MOST_GUESSES]]
         gaps += [_NO_GUESS] * (MOST_GUESSES - 1 - len(gaps))
-        return cls(guesses.tokens.index(token) if token in guesses.tokens else MISSED, tuple(gaps))
+        return cls(guesses.tokens.index(token) if token in guesses.tokens else missed, tuple(gaps))
 
     def gap(self, guess: int) -> float:
         """The gap by which a guess is judged: of guess 0 its lead over guess 1, of another its distance behind 0."""

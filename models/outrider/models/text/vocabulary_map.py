@@ -1,0 +1,167 @@
+"""Says which tokens of a draft write what the ids of a target with another tokenizer do.
+
+A draft's token counts for the id that writes the same bytes. Where there is none, it counts for the id with the longest
+beginning of them: a draft that goes on with " functions" goes on with " function". Special tokens are matched by their
+spelling, else by their role; those that the draft does not have are read as the text that they are spelled as.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.text.draft_text import DraftText
+from outrider.models.text.tokenizer import Tokenizer
+
+Indices = NDArray[np.int64]
+
+_CACHED: Final = 512
+_CACHED_MEANT: Final = 1 << 14
+_MOST_BEYOND: Final = 4096
+"""Ids that go on from one text: of more, as after a lone space, most are no token's continuation."""
+
+
+class Pairs(NamedTuple):
+    """Tokens of a draft, and the id that each counts for: [n] int64 both. Each token is there once."""
+
+    ids: Indices
+    tokens: Indices
+
+
+class VocabularyMap:
+    """The map between two vocabularies. Changes nothing after it is made; safe to share between threads.
+
+    num_ids: of the target. num_tokens: of the draft. text: reads the target's ids as the draft's tokens. spelled: the
+    bytes of each token. token_of: [num_ids] int64, the token that writes exactly what an id does; num_tokens where
+    there is none. id_of: [num_tokens] int64, the id that a token counts for; -1 for none. longer: the tokens that write
+    more than the id that they count for.
+    """
+
+    def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
+        self._encode = target.encode_further
+        self.num_ids, self.num_tokens = target.size, draft.size
+        special = _special(target, draft)
+        by_id = [b"" if index in special else target.token_bytes(index) for index in range(target.size)]
+        self.text = DraftText(draft, by_id, special)
+        self._by_id = by_id
+        self._ids = _by_bytes(target, by_id)
+        self.spelled = [b"" if token in draft.special_ids else draft.token_bytes(token) for token in range(draft.size)]
+        tokens = _by_bytes(draft, self.spelled)
+        self._target_order, self._draft_order = sorted(self._ids), sorted(tokens)
+        self._tokens = [tokens[each] for each in self._draft_order]
+        self._longest = max(map(len, self._draft_order), default=0)
+        self.pairs = lru_cache(_CACHED)(self._pairs)
+        self.joined = lru_cache(_CACHED)(self._joined)
+        self.beyond = lru_cache(_CACHED)(self._beyond)
+        self.meant = lru_cache(_CACHED_MEANT)(self._meant)
+        every = self._pairs(b"")
+        self.id_of = np.full(self.num_tokens, -1, np.int64)
+        self.id_of[every.tokens] = every.ids
+        is_exact = np.array(
+            [self.spelled[token] == by_id[index] for index, token in zip(*every, strict=True)], np.bool_
+        )
+        self.longer = Pairs(every.ids[~is_exact], every.tokens[~is_exact])
+        self.token_of = np.full(self.num_ids, self.num_tokens, np.int64)
+        self.token_of[every.ids[is_exact]] = every.tokens[is_exact]
+        for index, instead in special.items():
+            if instead:
+                self.token_of[index] = instead[0]
+
+    def covered(self, ids: Sequence[int]) -> float:
+        """The share of these ids that one token of the draft writes."""
+        return float(np.mean(self.token_of[np.asarray(ids)] < self.num_tokens)) if len(ids) else 0.0
+
+    def begins(self, rest: bytes) -> bool:
+        """Whether a token of the draft begins with these bytes, and has more."""
+        if len(rest) >= self._longest:
+            return False
+        place = bisect_left(self._draft_order, rest)
+        if place < len(self._draft_order) and self._draft_order[place] == rest:
+            place += 1
+        return place < len(self._draft_order) and self._draft_order[place].startswith(rest)
+
+    def _pairs(self, rest: bytes) -> Pairs:
+        """The tokens that begin with some bytes and go on, and the ids that they write after these."""
+        found: dict[int, int] = {}
+        for place in _beginning_with(self._draft_order, rest):
+            new = self._draft_order[place][len(rest) :]
+            for length in range(len(new), 0, -1):
+                if (index := self._ids.get(new[:length])) is not None:
+                    found[self._tokens[place]] = index
+                    break
+        return _columns(found)
+
+    def _beyond(self, written: bytes) -> Pairs:
+        """The tokens that may follow one which has written these bytes, where both together write an id that is longer
+        than these; and the longest such id for each.
+        """
+        found: dict[int, int] = {}
+        wholes = _beginning_with(self._target_order, written)
+        for place in wholes if len(wholes) <= _MOST_BEYOND else ():
+            whole = self._target_order[place]
+            if rest := whole[len(written) :]:
+                for at in _beginning_with(self._draft_order, rest):
+                    found[self._tokens[at]] = self._ids[whole]  # in their order, so a longer id replaces a shorter one
+        return _columns(found)
+
+    def _meant(self, written: bytes, token: int, index: int) -> int:
+        """The id that the target begins a token's text with, where `written` comes before; -1 if it has no more.
+
+        index: what `beyond` has, for a text that ends inside a character.
+        """
+        try:
+            text = (written + self.spelled[token]).decode()
+        except UnicodeDecodeError:
+            return index
+        first = self._by_id[(found := self._encode(text)[0])]
+        return found if len(first) > len(written) else -1
+
+    def _joined(self, last: int) -> Indices:
+        """The ids that do not follow an id: the target has one for the bytes of both, and would have taken that."""
+        rest = self._by_id[last] if last >= 0 else b""
+        both = (self._target_order[place] for place in (_beginning_with(self._target_order, rest) if rest else ()))
+        found = (self._ids.get(each[len(rest) :]) for each in both)
+        return np.array([index for index in found if index is not None], np.int64)
+
+
+def _beginning_with(spelled: Sequence[bytes], beginning: bytes) -> range:
+    """The places of those that begin so, in a sorted sequence."""
+    first = bisect_left(spelled, beginning)
+    last = bisect_left(spelled, beginning + b"\xff" * 4, first) if beginning else len(spelled)
+    while last < len(spelled) and spelled[last].startswith(beginning):
+        last += 1
+    return range(first, last)
+
+
+def _columns(found: Mapping[int, int]) -> Pairs:
+    """From ids by tokens."""
+    size = len(found)
+    return Pairs(np.fromiter(found.values(), np.int64, size), np.fromiter(found, np.int64, size))
+
+
+def _by_bytes(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> dict[bytes, int]:
+    """The ids of ordinary tokens by their bytes. Of two that write the same, the one that is not a byte's stand-in."""
+    found: dict[bytes, int] = {}
+    for index, each in enumerate(spelled):
+        if each and not (each in found and (tokenizer.token(index) or "").startswith("<0x")):
+            found[each] = index
+    return found
+
+
+def _special(target: Tokenizer, draft: Tokenizer) -> dict[int, tuple[int, ...]]:
+    """The draft's tokens in place of the target's special ids: the same spelling, else the same role."""
+    found: dict[int, tuple[int, ...]] = {}
+    for index in target.special_ids:
+        same = draft.token_id(target.token(index) or "")
+        if index == target.bos_token_id and target.begins_with_bos:
+            found[index] = ()  # the draft's text has its own beginning
+        elif same is not None:
+            found[index] = (same,)
+        elif index in target.eos_token_ids and draft.eos_token_ids:
+            found[index] = draft.eos_token_ids[:1]
+    return found

@@ -1,0 +1,199 @@
+"""Tests commands with a draft of another tokenizer than the target's, and how the target's tokenizer is got."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.drafts import make_draft
+from tests.fake_runtime import FakeSequenceRuntime
+from tests.other_tokenizers import tokenizer_of
+from tests.serving import FakeServer, fake_tokenizer, serve_fake
+from tests.test_edge_cli import run_main
+
+from outrider.edge.cli.chat import chat_here
+from outrider.edge.cli.command_options import ChatOptions, ServeOptions
+from outrider.edge.cli.line_editor import PipeReader
+from outrider.edge.cli.serve import _open_core
+from outrider.edge.cli.verifiers import open_verifiers
+from outrider.edge.link.downloads import DraftClient
+from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
+from outrider.edge.serve.state import LocalSettings
+from outrider.edge.store import tokenizers
+from outrider.edge.store.choice import Wishes, choose, judge
+from outrider.edge.store.tokenizers import fetch_tokenizer, target_tokenizer
+from outrider.models.client.client import ClientOptions
+from outrider.models.errors import BundleError, TokenizerMismatch
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.runtimes.mapped_sequence import MappedSequence
+from outrider.models.wire.protocol import OfferedDraft, OfferedFile, TokenizerFiles
+
+FOREIGN = "gpt2"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and drafts whose model is fake."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    runtime = lambda *_: FakeSequenceRuntime(vocab_size=tokenizer_of(FOREIGN).size)  # noqa: E731
+    monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", runtime)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with one draft, of another tokenizer; do not change it."""
+    root = tmp_path_factory.mktemp("foreign")
+    make_draft(root / "cpu", rate=0.5, tokenizer=tokenizer_of(FOREIGN))
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(place: Path) -> Iterator[FakeServer]:
+    with serve_fake(drafts=place) as running:
+        yield running
+
+
+def test_pull_then_run(
+    server: FakeServer, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The draft is pulled with the target's tokenizer, drafts, and the text is that of cloud-only; or it is refused."""
+    assert run_main(monkeypatch, "pull", "--server", server.url, "--same-tokenizer") == 2
+    assert "it has another tokenizer than the target, and --same-tokenizer is given" in capsys.readouterr().err
+    assert run_main(monkeypatch, "pull", "--server", server.url) == 0
+    assert "50 % of its tokens are accepted, another tokenizer" in capsys.readouterr().err
+    assert (cache / "tokenizers" / fake_tokenizer().fingerprint[:16] / "tokenizer.json").is_file()
+    asked = ["run", "def verify(x):", "--cloud", server.url, "--max-tokens", "24", "--seed", "3", "--json"]
+    for mode in ("stop-and-wait", "stream"):
+        assert run_main(monkeypatch, *asked, "--depth", "3", "--mode", mode) == 0
+        shown = capsys.readouterr()
+        drafted = json.loads(shown.out)
+        assert "draft: tiny-draft has another tokenizer than fake: its tokens are mapped" in shown.err
+        assert drafted["draft"]["runtime"] == "openvino" and drafted["num_drafted"] > 0
+        assert run_main(monkeypatch, *asked, "--mode", "cloud-only") == 0
+        alone = json.loads(capsys.readouterr().out)
+        assert drafted["text"] == alone["text"] and len(alone["text"]) > 20
+    assert run_main(monkeypatch, *asked, "--same-tokenizer") == 2
+    message = capsys.readouterr().err
+    assert "use a draft made for this target, or leave out --same-tokenizer: then its tokens are mapped" in message
+
+
+def test_a_server_that_shares_no_tokenizer(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says so, and how to name a directory; another tokenizer there is refused."""
+    with serve_fake(shares_tokenizer=False) as silent:
+        asked = ["run", "def f(", "--cloud", silent.url, "--draft", str(place / "cpu"), "--max-tokens", "8"]
+        assert run_main(monkeypatch, *asked) == 2
+        message = capsys.readouterr().err
+        assert "does not share its target's tokenizer" in message and "Give its directory with --tokenizer" in message
+        assert run_main(monkeypatch, *asked, "--tokenizer", str(tokenizer_of("target").directory)) == 2
+        assert "name the directory that the target was exported from" in capsys.readouterr().err
+        assert run_main(monkeypatch, *asked, "--tokenizer", str(fake_tokenizer().directory)) == 0
+        assert "its tokens are mapped" in capsys.readouterr().err
+        assert run_main(monkeypatch, *asked, "--tokenizer", str(tmp_path), "--same-tokenizer") == 2
+        assert "--same-tokenizer maps no draft, so --tokenizer would have no effect" in capsys.readouterr().err
+
+
+def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both map, too; `chat` refuses with --same-tokenizer."""
+    out, about = Console(file=io.StringIO()), Console(file=io.StringIO())
+    draft = [str(place / "cpu")]
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    chat_here(ChatOptions(cloud=[server.url], draft=draft, max_tokens=8), out, about, PipeReader())
+    assert len(out.file.getvalue().strip()) > 2 and "its tokens are mapped" in about.file.getvalue()  # type: ignore[attr-defined]
+    with pytest.raises(TokenizerMismatch, match=r"leave out --same-tokenizer"):
+        chat_here(ChatOptions(cloud=[server.url], draft=draft, same_tokenizer=True), out, about, PipeReader())
+    options = ServeOptions(cloud=[server.url], draft=draft, max_requests=2)
+    with open_verifiers(options, about) as verifiers:
+        core = _open_core(options, verifiers, LocalSettings(), about)
+    assert core.fingerprint == fake_tokenizer().fingerprint and core.drafts.max_sequences == 2
+    with core.drafts.lend(b"", [1, 2]) as loan:
+        assert loan.drafter is not None
+        loan.drafter.begin([1, 2, 3], SamplingParams())
+        assert loan.drafter.guess([()], 1)
+    core.drafts.close()
+
+
+def fetched(url: str) -> str:
+    async def run() -> str:
+        async with DraftClient(url) as client:
+            return (await fetch_tokenizer(client, fake_tokenizer().fingerprint)).fingerprint
+
+    return asyncio.run(run())
+
+
+def test_a_tokenizer_is_fetched_once(cache: Path) -> None:
+    """From then on it comes from the cache; one that is damaged there is fetched again."""
+    own = fake_tokenizer().fingerprint
+    with serve_fake() as server:
+        assert fetched(server.url) == own
+        (cache / "tokenizers" / own[:16] / "tokenizer.json").write_text("{")
+        assert fetched(server.url) == own
+        url = server.url
+    assert fetched(url) == own and len(list((cache / "tokenizers").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda file: file.model_copy(update={"sha256": "0" * 64}), r"tokenizer\.json .* arrived damaged; try again"),
+        (lambda file: file.model_copy(update={"size": 1 << 30}), r"at most 67108864 are taken"),
+        (lambda file: file.model_copy(update={"path": "other.json"}), r"is not the tokenizer .* of its target"),
+    ],
+)
+def test_what_is_no_such_tokenizer_is_not_kept(
+    server: FakeServer,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[OfferedFile], OfferedFile],
+    why: str,
+) -> None:
+    files = DraftClient.tokenizer_files
+
+    async def changed(client: DraftClient) -> TokenizerFiles:
+        listed = await files(client)
+        ours = [change(file) if file.path == "tokenizer.json" else file for file in listed.files]
+        return listed.model_copy(update={"files": ours})
+
+    monkeypatch.setattr(DraftClient, "tokenizer_files", changed)
+    with pytest.raises(BundleError, match=why):
+        asyncio.run(target_tokenizer([(server.url, ClientOptions())], fake_tokenizer().fingerprint))
+    assert not any((cache / "tokenizers").iterdir()) if (cache / "tokenizers").is_dir() else True
+
+
+def test_a_server_that_is_too_slow_is_given_up(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(client: DraftClient) -> TokenizerFiles:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(tokenizers, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(DraftClient, "tokenizer_files", never)
+    with pytest.raises(BundleError, match=r"did not send its tokenizer within 0\.01 s"):
+        asyncio.run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
+
+
+def test_a_draft_of_the_target_s_tokenizer_comes_first() -> None:
+    def offer(name: str, **changes: object) -> OfferedDraft:
+        fields = {"model": "d", "device": "cpu", "runtime": "openvino", "precision": "int8", "size_bytes": 9}
+        files = [OfferedFile(path="manifest.json", size=9, sha256="0" * 64)]
+        return OfferedDraft.model_validate({"name": name, "acceptance": 0.6, "files": files, **fields, **changes})
+
+    other = offer("a", tokenizer="1" * 64)
+    for order in ([other, offer("b")], [offer("b"), other]):
+        chosen = choose(judge(order, Wishes()), "http://cloud")
+        assert chosen.draft.name == "b" and "it has the target's tokenizer" in chosen.why
+    assert choose(judge([other, offer("b", acceptance=0.2)], Wishes()), "http://cloud").draft.name == "a"
+
+
+def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
+    target, bundle = fake_tokenizer(), open_draft_bundle(place / "cpu")
+    model = open_draft_model(bundle, target=target)
+    assert isinstance(model.runtime, MappedSequence) and model.num_ids == target.size
+    assert not isinstance(open_draft_model(bundle, target=bundle.tokenizer()).runtime, MappedSequence)
+    model.runtime.close()

@@ -1,0 +1,278 @@
+"""Tests drafts with another tokenizer than the target's: how a text is split, and scores against a plain twin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tests.fake_runtime import FakeSequenceRuntime
+from tests.other_tokenizers import DRAFTS, END, TEXT, tokenizer_of
+
+from outrider.models.errors import ModelFault
+from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime, ShareableRuntime
+from outrider.models.runtimes.mapped_sequence import MappedSequence, mapped
+from outrider.models.text.draft_text import Place
+from outrider.models.text.vocabulary_map import VocabularyMap
+
+Row = NDArray[np.float32]
+MAPS = {kind: VocabularyMap(tokenizer_of("target"), tokenizer_of(kind)) for kind in DRAFTS}
+IDS = st.lists(st.integers(0, tokenizer_of("target").size - 1), min_size=1, max_size=12)
+"""Any ids: ends inside characters, the end token, text that no tokenizer writes so."""
+WRITTEN = st.sampled_from(TEXT.splitlines(keepends=True)).map(lambda line: tokenizer_of("target").encode(line) or [1])
+
+
+def placed(mapping: VocabularyMap, ids: Sequence[int]) -> Place:
+    place = mapping.text.begin
+    for index in ids:
+        place = mapping.text.advance(place, index)
+    return place
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_text_in_pieces_is_split_as_a_whole(kind: str) -> None:
+    mapping, draft = MAPS[kind], tokenizer_of(kind)
+    for text in (TEXT, TEXT * 3, TEXT.replace("\n", " "), "x", " leading", "a" * 50):
+        place = placed(mapping, tokenizer_of("target").encode(text))
+        tail = mapping.text.split(place.tail, place.cut.at_start)
+        assert [*place.cut.since(0), *tail.tokens] == draft.encode(text)
+        assert place.tail.endswith(text[-1:].encode()) and tail.ends[-1] == len(place.tail)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@given(ids=IDS, more=IDS)
+def test_cuts_do_not_depend_on_how_a_text_came(kind: str, ids: list[int], more: list[int]) -> None:
+    mapping = MAPS[kind]
+    one, other = placed(mapping, ids + more), mapping.text.begin
+    for index in [*ids, *more]:
+        other = mapping.text.advance(other, index)
+        mapping.text.split(other.tail, other.cut.at_start)
+    assert (one.cut.since(0), one.tail) == (other.cut.since(0), other.tail)
+    assert one.cut.key == other.cut.key
+
+
+class PlainTwin:
+    """Scores as `mapped_scores` defines them, from the whole text each time and over the whole vocabulary."""
+
+    def __init__(self, kind: str, row_of: Callable[[Sequence[int]], Row]) -> None:
+        self.mapping, self.row_of = MAPS[kind], row_of
+        self.highest = -math.inf  # of the latest scores: the likeliest token's
+        self.ids = {spelled: index for index, spelled in enumerate(self.mapping._by_id) if spelled}
+
+    def chances(self, tokens: Sequence[int]) -> NDArray[np.float64]:
+        row = self.row_of(tokens).astype(np.float64)
+        chances: NDArray[np.float64] = row - np.logaddexp.reduce(row)
+        return chances
+
+    def longest(self, text: bytes) -> bytes:
+        return next((text[:size] for size in range(len(text), 0, -1) if text[:size] in self.ids), b"")
+
+    def scores(self, ids: Sequence[int]) -> NDArray[np.float64]:
+        mapping = self.mapping
+        place = placed(mapping, ids)
+        before, tail = place.cut.since(0), place.tail
+        paths = [mapping.text.split(tail, place.cut.at_start)]
+        if tail:
+            paths.append(mapping.text.split(tail + b"a", place.cut.at_start).until(len(tail)))
+        covers: dict[tuple[int, ...], bytes] = {}
+        for tokens, ends in paths:
+            for at in range(len(tokens), max(-1, len(tokens) - 3), -1):
+                rest = tail[(0, *ends)[at] :]
+                is_begun = any(each.startswith(rest) and len(each) > len(rest) for each in mapping.spelled)
+                if at == len(tokens) or is_begun:
+                    covers.setdefault(tokens[:at], rest)
+        shared = min(len(each) for each in covers)
+        while any(each[:shared] != next(iter(covers))[:shared] for each in covers):
+            shared -= 1
+        out = np.full(mapping.num_ids, -np.inf)
+        best: tuple[float, tuple[int, ...], bytes, int] = (-math.inf, (), b"", 0)
+        for tokens, rest in covers.items():
+            steps = range(shared, len(tokens) + 1)
+            if any(not before and not tokens[:step] for step in steps):
+                continue  # there is no row before the first token
+            path = sum(self.chances([*before, *tokens[:step]])[tokens[step]] for step in steps[:-1])
+            row = self.chances([*before, *tokens]) + path
+            if not rest and best[0] == -math.inf:  # the text's end comes at a place between tokens
+                for index, token in enumerate(mapping.token_of.tolist()):
+                    if index in tokenizer_of("target").special_ids and token < mapping.num_tokens:
+                        out[index] = row[token]
+                best = max((float(row[each]), tokens, b"", int(each)) for each in np.flatnonzero(mapping.id_of < 0))
+            for token, spelled in enumerate(mapping.spelled):
+                if (
+                    mapping.id_of[token] >= 0
+                    and spelled.startswith(rest)
+                    and (new := self.longest(spelled[len(rest) :]))
+                ):
+                    out[self.ids[new]] = np.logaddexp(out[self.ids[new]], row[token])
+                    best = max(best, (float(row[token]), tokens, spelled[len(rest) :], token))
+        self.highest = best[0]
+        self.look_behind(best, before, out)
+        last = mapping._by_id[place.last] if place.last >= 0 else b""
+        for spelled, index in self.ids.items():
+            if last and last + spelled in self.ids:
+                out[index] = -np.inf
+        return out
+
+    def look_behind(
+        self, best: tuple[float, tuple[int, ...], bytes, int], before: Sequence[int], out: NDArray[np.float64]
+    ) -> None:
+        score, tokens, written, token = best
+        if not written or not any(each.startswith(written) and len(each) > len(written) for each in self.ids):
+            return
+        row = self.chances([*before, *tokens, token])
+        found = []
+        for after, spelled in enumerate(self.mapping.spelled):
+            whole = self.longest(written + spelled) if self.mapping.id_of[after] >= 0 else b""
+            if len(whole) > len(written):
+                found.append((row[after], after, self.ids[whole]))
+        if not found:
+            return
+        highest, moved = max(found)[0], 0.0
+        for number, (chance, after, index) in enumerate(sorted(found, reverse=True)):
+            if number < 8 and chance > highest - 6.0:
+                index = self.mapping.meant(written, after, index)
+            if index >= 0:
+                out[index] = np.logaddexp(out[index], score + chance)
+                moved += math.exp(chance)
+        meant = self.ids[self.longest(written)]
+        out[meant] = score + math.log(max(math.exp(out[meant] - score) - moved, 1e-4))
+
+
+def assert_alike(found: Row, twin: PlainTwin, ids: Sequence[int]) -> None:
+    """Equal but for a constant, where it matters: what is faint beside the likeliest token is left out of sums."""
+    plain = twin.scores(ids)
+    if not found.any():  # no opinion: no id has a score, or faint ones only
+        assert plain.max() < twin.highest - 5.0 or np.isneginf(plain.max())
+        return
+    strong = np.flatnonzero(plain > max(plain.max(), twin.highest) - 5.0)
+    if strong.size:
+        difference = found[strong] - plain[strong]
+        assert np.ptp(difference) < 0.02, (difference, strong)
+        assert found.argmax() in np.flatnonzero(plain > plain.max() - 0.02)
+    assert not np.isfinite(found[np.isneginf(plain)]).any()
+
+
+def fake(kind: str, max_branches: int = 8, max_positions: int = 512) -> FakeSequenceRuntime:
+    size = MAPS[kind].num_tokens + 3  # a model's vocabulary is often padded
+    return FakeSequenceRuntime(vocab_size=size, max_positions=max_positions, max_branches=max_branches)
+
+
+def row_of(kind: str) -> Callable[[Sequence[int]], Row]:
+    return lambda tokens: fake(kind).extend(tokens)[: MAPS[kind].num_tokens]
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@settings(max_examples=60)
+@given(data=st.data(), max_branches=st.sampled_from([1, 2, 8]))
+def test_scores_are_those_of_a_plain_twin(kind: str, data: st.DataObject, max_branches: int) -> None:
+    """After any course of a text: what was appended, cut back, branched."""
+    sequence, twin = MappedSequence(fake(kind, max_branches), MAPS[kind]), PlainTwin(kind, row_of(kind))
+    text: list[int] = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        ids = data.draw(st.one_of(IDS, WRITTEN))
+        what = data.draw(st.sampled_from(["extend", "branches", "truncate"]))
+        if what == "truncate":
+            del text[data.draw(st.integers(0, len(text))) :]
+            sequence.truncate(len(text))
+        elif what == "extend" or not text:
+            text += ids
+            assert_alike(sequence.extend(ids), twin, text)
+        else:
+            branches = [ids[: size + 1] for size in range(min(3, len(ids)))] + [data.draw(IDS)]
+            for branch, row in zip(branches, sequence.extend_branches(branches), strict=True):
+                assert_alike(row, twin, [*text, *branch])
+        assert sequence.length == len(text)
+
+
+def test_the_target_s_own_tokenizer_costs_nothing() -> None:
+    target = tokenizer_of("target")
+    mapping = VocabularyMap(target, target)
+    runtime = FakeSequenceRuntime(vocab_size=target.size)
+    assert mapped(runtime, target, target) is runtime
+    assert mapping.covered(range(target.size)) == 1.0
+    ids = target.encode(TEXT)
+    place = placed(mapping, ids)
+    assert [*place.cut.since(0), *mapping.text.split(place.tail, place.cut.at_start).tokens] == ids
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_the_map_says_what_it_covers(kind: str) -> None:
+    mapping, target, draft = MAPS[kind], tokenizer_of("target"), tokenizer_of(kind)
+    for index, token in enumerate(mapping.token_of.tolist()):
+        if token < mapping.num_tokens and index not in target.special_ids:
+            assert draft.token_bytes(token) == target.token_bytes(index)
+    assert mapping.token_of[target.token_id(END)] == draft.token_id(END)
+    assert 0.3 < mapping.covered(range(target.size)) < 1.0
+
+
+def test_an_end_has_a_score() -> None:
+    sequence = MappedSequence(fake("gpt2"), MAPS["gpt2"])
+    ids = tokenizer_of("target").encode("return name")
+    scores = sequence.extend(ids)
+    assert np.isfinite(scores[tokenizer_of("target").token_id(END)])
+
+
+def test_a_text_beyond_the_draft_s_positions_is_begun_at_its_later_half() -> None:
+    runtime = fake("gpt2", max_positions=64)
+    sequence = MappedSequence(runtime, MAPS["gpt2"])
+    ids = tokenizer_of("target").encode(TEXT * 2)
+    for start in range(0, len(ids), 7):
+        assert np.isfinite(sequence.extend(ids[start : start + 7]).max())
+        assert sequence.extend_branches([ids[:2], ids[:1]]).any() and 0 < runtime.length <= 64
+    sequence.truncate(3)
+    assert np.isfinite(sequence.extend(ids[3:5]).max())
+
+
+def test_texts_of_one_model_run_together() -> None:
+    asked: list[int] = []
+    size = MAPS["pieces"].num_tokens
+    runtime = FakeSequenceRuntime(vocab_size=size, on_branches=lambda branches: asked.append(len(branches)))
+    one = mapped(runtime, tokenizer_of("target"), tokenizer_of("pieces"))
+    assert isinstance(one, MappedSequence) and isinstance(one, ShareableRuntime) and isinstance(one, BranchingRuntime)
+    other = one.open_sequence()
+    ids = tokenizer_of("target").encode("for index in range(10):\n    pass")
+    one.extend(ids[:4])
+    other.extend(ids[:6])
+    asked.clear()
+    rows = one.extend_branches_of([(one, [ids[4:6], ids[4:7]]), (other, [ids[6:7]])])
+    assert max(asked) > 2 and np.array_equal(rows[1], rows[2])
+    alone = MappedSequence(fake("pieces", 1), MAPS["pieces"])
+    assert not isinstance(alone, ShareableRuntime)
+    other.close()
+    one.close()
+    assert runtime.is_closed
+
+
+class FailsOnce:
+    """A runtime whose next call fails when told so."""
+
+    def __init__(self, inner: SequenceRuntime) -> None:
+        self.inner, self.fails = inner, False
+        self.limits, self.truncate, self.close = inner.limits, inner.truncate, inner.close
+
+    @property
+    def length(self) -> int:
+        return self.inner.length
+
+    def extend(self, tokens: Sequence[int]) -> Row:
+        if self.fails:
+            self.fails = False
+            raise ModelFault("the device is gone")
+        return self.inner.extend(tokens)
+
+
+def test_a_failed_call_leaves_the_text_as_it_was() -> None:
+    runtime = FailsOnce(fake("gpt2"))
+    sequence, twin = MappedSequence(runtime, MAPS["gpt2"]), PlainTwin("gpt2", row_of("gpt2"))
+    ids = tokenizer_of("target").encode(TEXT[:120])
+    sequence.extend(ids[:9])
+    for start in (9, 10, 14):
+        runtime.fails = True
+        with pytest.raises(ModelFault):
+            sequence.extend(ids[9:start] or ids[20:25])
+        assert sequence.length == 9
+    assert_alike(sequence.extend(ids[9:15]), twin, ids[:15])
