@@ -60,13 +60,18 @@ class PlainTwin:
 
     def __init__(self, kind: str, row_of: Callable[[Sequence[int]], Row]) -> None:
         self.mapping, self.row_of = MAPS[kind], row_of
-        self.highest = -math.inf  # of the latest scores: the likeliest token's
         self.ids = {spelled: index for index, spelled in enumerate(self.mapping._by_id) if spelled}
 
     def chances(self, tokens: Sequence[int]) -> NDArray[np.float64]:
         row = self.row_of(tokens).astype(np.float64)
+        row[row <= row.max() - 10.0] = -np.inf
         chances: NDArray[np.float64] = row - np.logaddexp.reduce(row)
         return chances
+
+    def step(self, tokens: Sequence[int], token: int) -> float:
+        """A faint token counts as the bound of what is faint."""
+        chances = self.chances(tokens)
+        return max(float(chances[token]), float(chances.max()) - 10.0)
 
     def longest(self, text: bytes) -> bytes:
         return next((text[:size] for size in range(len(text), 0, -1) if text[:size] in self.ids), b"")
@@ -89,27 +94,27 @@ class PlainTwin:
         while any(each[:shared] != next(iter(covers))[:shared] for each in covers):
             shared -= 1
         out = np.full(mapping.num_ids, -np.inf)
-        best: tuple[float, tuple[int, ...], bytes, int] = (-math.inf, (), b"", 0)
+        best: tuple[float, tuple[int, ...], bytes, int] = (-math.inf, (), b"", -1)
         for tokens, rest in covers.items():
             steps = range(shared, len(tokens) + 1)
             if any(not before and not tokens[:step] for step in steps):
                 continue  # there is no row before the first token
-            path = sum(self.chances([*before, *tokens[:step]])[tokens[step]] for step in steps[:-1])
+            path = sum(self.step([*before, *tokens[:step]], tokens[step]) for step in steps[:-1])
             row = self.chances([*before, *tokens]) + path
             if not rest and best[0] == -math.inf:  # the text's end comes at a place between tokens
-                for index, token in enumerate(mapping.token_of.tolist()):
-                    if index in tokenizer_of("target").special_ids and token < mapping.num_tokens:
-                        out[index] = row[token]
-                best = max((float(row[each]), tokens, b"", int(each)) for each in np.flatnonzero(mapping.id_of < 0))
+                for index, token in mapping.ends:
+                    out[index] = row[token]
             for token, spelled in enumerate(mapping.spelled):
-                if (
-                    mapping.id_of[token] >= 0
-                    and spelled.startswith(rest)
-                    and (new := self.longest(spelled[len(rest) :]))
-                ):
+                new = self.longest(spelled[len(rest) :]) if spelled.startswith(rest) else b""
+                if new and (mapping.id_of[token] >= 0 or rest):
                     out[self.ids[new]] = np.logaddexp(out[self.ids[new]], row[token])
-                    best = max(best, (float(row[token]), tokens, spelled[len(rest) :], token))
-        self.highest = best[0]
+                if (new or not rest) and row[token] > best[0]:
+                    best = (
+                        float(row[token]),
+                        tokens,
+                        spelled[len(rest) :] if mapping.id_of[token] >= 0 else b"",
+                        token,
+                    )
         self.look_behind(best, before, out)
         last = mapping._by_id[place.last] if place.last >= 0 else b""
         for spelled, index in self.ids.items():
@@ -123,36 +128,25 @@ class PlainTwin:
         score, tokens, written, token = best
         if not written or not any(each.startswith(written) and len(each) > len(written) for each in self.ids):
             return
-        row = self.chances([*before, *tokens, token])
-        found = []
-        for after, spelled in enumerate(self.mapping.spelled):
-            whole = self.longest(written + spelled) if self.mapping.id_of[after] >= 0 else b""
-            if len(whole) > len(written):
-                found.append((row[after], after, self.ids[whole]))
-        if not found:
-            return
-        highest, moved = max(found)[0], 0.0
-        for number, (chance, after, index) in enumerate(sorted(found, reverse=True)):
-            if number < 8 and chance > highest - 6.0:
-                index = self.mapping.meant(written, after, index)
+        row, moved = self.chances([*before, *tokens, token]), 0.0
+        for after in np.argsort(row)[-32:].tolist():
+            index = self.mapping.meant(written, after)
             if index >= 0:
-                out[index] = np.logaddexp(out[index], score + chance)
-                moved += math.exp(chance)
+                out[index] = np.logaddexp(out[index], score + row[after])
+                moved += math.exp(row[after])
         meant = self.ids[self.longest(written)]
-        out[meant] = score + math.log(max(math.exp(out[meant] - score) - moved, 1e-4))
+        if moved:
+            out[meant] = score + math.log(max(math.exp(out[meant] - score) - moved, 1e-4))
 
 
 def assert_alike(found: Row, twin: PlainTwin, ids: Sequence[int]) -> None:
-    """Equal but for a constant, where it matters: what is faint beside the likeliest token is left out of sums."""
+    """Equal, but for what 32 bits leave out."""
     plain = twin.scores(ids)
-    if not found.any():  # no opinion: no id has a score, or faint ones only
-        assert plain.max() < twin.highest - 5.0 or np.isneginf(plain.max())
+    if not np.isfinite(plain).any():
+        assert not found.any()
         return
-    strong = np.flatnonzero(plain > max(plain.max(), twin.highest) - 5.0)
-    if strong.size:
-        difference = found[strong] - plain[strong]
-        assert np.ptp(difference) < 0.02, (difference, strong)
-        assert found.argmax() in np.flatnonzero(plain > plain.max() - 0.02)
+    known = np.flatnonzero(plain > plain.max() - 9.0)
+    assert np.abs(found[known] - plain[known]).max() < 0.01
     assert not np.isfinite(found[np.isneginf(plain)]).any()
 
 
@@ -166,7 +160,7 @@ def row_of(kind: str) -> Callable[[Sequence[int]], Row]:
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data(), max_branches=st.sampled_from([1, 2, 8]))
 def test_scores_are_those_of_a_plain_twin(kind: str, data: st.DataObject, max_branches: int) -> None:
     """After any course of a text: what was appended, cut back, branched."""
@@ -209,20 +203,48 @@ def test_the_map_says_what_it_covers(kind: str) -> None:
     assert 0.3 < mapping.covered(range(target.size)) < 1.0
 
 
-def test_an_end_has_a_score() -> None:
-    sequence = MappedSequence(fake("gpt2"), MAPS["gpt2"])
-    ids = tokenizer_of("target").encode("return name")
-    scores = sequence.extend(ids)
-    assert np.isfinite(scores[tokenizer_of("target").token_id(END)])
+class Knows:
+    """A runtime that is sure of how a text goes on, and where it ends."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.inner, draft = fake(kind), tokenizer_of(kind)
+        end = draft.token_id(END)
+        assert end is not None
+        self.tokens = [*draft.encode(text), end]
+        self.limits, self.truncate, self.close = self.inner.limits, self.inner.truncate, self.inner.close
+
+    @property
+    def length(self) -> int:
+        return self.inner.length
+
+    def extend(self, tokens: Sequence[int]) -> Row:
+        self.inner.extend(tokens)
+        row = np.zeros(self.limits.vocab_size, np.float32)
+        row[self.tokens[min(self.length, len(self.tokens) - 1)]] = 15.0
+        return row
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_draft_that_knows_the_text_guesses_the_target_s_ids(kind: str) -> None:
+    """Also those that begin inside a token of the draft, or end behind one; and the end."""
+    target, num_right, num_all = tokenizer_of("target"), 0, 0
+    for text in (TEXT[:200], "class Parser:\n    pass", "x = tokens[0] + 10", "return name"):
+        ids = [*target.encode(text), *target.eos_token_ids]
+        sequence = MappedSequence(Knows(kind, text), MAPS[kind])
+        guesses = [int(sequence.extend([index]).argmax()) for index in ids[:-1]]
+        assert guesses[-1] == ids[-1]
+        num_right += sum(guess == index for guess, index in zip(guesses, ids[1:], strict=True))
+        num_all += len(guesses)
+    assert num_right > (0.75 if kind == "unigram" else 0.9) * num_all  # which writes indentations space by space
 
 
 def test_a_text_beyond_the_draft_s_positions_is_begun_at_its_later_half() -> None:
-    runtime = fake("gpt2", max_positions=64)
+    runtime = fake("gpt2", max_positions=256)
     sequence = MappedSequence(runtime, MAPS["gpt2"])
-    ids = tokenizer_of("target").encode(TEXT * 2)
+    ids = tokenizer_of("target").encode(TEXT * 3)
     for start in range(0, len(ids), 7):
-        assert np.isfinite(sequence.extend(ids[start : start + 7]).max())
-        assert sequence.extend_branches([ids[:2], ids[:1]]).any() and 0 < runtime.length <= 64
+        assert sequence.extend(ids[start : start + 7]).any()
+        assert sequence.extend_branches([ids[:2], ids[:1]]).any() and 0 < runtime.length <= 256
     sequence.truncate(3)
     assert np.isfinite(sequence.extend(ids[3:5]).max())
 

@@ -20,17 +20,20 @@ from numpy.typing import NDArray
 
 from outrider.models.runtimes.base import num_shared
 from outrider.models.text.draft_text import Cut, Place, key_after
-from outrider.models.text.vocabulary_map import Pairs, VocabularyMap
+from outrider.models.text.vocabulary_map import Indices, Pairs, VocabularyMap
 
 Row = NDArray[np.float32]
 
 _PLACES: Final = 2
 """Places between tokens that count before the text's last one; a third adds nothing (docs/any-draft.md)."""
-_FAINT: Final = 12.0
-"""What is below the best score by more than this is left out where scores are added up."""
-_LIKELY = 6.0
-_CHECKED = 16
+_FAINT: Final = 10.0
+"""A token whose logit is below the likeliest's by more than this does not count: its chance is under a 20,000th of that
+one's. At 100,000 tokens all further work is on a few hundred.
+"""
+_CHECKED: Final = 32
+"""Of the tokens behind another, as many of the likeliest are looked at."""
 _LEAST_LEFT: Final = 1e-4
+"""What is left of a token's chance where all of it is moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +67,67 @@ class Cover:
 
 
 class KeptRow:
-    """Logits of the draft, [num_tokens + 1] float32; the last is -inf, for ids that no token writes."""
+    """What counts of a row of the draft's logits: tokens that are not faint beside the likeliest.
 
-    __slots__ = ("_norm", "logits")
+    tokens: [n] int64, ascending; values: [n] float32, the logarithms of their chances. faint: a bound of the others'.
+    """
 
-    def __init__(self, logits: Row, num_tokens: int) -> None:
-        self.logits = np.empty(num_tokens + 1, np.float32)
-        self.logits[:-1] = logits[:num_tokens]
-        self.logits[-1] = -np.inf
-        self._norm: float | None = None
+    __slots__ = ("faint", "tokens", "values")
+
+    def __init__(self, logits: Row) -> None:
+        highest = logits.max()
+        self.tokens: Indices = np.flatnonzero(logits > highest - _FAINT)
+        self.values = logits[self.tokens] - highest
+        norm = math.log(float(np.exp(self.values).sum()))
+        self.values -= np.float32(norm)
+        self.faint = -_FAINT - norm
 
     @property
-    def norm(self) -> float:
-        """The logarithm of the sum of exp(logit)."""
-        if self._norm is None:
-            highest = self.logits.max()
-            scaled = self.logits - highest
-            self._norm = float(highest) + math.log(float(np.exp(scaled, out=scaled).sum()))
-        return self._norm
+    def num_bytes(self) -> int:
+        """What it holds."""
+        return int(self.tokens.nbytes + self.values.nbytes)
+
+    def chance(self, token: int) -> float:
+        """The logarithm of a token's chance; `faint` for a faint one."""
+        at = int(self.tokens.searchsorted(token))
+        return float(self.values[at]) if at < len(self.tokens) and self.tokens[at] == token else self.faint
+
+    def of(self, pairs: Pairs) -> tuple[Pairs, Row]:
+        """Those of these pairs whose tokens count, and their chances."""
+        if not len(pairs.tokens):
+            return pairs, self.values[:0]
+        if len(pairs.tokens) < len(self.tokens):
+            at = np.minimum(self.tokens.searchsorted(pairs.tokens), len(self.tokens) - 1)
+            found = np.flatnonzero(self.tokens[at] == pairs.tokens)
+            return Pairs(pairs.ids[found], pairs.tokens[found]), self.values[at[found]]
+        at = np.minimum(pairs.tokens.searchsorted(self.tokens), len(pairs.tokens) - 1)
+        found = np.flatnonzero(pairs.tokens[at] == self.tokens)
+        return Pairs(pairs.ids[at[found]], self.tokens[found]), self.values[found]
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
     """The likeliest next token, where ids of the target go on after it.
 
-    score: its own. index: the id that it counts for. written: what it writes of the next id. pairs: what tokens after
-    it count for.
+    chance: its own, a logarithm. index: the id that it counts for. written: what it writes of the next id.
     """
 
     context: Context
-    score: float
+    chance: float
     index: int
     written: bytes
-    pairs: Pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """Chances of the next id. ids: [n] int64, some more than once; values: [n] float32, logarithms.
+
+    ahead: what to look behind.
+    """
+
+    ids: Indices
+    values: Row
+    ahead: Ahead | None
 
 
 def covers_of(mapping: VocabularyMap, place: Place) -> list[Cover]:
@@ -125,77 +156,76 @@ def covers_of(mapping: VocabularyMap, place: Place) -> list[Cover]:
 
 
 def contexts_of(covers: Sequence[Cover]) -> Iterator[Context]:
-    """All whose rows `score` needs, some more than once."""
+    """All whose rows `chances_of` needs, some more than once."""
     for cover in covers:
         yield from (before for before, _ in cover.path)
         yield cover.context
 
 
-def score(
-    mapping: VocabularyMap, last: int, covers: Sequence[Cover], rows: Mapping[int, KeptRow], out: Row
-) -> Ahead | None:
-    """Writes a score for each id into `out`, [num_ids] float32; gives what to look behind.
-
-    last: the text's last id, or -1. rows: by key; a cover whose rows are missing does not count. Ids without a score
-    get -inf; where none has one, all get 0.
-    """
-    out.fill(-np.inf)
-    best: tuple[float, Context, int, int, int] | None = None
+def chances_of(mapping: VocabularyMap, covers: Sequence[Cover], rows: Mapping[int, KeptRow]) -> Chances:
+    """The chances by all covers. rows: by key; a cover whose rows are missing does not count."""
+    ids, values = list[Indices](), list[Row]()
+    best = (-math.inf, -1, -1)  # the likeliest token's chance, itself, and the id that it counts for
+    at: Cover | None = None
     for cover in covers:
         before = [(row, token) for context, token in cover.path if (row := rows.get(context.key)) is not None]
         kept = rows.get(cover.context.key)
         if kept is None or len(before) < len(cover.path):
             continue
-        offset = 0.0
-        if len(covers) > 1:
-            offset = sum(float(row.logits[token]) - row.norm for row, token in before) - kept.norm
-        if cover.rest or best is not None:
-            pairs = mapping.pairs(cover.rest)
-            values = kept.logits[pairs.tokens] + np.float32(offset)
-            if not values.size:
-                continue
-            at = int(values.argmax())
-            token, index, highest = int(pairs.tokens[at]), int(pairs.ids[at]), float(values[at])
+        path = sum(row.chance(token) for row, token in before)
+        if cover.rest:
+            pairs, found = kept.of(mapping.pairs(cover.rest))
         else:
-            np.take(kept.logits, mapping.token_of, out=out, mode="clip")
-            if offset:
-                out += np.float32(offset)
-            pairs = mapping.longer
-            values = kept.logits[pairs.tokens] + np.float32(offset)
-            token = int(kept.logits.argmax())
-            index, highest = int(mapping.id_of[token]), float(kept.logits[token]) + offset
-        if best is None or highest > best[0]:
-            best = (highest, cover.context, token, index, len(cover.rest))
-        _add(out, pairs.ids, values, best[0])
-    out[mapping.joined(last)] = -np.inf
-    if best is None or not np.isfinite(out.max()):
+            pairs, found = Pairs(mapping.id_of[kept.tokens], kept.tokens), kept.values
+            if at is None:  # the text ends between two tokens, so it may also end for good
+                ends = [(index, chance) for index, token in mapping.ends if (chance := kept.chance(token)) > kept.faint]
+                ids.append(np.array([index for index, _ in ends], np.int64))
+                values.append(np.array([chance + path for _, chance in ends], np.float32))
+        if not len(found):
+            continue
+        top = int(found.argmax())
+        if at is None or found[top] + path > best[0]:
+            best, at = (float(found[top]) + path, int(pairs.tokens[top]), int(pairs.ids[top])), cover
+        counts = pairs.ids >= 0
+        ids.append(pairs.ids[counts])
+        values.append(found[counts] + np.float32(path))
+    chance, token, index = best
+    written = mapping.spelled[token][len(at.rest) :] if at is not None and index >= 0 else b""
+    ahead = (
+        Ahead(at.context.then(token), chance, index, written) if at is not None and mapping.goes_on(written) else None
+    )
+    none = np.zeros(0, np.int64)
+    return Chances(np.concatenate([none, *ids]), np.concatenate([none.astype(np.float32), *values]), ahead)
+
+
+def write_scores(mapping: VocabularyMap, last: int, chances: Chances, behind: KeptRow | None, out: Row) -> None:
+    """Writes a score for each id into `out`, [num_ids] float32: the logarithm of its chance.
+
+    last: the text's last id, or -1. behind: the row after the token that is looked behind. Ids without a score get
+    -inf; where none has one, all get 0.
+    """
+    ids, values, ahead = chances.ids, chances.values, chances.ahead
+    if not len(ids):
         out.fill(0.0)
-        return None
-    highest, context, token, index, num_before = best
-    written = mapping.spelled[token][num_before:]
-    pairs = mapping.beyond(written)
-    if index < 0 or not len(pairs.ids):
-        return None
-    return Ahead(context.then(token), highest, index, written, pairs)
-
-
-def look_behind(mapping: VocabularyMap, last: int, ahead: Ahead, kept: KeptRow, out: Row) -> None:
-    """Moves the chance of a token to the ids that go on after it, by the row that follows it."""
-    values = kept.logits[ahead.pairs.tokens] - np.float32(kept.norm)
-    ids, tokens = ahead.pairs.ids.copy(), ahead.pairs.tokens
-    likely = np.flatnonzero(values > values.max() - _LIKELY)
-    for at in likely[np.argsort(values[likely])[-_CHECKED:]].tolist():
-        ids[at] = mapping.meant(ahead.written, int(tokens[at]), int(ids[at]))
-        if ids[at] < 0:
-            values[at] = -np.inf
-    moved = float(np.exp(values).sum())
-    _add(out, ids, values + np.float32(ahead.score), ahead.score)
-    left = math.exp(float(out[ahead.index]) - ahead.score) - moved
-    out[ahead.index] = ahead.score + math.log(max(left, _LEAST_LEFT))
-    out[mapping.joined(last)] = -np.inf
-
-
-def _add(out: Row, ids: NDArray[np.int64], values: Row, highest: float) -> None:
-    """Adds chances, given as logarithms, where they matter."""
-    strong = np.flatnonzero(values > highest - _FAINT)
-    np.logaddexp.at(out, ids[strong], values[strong])
+        return
+    highest = float(values.max())
+    moved = 0.0
+    if ahead is not None and behind is not None:
+        more = [
+            (index, float(behind.values[at]))
+            for at in np.argsort(behind.values)[-_CHECKED:].tolist()
+            if (index := mapping.meant(ahead.written, int(behind.tokens[at]))) >= 0
+        ]
+        moved = sum(math.exp(chance) for _, chance in more)
+        ids = np.concatenate([ids, np.array([index for index, _ in more], np.int64)])
+        values = np.concatenate([values, np.array([chance + ahead.chance for _, chance in more], np.float32)])
+    out.fill(0.0)
+    np.add.at(out, ids, np.exp(values - np.float32(highest)))
+    if moved and ahead is not None:
+        own = math.exp(ahead.chance - highest)
+        out[ahead.index] = max(float(out[ahead.index]) - own * moved, own * _LEAST_LEFT)
+    out[mapping.joined(last)] = 0.0
+    ids = ids[out[ids] > 0.0]
+    logarithms = np.log(out[ids]) + np.float32(highest)
+    out.fill(-np.inf if len(ids) else 0.0)
+    out[ids] = logarithms

@@ -21,14 +21,21 @@ from outrider.models.runtimes.base import (
     ShareableRuntime,
     num_shared,
 )
-from outrider.models.runtimes.mapped_scores import Context, KeptRow, Row, contexts_of, covers_of, look_behind, score
+from outrider.models.runtimes.mapped_scores import (
+    Context,
+    KeptRow,
+    Row,
+    chances_of,
+    contexts_of,
+    covers_of,
+    write_scores,
+)
 from outrider.models.text.draft_text import Cut, Place, common_cut
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.text.vocabulary_map import VocabularyMap
 
 _KEPT_BYTES: Final = 16 << 20
 """Of rows that are kept of a text."""
-_LEAST_KEPT: Final = 16
 _ROOM: Final = 256
 """Tokens that are kept free for branches."""
 _NO_BOUND: Final = 1 << 40
@@ -39,7 +46,7 @@ class _Rows:
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
-        self._most = max(_LEAST_KEPT, _KEPT_BYTES // (4 * (num_tokens + 1)))
+        self._num_bytes = 0
         self._rows: OrderedDict[int, KeptRow] = OrderedDict()
 
     def find(self, context: Context) -> KeptRow | None:
@@ -49,9 +56,13 @@ class _Rows:
         return found
 
     def keep(self, context: Context, logits: Row) -> KeptRow:
-        kept = self._rows[context.key] = KeptRow(logits, self._num_tokens)
-        if len(self._rows) > self._most:
-            self._rows.popitem(last=False)
+        kept = KeptRow(logits[: self._num_tokens])
+        if (before := self._rows.pop(context.key, None)) is not None:
+            self._num_bytes -= before.num_bytes
+        self._rows[context.key] = kept
+        self._num_bytes += kept.num_bytes
+        while self._num_bytes > _KEPT_BYTES:
+            self._num_bytes -= self._rows.popitem(last=False)[1].num_bytes
         return kept
 
 
@@ -63,6 +74,8 @@ class _DraftSequence:
 
     def __init__(self, runtime: SequenceRuntime, num_tokens: int) -> None:
         self.runtime = runtime
+        self.branching = runtime if isinstance(runtime, BranchingRuntime) and runtime.max_branches > 1 else None
+        self.joins = isinstance(runtime, JoiningRuntime)
         self.rows = _Rows(num_tokens)
         self._num_tokens = num_tokens
         self._held: Cut | None = None
@@ -161,8 +174,7 @@ class MappedSequence:
     @property
     def max_branches(self) -> int:
         """The runtime's; 1 where it runs one sequence only."""
-        runtime = self.draft.runtime
-        return runtime.max_branches if isinstance(runtime, BranchingRuntime) else 1
+        return self.draft.branching.max_branches if self.draft.branching is not None else 1
 
     def extend(self, tokens: Sequence[int]) -> Row:
         """Appends at least one id; returns scores after the last, [num_ids] float32. Raises as the draft's runtime."""
@@ -233,16 +245,15 @@ def _rows_of(asked: Sequence[tuple[MappedSequence, Place]]) -> Row:
         (text.draft, context) for (text, _), covers in zip(asked, plans, strict=True) for context in contexts_of(covers)
     )
     none = dict[int, KeptRow]()  # where a text has no token yet
-    aheads = [
-        score(mapping, place.last, covers, rows.get(text.draft, none), scores)
-        for (text, place), covers, scores in zip(asked, plans, out, strict=True)
+    found = [
+        chances_of(mapping, covers, rows.get(text.draft, none)) for (text, _), covers in zip(asked, plans, strict=True)
     ]
     rows = _find_rows(
-        (text.draft, ahead.context) for (text, _), ahead in zip(asked, aheads, strict=True) if ahead is not None
+        (text.draft, each.ahead.context) for (text, _), each in zip(asked, found, strict=True) if each.ahead is not None
     )
-    for (text, place), ahead, scores in zip(asked, aheads, out, strict=True):
-        if ahead is not None and (kept := rows.get(text.draft, none).get(ahead.context.key)) is not None:
-            look_behind(mapping, place.last, ahead, kept, scores)
+    for (text, place), each, scores in zip(asked, found, out, strict=True):
+        behind = rows.get(text.draft, none).get(each.ahead.context.key) if each.ahead is not None else None
+        write_scores(mapping, place.last, each, behind, scores)
     return out
 
 
@@ -269,19 +280,19 @@ def _run(missing: Mapping[_DraftSequence, Sequence[Context]]) -> Iterator[tuple[
         for context, branch in zip(contexts, draft.branches(contexts), strict=True):
             if not draft.has_room(branch):
                 continue
-            if branch and isinstance(draft.runtime, BranchingRuntime) and draft.runtime.max_branches > 1:
+            if branch and draft.branching is not None:
                 together.append((draft, context, branch))
             elif (row := draft.run(branch)) is not None:
                 yield draft, context, row
     while together:
-        runtime = together[0][0].runtime
-        assert isinstance(runtime, BranchingRuntime)
-        part = together[: runtime.max_branches]
-        if isinstance(runtime, JoiningRuntime):
-            found = runtime.extend_branches_of([(draft.runtime, [branch]) for draft, _, branch in part])
+        first = together[0][0]
+        assert first.branching is not None
+        part = [each for each in together[: first.branching.max_branches] if first.joins or each[0] is first]
+        if first.joins:
+            assert isinstance(first.runtime, JoiningRuntime)
+            found = first.runtime.extend_branches_of([(draft.runtime, [branch]) for draft, _, branch in part])
         else:
-            part = [each for each in part if each[0].runtime is runtime]
-            found = runtime.extend_branches([branch for _, _, branch in part])
+            found = first.branching.extend_branches([branch for _, _, branch in part])
         for (draft, context, _), row in zip(part, found, strict=True):
             yield draft, context, row
         del together[: len(part)]

@@ -22,12 +22,10 @@ Indices = NDArray[np.int64]
 
 _CACHED: Final = 512
 _CACHED_MEANT: Final = 1 << 14
-_MOST_BEYOND: Final = 4096
-"""Ids that go on from one text: of more, as after a lone space, most are no token's continuation."""
 
 
 class Pairs(NamedTuple):
-    """Tokens of a draft, and the id that each counts for: [n] int64 both. Each token is there once."""
+    """Tokens of a draft, ascending, and the id that each counts for: [n] int64 both. Each token is there once."""
 
     ids: Indices
     tokens: Indices
@@ -38,8 +36,8 @@ class VocabularyMap:
 
     num_ids: of the target. num_tokens: of the draft. text: reads the target's ids as the draft's tokens. spelled: the
     bytes of each token. token_of: [num_ids] int64, the token that writes exactly what an id does; num_tokens where
-    there is none. id_of: [num_tokens] int64, the id that a token counts for; -1 for none. longer: the tokens that write
-    more than the id that they count for.
+    there is none. id_of: [num_tokens] int64, the id that a token counts for; -1 for none. ends: special ids, and the
+    token in place of each.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
@@ -57,20 +55,17 @@ class VocabularyMap:
         self._longest = max(map(len, self._draft_order), default=0)
         self.pairs = lru_cache(_CACHED)(self._pairs)
         self.joined = lru_cache(_CACHED)(self._joined)
-        self.beyond = lru_cache(_CACHED)(self._beyond)
         self.meant = lru_cache(_CACHED_MEANT)(self._meant)
         every = self._pairs(b"")
         self.id_of = np.full(self.num_tokens, -1, np.int64)
         self.id_of[every.tokens] = every.ids
-        is_exact = np.array(
-            [self.spelled[token] == by_id[index] for index, token in zip(*every, strict=True)], np.bool_
-        )
-        self.longer = Pairs(every.ids[~is_exact], every.tokens[~is_exact])
         self.token_of = np.full(self.num_ids, self.num_tokens, np.int64)
-        self.token_of[every.ids[is_exact]] = every.tokens[is_exact]
-        for index, instead in special.items():
-            if instead:
-                self.token_of[index] = instead[0]
+        for index, token in zip(*(column.tolist() for column in every), strict=True):
+            if self.spelled[token] == by_id[index]:
+                self.token_of[index] = token
+        self.ends = [(index, instead[0]) for index, instead in special.items() if instead]
+        for index, token in self.ends:
+            self.token_of[index] = token
 
     def covered(self, ids: Sequence[int]) -> float:
         """The share of these ids that one token of the draft writes."""
@@ -96,30 +91,23 @@ class VocabularyMap:
                     break
         return _columns(found)
 
-    def _beyond(self, written: bytes) -> Pairs:
-        """The tokens that may follow one which has written these bytes, where both together write an id that is longer
-        than these; and the longest such id for each.
-        """
-        found: dict[int, int] = {}
-        wholes = _beginning_with(self._target_order, written)
-        for place in wholes if len(wholes) <= _MOST_BEYOND else ():
-            whole = self._target_order[place]
-            if rest := whole[len(written) :]:
-                for at in _beginning_with(self._draft_order, rest):
-                    found[self._tokens[at]] = self._ids[whole]  # in their order, so a longer id replaces a shorter one
-        return _columns(found)
+    def goes_on(self, written: bytes) -> bool:
+        """Whether ids begin with these bytes and go on; not asked of nothing."""
+        place = bisect_left(self._target_order, written)
+        if place < len(self._target_order) and self._target_order[place] == written:
+            place += 1
+        return bool(written) and place < len(self._target_order) and self._target_order[place].startswith(written)
 
-    def _meant(self, written: bytes, token: int, index: int) -> int:
-        """The id that the target begins a token's text with, where `written` comes before; -1 if it has no more.
-
-        index: what `beyond` has, for a text that ends inside a character.
+    def _meant(self, written: bytes, token: int) -> int:
+        """The id that the target begins with where `written` and then a token's text come; -1 if it has no more than
+        `written`.
         """
+        both = written + self.spelled[token]
         try:
-            text = (written + self.spelled[token]).decode()
-        except UnicodeDecodeError:
-            return index
-        first = self._by_id[(found := self._encode(text)[0])]
-        return found if len(first) > len(written) else -1
+            found = self._encode(both.decode())[0]
+        except UnicodeDecodeError:  # inside a character no tokenizer can be asked
+            found = next((self._ids[both[:size]] for size in range(len(both), 0, -1) if both[:size] in self._ids), -1)
+        return found if found >= 0 and len(self._by_id[found]) > len(written) else -1
 
     def _joined(self, last: int) -> Indices:
         """The ids that do not follow an id: the target has one for the bytes of both, and would have taken that."""
@@ -140,8 +128,8 @@ def _beginning_with(spelled: Sequence[bytes], beginning: bytes) -> range:
 
 def _columns(found: Mapping[int, int]) -> Pairs:
     """From ids by tokens."""
-    size = len(found)
-    return Pairs(np.fromiter(found.values(), np.int64, size), np.fromiter(found, np.int64, size))
+    tokens = sorted(found)
+    return Pairs(np.array([found[token] for token in tokens], np.int64), np.array(tokens, np.int64))
 
 
 def _by_bytes(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> dict[bytes, int]:
