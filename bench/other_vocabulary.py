@@ -18,8 +18,8 @@ of it. `bench.never_slower --draft DIR/gpt2/bundle` measures one in use.
 
 `cost` trains two byte-level BPE of 152,000 and 100,000 ids on the Python files of this environment, and measures the
 map: its making, its memory, and its time per node, less the draft's own, on one core: of the first nodes of a text and,
-once what is common was seen, of later ones. The draft's logits are normal, of deviation 3, as a language model's are, and
-the likeliest token of each row, 18 above their mean, is drawn as often as it comes in the text.
+once what is common was seen, of later ones. The draft's logits are normal, of deviation 3, as a language model's are,
+and the likeliest token of each row, 18 above their mean, is drawn as often as it comes in the text.
 """
 
 from __future__ import annotations

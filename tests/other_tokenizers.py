@@ -32,9 +32,10 @@ def tokenizer_of(kind: str) -> Tokenizer:
     """Of this kind, trained once.
 
     target: byte-level BPE whose words never take an indentation's last space. gpt2: GPT-2's splitting. pieces: BPE with
-    byte fallback, as in Llama 2. unigram: Unigram with byte fallback. The last two begin with a token.
+    byte fallback, as in Llama 2. unigram: Unigram with byte fallback. These two begin with a token. normalized: as
+    gpt2, after NFKC.
     """
-    made = {"target": _target, "gpt2": _gpt2, "pieces": _pieces, "unigram": _unigram}[kind]()
+    made = _MAKERS[kind]()
     place = Path(mkdtemp(prefix=f"tokenizer-{kind}-"))  # for the whole run: nothing refers to it at its end
     made.save(str(place / "tokenizer.json"))
     config = {"eos_token": END} | ({"bos_token": BEGIN} if made.token_to_id(BEGIN) is not None else {})
@@ -106,3 +107,18 @@ def _unigram() -> tokenizers.Tokenizer:
     made = tokenizers.Tokenizer(models.Unigram([*begin, *learned], 2, True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     return _begun(made)
+
+
+def _normalized() -> tokenizers.Tokenizer:
+    made = _gpt2()
+    made.normalizer = normalizers.NFKC()
+    return made
+
+
+_MAKERS: Final = {
+    "target": _target,
+    "gpt2": _gpt2,
+    "pieces": _pieces,
+    "unigram": _unigram,
+    "normalized": _normalized,
+}

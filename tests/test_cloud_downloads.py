@@ -203,7 +203,7 @@ def test_a_tokenizer_that_is_not_shared_is_refused_by_name() -> None:
         for path in ("/v1/tokenizer", "/v1/tokenizer/tokenizer.json", "/v1/tokenizer/none"):
             answer = httpx.get(server.url + path)
             assert code_of(answer) == (404, "tokenizer_not_shared")
-            assert "--no-tokenizer" in answer.text and "--tokenizer DIR" in answer.text
+            assert "--no-share-tokenizer" in answer.text and "--tokenizer DIR" in answer.text
 
 
 def test_a_cascade_shares_the_tokenizer_of_its_own_bundle() -> None:

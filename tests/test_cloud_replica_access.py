@@ -350,7 +350,7 @@ def every_option(place: Path) -> ServeOptions:
         port_file=place / "port",
         name="n",
         drafts=Path("drafts"),
-        tokenizer=False,
+        share_tokenizer=False,
         api_key_file=place / "keys",
         insecure_no_keys=True,
         allowed_origin=["https://a.example"],
@@ -519,7 +519,7 @@ def test_the_tokenizer_is_shared_unless_the_option_says_no(
 ) -> None:
     """Then a draft with another tokenizer is not offered either."""
     make_draft(tmp_path / "stranger", tokenizer_fingerprint="0" * 64)
-    options = ServeOptions("fake", ray=True, drafts=tmp_path, tokenizer=shares, drain_s=0.0)
+    options = ServeOptions("fake", ray=True, drafts=tmp_path, share_tokenizer=shares, drain_s=0.0)
     with running(options, monkeypatch) as found, httpx.Client(base_url=found.url, timeout=TIMEOUT_S) as client:
         assert client.get("/v1/tokenizer").status_code == (200 if shares else 404)
         assert [draft["name"] for draft in client.get("/v1/drafts").json()["drafts"]] == ["stranger"] * shares

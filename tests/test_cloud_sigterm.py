@@ -41,7 +41,7 @@ target._bundle = SimpleNamespace(manifest=SimpleNamespace(runtime="openvino"), m
 target._loading = None
 target._options = ServeOptions("slow")
 embedded.open_batch_runtime, serve.open_target = load, lambda options: target
-serve.serve(ServeOptions("slow", port=0, tokenizer=False))
+serve.serve(ServeOptions("slow", port=0, share_tokenizer=False))
 """
 
 
@@ -77,6 +77,6 @@ def test_what_was_begun_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        serve(ServeOptions("slow", port=0, tokenizer=False))
+        serve(ServeOptions("slow", port=0, share_tokenizer=False))
     assert ended.value.code == 128 + signal.SIGTERM and was_left
     assert signal.getsignal(signal.SIGTERM) is before

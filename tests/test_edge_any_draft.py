@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,11 +27,13 @@ from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
 from outrider.edge.serve.state import LocalSettings
 from outrider.edge.store import tokenizers
 from outrider.edge.store.choice import Wishes, choose, judge
-from outrider.edge.store.tokenizers import fetch_tokenizer, target_tokenizer
+from outrider.edge.store.tokenizers import fetch_tokenizer, last_tokenizer, target_tokenizer
 from outrider.models.client.client import ClientOptions
-from outrider.models.errors import BundleError, TokenizerMismatch
+from outrider.models.errors import BundleError, TokenizerError, TokenizerMismatch
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.mapped_sequence import MappedSequence
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.models.text.vocabulary_map import VocabularyMap
 from outrider.models.wire.protocol import OfferedDraft, OfferedFile, TokenizerFiles
 
 FOREIGN = "gpt2"
@@ -67,7 +70,8 @@ def test_pull_then_run(
     assert "it has another tokenizer than the target, and --same-tokenizer is given" in capsys.readouterr().err
     assert run_main(monkeypatch, "pull", "--server", server.url) == 0
     assert "50 % of its tokens are accepted, another tokenizer" in capsys.readouterr().err
-    assert (cache / "tokenizers" / fake_tokenizer().fingerprint[:16] / "tokenizer.json").is_file()
+    (kept,) = (cache / "tokenizers").iterdir()
+    assert kept.name.startswith(fake_tokenizer().fingerprint[:16]) and (kept / "tokenizer.json").is_file()
     asked = ["run", "def verify(x):", "--cloud", server.url, "--max-tokens", "24", "--seed", "3", "--json"]
     for mode in ("stop-and-wait", "stream"):
         assert run_main(monkeypatch, *asked, "--depth", "3", "--mode", mode) == 0
@@ -120,23 +124,38 @@ def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.Mon
     core.drafts.close()
 
 
-def fetched(url: str) -> str:
-    async def run() -> str:
+def fetched(url: str) -> Tokenizer:
+    async def run() -> Tokenizer:
         async with DraftClient(url) as client:
-            return (await fetch_tokenizer(client, fake_tokenizer().fingerprint)).fingerprint
+            return await fetch_tokenizer(client, fake_tokenizer().fingerprint)
 
     return asyncio.run(run())
 
 
 def test_a_tokenizer_is_fetched_once(cache: Path) -> None:
-    """From then on it comes from the cache; one that is damaged there is fetched again."""
+    """From then on its files come from the cache; one that is damaged there is fetched again."""
     own = fake_tokenizer().fingerprint
+    assert last_tokenizer(own) is None
     with serve_fake() as server:
-        assert fetched(server.url) == own
-        (cache / "tokenizers" / own[:16] / "tokenizer.json").write_text("{")
-        assert fetched(server.url) == own
-        url = server.url
-    assert fetched(url) == own and len(list((cache / "tokenizers").iterdir())) == 1
+        assert fetched(server.url).fingerprint == own
+        (kept,) = (cache / "tokenizers").iterdir()
+        written = (kept / "tokenizer.json").stat().st_mtime_ns
+        assert fetched(server.url).directory == kept and (kept / "tokenizer.json").stat().st_mtime_ns == written
+        (kept / "tokenizer.json").write_text("{")
+        assert last_tokenizer(own) is None
+        assert fetched(server.url).fingerprint == own
+    found = last_tokenizer(own)
+    assert found is not None and found.directory == kept and list((cache / "tokenizers").iterdir()) == [kept]
+
+
+def test_what_one_server_shares_does_not_serve_for_another(cache: Path) -> None:
+    """The fingerprint does not cover the chat template: each server's own counts."""
+    hostile, ours = "EVIL {{ messages[0].content }}", "{{ messages[0].content }}"
+    shown = []
+    for template in (hostile, ours, hostile):
+        with serve_fake(chat_template=template) as server:
+            shown.append(fetched(server.url).apply_chat_template([{"role": "user", "content": "hi"}]))
+    assert shown == ["EVIL hi", "hi", "EVIL hi"] and len(list((cache / "tokenizers").iterdir())) == 2
 
 
 @pytest.mark.parametrize(
@@ -164,7 +183,7 @@ def test_what_is_no_such_tokenizer_is_not_kept(
     monkeypatch.setattr(DraftClient, "tokenizer_files", changed)
     with pytest.raises(BundleError, match=why):
         asyncio.run(target_tokenizer([(server.url, ClientOptions())], fake_tokenizer().fingerprint))
-    assert not any((cache / "tokenizers").iterdir()) if (cache / "tokenizers").is_dir() else True
+    assert not list(cache.glob("tokenizers/*"))
 
 
 def test_a_server_that_is_too_slow_is_given_up(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +191,8 @@ def test_a_server_that_is_too_slow_is_given_up(server: FakeServer, monkeypatch: 
         await asyncio.Event().wait()
         raise AssertionError
 
+    with pytest.raises(BundleError, match=r"has the tokenizer .*, not 000000000000"):
+        asyncio.run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
     monkeypatch.setattr(tokenizers, "TIMEOUT_S", 0.01)
     monkeypatch.setattr(DraftClient, "tokenizer_files", never)
     with pytest.raises(BundleError, match=r"did not send its tokenizer within 0\.01 s"):
@@ -197,3 +218,56 @@ def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
     assert isinstance(model.runtime, MappedSequence) and model.num_ids == target.size
     assert not isinstance(open_draft_model(bundle, target=bundle.tokenizer()).runtime, MappedSequence)
     model.runtime.close()
+
+
+def test_without_a_server_what_was_pulled_with_the_draft_counts(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`serve` at boot, before the network is there: the endpoint has the target's tokenizer."""
+    with serve_fake(drafts=place) as server:
+        assert run_main(monkeypatch, "pull", "--server", server.url) == 0
+        url = server.url
+    about = Console(file=io.StringIO(), width=200)
+    options = ServeOptions(cloud=[url], max_requests=2)
+    with open_verifiers(options, about) as verifiers:
+        core = _open_core(options, verifiers, LocalSettings(), about)
+    assert core.fingerprint == fake_tokenizer().fingerprint
+    core.drafts.close()
+    said = about.file.getvalue()  # type: ignore[attr-defined]
+    assert "has another tokenizer than the target: its tokens are mapped" in said
+    named = ServeOptions(cloud=[url], draft=[str(place / "cpu")], tokenizer=fake_tokenizer().directory, max_requests=2)
+    with open_verifiers(named, about) as verifiers:
+        core = _open_core(named, verifiers, LocalSettings(), about)
+    assert core.fingerprint == fake_tokenizer().fingerprint
+    core.drafts.close()
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"chat_template": 7}'),
+        ("generation_config.json", '{"eos_token_id": ["a", 1]}'),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_files_that_cannot_be_used_are_no_tokenizer(tmp_path: Path, file: tuple[str, str | bytes]) -> None:
+    shutil.copytree(fake_tokenizer().directory, tmp_path / "it")
+    assert tokenizers._kept(tmp_path / "it", fake_tokenizer().fingerprint) is not None
+    name, content = file
+    (tmp_path / "it" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert tokenizers._kept(tmp_path / "it", fake_tokenizer().fingerprint) is None
+
+
+def test_a_huge_id_is_refused(tmp_path: Path) -> None:
+    """A file of a few bytes could ask for gigabytes."""
+    shutil.copytree(fake_tokenizer().directory, tmp_path / "it")
+    path = tmp_path / "it" / "tokenizer.json"
+    document = json.loads(path.read_text())
+    document["model"]["vocab"]["zzqq"] = 4_000_000_000
+    path.write_text(json.dumps(document))
+    huge = Tokenizer.from_dir(tmp_path / "it")
+    assert tokenizers._kept(tmp_path / "it", huge.fingerprint) is None
+    with pytest.raises(TokenizerError, match=r"at most 2097152 are mapped"):
+        VocabularyMap(fake_tokenizer(), huge)

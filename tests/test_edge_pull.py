@@ -22,7 +22,7 @@ from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_cli import run_main
 
 from outrider.cloud.api.state import DownloadLimits, ServerSettings
-from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
+from outrider.edge.cli.draft_source import Notes, _find_pulled, clouds_of, find_drafts
 from outrider.edge.cli.pull import show_offered
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
@@ -33,9 +33,9 @@ from outrider.edge.store import fetch
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.choice import OfferChoice, Wishes, choose, judge
 from outrider.edge.store.fetch import Progress
-from outrider.edge.store.fitting import find_for_server
+from outrider.edge.store.fitting import facts_of
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
-from outrider.edge.store.shelf import Pulled, PulledFor, Shelf, find_all_pulled, find_pulled
+from outrider.edge.store.shelf import PulledFor, Shelf, find_all_pulled, find_pulled
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.client.client import VerifierClient
@@ -569,7 +569,8 @@ def test_the_last_draft_pulled_for_a_target_is_found(shelf: Shelf, monkeypatch: 
     assert found(facts("a"), DraftChoice(emulate_npu=True)) == for_npu
     assert found(facts("a"), DraftChoice("onnxruntime")) is None
     assert found(facts("a"), DraftChoice("ngram")) == for_npu
-    assert found(facts("a", "1" * 64)) is None
+    assert found(facts("a", "1" * 64)) == for_a  # mapped: it was pulled for this target
+    assert found(facts("c", "1" * 64)) is None
     (for_a / "manifest.json").write_text("damaged")
     assert found(facts("a")) == newer_for_b
     for path in shelf.root.glob("*.json"):
@@ -578,25 +579,22 @@ def test_the_last_draft_pulled_for_a_target_is_found(shelf: Shelf, monkeypatch: 
 
 
 def test_nobody_is_asked_where_nothing_was_pulled(shelf: Shelf) -> None:
-    """A run without pulled drafts costs no request; a server that does not say what it serves has no draft here."""
+    """A server that does not say what it serves has no draft here; one that refuses is an error."""
+    about = Notes(Console(file=io.StringIO()))
+    assert _find_pulled(AS_BUNDLED, clouds_of(["http://127.0.0.1:9"], Keys()), about, needs_server=True) == []
 
-    async def run(answer: httpx.Response) -> list[Pulled]:
+    async def run(answer: httpx.Response) -> ModelFacts | None:
         def handle(request: httpx.Request) -> httpx.Response:
             asked.append(request.url.path)
             return answer
 
         async with VerifierClient("http://cloud.example", transport=httpx.MockTransport(handle)) as client:
-            return await find_for_server([client])
+            return await facts_of([client])
 
     asked: list[str] = []
-    assert asyncio.run(run(httpx.Response(500))) == [] and not asked
-    make_draft(shelf.place(SHA))
-    facts_of_another = facts(tokenizer="1" * 64).model_dump_json().encode()
-    for answer in (httpx.Response(404), httpx.Response(403), httpx.Response(200, content=facts_of_another)):
-        assert asyncio.run(run(answer)) == []
+    assert asyncio.run(run(httpx.Response(404))) is asyncio.run(run(httpx.Response(403))) is None
+    assert asyncio.run(run(httpx.Response(200, content=facts().model_dump_json().encode()))) == facts()
     assert asked == ["/v1/model"] * 3
-    (found,) = asyncio.run(run(httpx.Response(200, content=facts().model_dump_json().encode())))
-    assert found.bundle.path == shelf.place(SHA)
     with pytest.raises(RequestError, match="requires an API key"):
         asyncio.run(run(httpx.Response(401)))
 

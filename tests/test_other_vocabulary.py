@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -13,8 +14,14 @@ from numpy.typing import NDArray
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.other_tokenizers import DRAFTS, END, TEXT, tokenizer_of
 
+from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.models.errors import ModelFault
+from outrider.models.grammar.compiler import GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime, ShareableRuntime
+from outrider.models.runtimes.mapped_scores import covers_of
 from outrider.models.runtimes.mapped_sequence import MappedSequence, mapped
 from outrider.models.text.draft_text import Place
 from outrider.models.text.vocabulary_map import VocabularyMap
@@ -24,6 +31,13 @@ MAPS = {kind: VocabularyMap(tokenizer_of("target"), tokenizer_of(kind)) for kind
 IDS = st.lists(st.integers(0, tokenizer_of("target").size - 1), min_size=1, max_size=12)
 """Any ids: ends inside characters, the end token, text that no tokenizer writes so."""
 WRITTEN = st.sampled_from(TEXT.splitlines(keepends=True)).map(lambda line: tokenizer_of("target").encode(line) or [1])
+
+
+BYTES = {
+    tokenizer_of("target").token_bytes(index)[0]: index
+    for index in range(tokenizer_of("target").size)
+    if len(tokenizer_of("target").token_bytes(index)) == 1
+}
 
 
 def placed(mapping: VocabularyMap, ids: Sequence[int]) -> Place:
@@ -46,11 +60,11 @@ def test_a_text_in_pieces_is_split_as_a_whole(kind: str) -> None:
 @pytest.mark.parametrize("kind", DRAFTS)
 @given(ids=IDS, more=IDS)
 def test_cuts_do_not_depend_on_how_a_text_came(kind: str, ids: list[int], more: list[int]) -> None:
-    mapping = MAPS[kind]
-    one, other = placed(mapping, ids + more), mapping.text.begin
-    for index in [*ids, *more]:
-        other = mapping.text.advance(other, index)
-        mapping.text.split(other.tail, other.cut.at_start)
+    """The same bytes, id by id and byte by byte."""
+    mapping, target = MAPS[kind], tokenizer_of("target")
+    text = b"".join(map(target.token_bytes, [each for each in ids + more if each not in target.special_ids]))
+    one = placed(mapping, [each for each in ids + more if each not in target.special_ids])
+    other = placed(mapping, [BYTES[byte] for byte in text])
     assert (one.cut.since(0), one.tail) == (other.cut.since(0), other.tail)
     assert one.cut.key == other.cut.key
 
@@ -88,7 +102,7 @@ class PlainTwin:
             for at in range(len(tokens), max(-1, len(tokens) - 3), -1):
                 rest = tail[(0, *ends)[at] :]
                 is_begun = any(each.startswith(rest) and len(each) > len(rest) for each in mapping.spelled)
-                if at == len(tokens) or is_begun:
+                if at == len(tokens) or (rest and is_begun):
                     covers.setdefault(tokens[:at], rest)
         shared = min(len(each) for each in covers)
         while any(each[:shared] != next(iter(covers))[:shared] for each in covers):
@@ -140,13 +154,13 @@ class PlainTwin:
 
 
 def assert_alike(found: Row, twin: PlainTwin, ids: Sequence[int]) -> None:
-    """Equal, but for what 32 bits leave out."""
+    """Equal but for a constant, and what 32 bits leave out."""
     plain = twin.scores(ids)
     if not np.isfinite(plain).any():
-        assert not found.any()
+        assert not np.isfinite(found).any()
         return
     known = np.flatnonzero(plain > plain.max() - 9.0)
-    assert np.abs(found[known] - plain[known]).max() < 0.01
+    assert np.ptp(found[known] - plain[known]) < 0.01
     assert not np.isfinite(found[np.isneginf(plain)]).any()
 
 
@@ -243,10 +257,34 @@ def test_a_text_beyond_the_draft_s_positions_is_begun_at_its_later_half() -> Non
     sequence = MappedSequence(runtime, MAPS["gpt2"])
     ids = tokenizer_of("target").encode(TEXT * 3)
     for start in range(0, len(ids), 7):
-        assert sequence.extend(ids[start : start + 7]).any()
-        assert sequence.extend_branches([ids[:2], ids[:1]]).any() and 0 < runtime.length <= 256
+        assert np.isfinite(sequence.extend(ids[start : start + 7])).any()
+        assert np.isfinite(sequence.extend_branches([ids[:2], ids[:1]])).any() and 0 < runtime.length <= 256
     sequence.truncate(3)
     assert np.isfinite(sequence.extend(ids[3:5]).max())
+
+
+@pytest.mark.parametrize("max_branches", [1, 8])
+def test_a_long_text_is_seldom_read_again(max_branches: int) -> None:
+    """Also where a drafted path goes to and fro over the place where the draft's positions end."""
+    asked: list[int] = []
+    runtime = FakeSequenceRuntime(
+        vocab_size=MAPS["gpt2"].num_tokens,
+        max_positions=256,
+        max_branches=max_branches,
+        on_step=lambda tokens: asked.append(len(tokens)),
+    )
+    sequence = MappedSequence(runtime, MAPS["gpt2"])
+    ids = tokenizer_of("target").encode(TEXT * 5)
+    for start in range(len(ids) - 12):
+        sequence.extend(ids[start : start + 1])
+        if max_branches == 1:
+            for depth in range(1, 12):
+                sequence.extend(ids[start + depth : start + depth + 1])
+            sequence.truncate(start + 1)
+        else:
+            sequence.extend_branches([ids[start + 1 : start + 9]])
+    num_tokens = placed(MAPS["gpt2"], ids).cut.length
+    assert sum(size > 100 for size in asked) <= 2 * num_tokens // 128 + 2
 
 
 def test_texts_of_one_model_run_together() -> None:
@@ -298,3 +336,42 @@ def test_a_failed_call_leaves_the_text_as_it_was() -> None:
             sequence.extend(ids[9:start] or ids[20:25])
         assert sequence.length == 9
     assert_alike(sequence.extend(ids[9:15]), twin, ids[:15])
+
+
+def test_a_failed_call_for_a_row_that_is_no_longer_kept() -> None:
+    """The draft's sequence ends where the text was cut, and runs its last token again."""
+    runtime = FailsOnce(fake("gpt2"))
+    sequence, twin = MappedSequence(runtime, MAPS["gpt2"]), PlainTwin("gpt2", row_of("gpt2"))
+    ids = tokenizer_of("target").encode("class Parser: pass")
+    sequence.extend(ids)
+    sequence.draft.hold(sequence._places[-1].cut)
+    for _ in range(2):
+        sequence.draft.rows = type(sequence.draft.rows)(MAPS["gpt2"].num_tokens)
+        runtime.fails = True
+        with pytest.raises(ModelFault):
+            sequence.extend(ids[1:2])
+    assert_alike(sequence.extend(ids[1:2]), twin, [*ids, ids[1]])
+    assert_alike(sequence.extend(ids[2:4]), twin, [*ids, *ids[1:4]])
+
+
+def test_where_the_grammar_allows_no_scored_id_nothing_is_guessed() -> None:
+    """And the drafter does not fail: a grammar of digits, and a draft that is sure of a word."""
+    target = tokenizer_of("target")
+    with closing(GrammarCompiler(target, target.size, target.eos_token_ids)) as compiler:
+        grammar = compiler.compile(GrammarSpec("regex", "[0-9]{1,9}"))
+        drafter = ModelDrafter(MappedSequence(Knows("gpt2", "return name"), MAPS["gpt2"]), target.size)
+        drafter.begin(target.encode("return"), SamplingParams(0.0), ProcessorPlan(grammar=grammar))
+        assert drafter.guess([()], 4) == [[]]
+        drafter.begin(target.encode("return"), SamplingParams(0.0))
+        assert drafter.guess([()], 1)[0]
+
+
+def test_a_normalizer_that_changes_the_text_asks_for_nothing_again() -> None:
+    """Where the draft's tokens are not the text's bytes, only the text's end is a place between tokens."""
+    draft = tokenizer_of("normalized")
+    mapping = VocabularyMap(tokenizer_of("target"), draft)
+    ids = tokenizer_of("target").encode("naming\uff0ctokens")
+    covers = covers_of(mapping, placed(mapping, ids))
+    assert [cover.rest for cover in covers].count(b"") <= 2
+    assert len(covers) <= 2
+    assert np.isfinite(MappedSequence(FakeSequenceRuntime(vocab_size=draft.size), mapping).extend(ids)).any()

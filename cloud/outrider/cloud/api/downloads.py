@@ -116,8 +116,8 @@ def _require_shared(files: Mapping[str, SharedFile] | None) -> Mapping[str, Shar
     if files is None:
         raise RequestError(
             "tokenizer_not_shared",
-            "this server does not share its target's tokenizer: its operator started it with --no-tokenizer, or its "
-            "log has the reason. Give the device the tokenizer's directory with --tokenizer DIR",
+            "this server does not share its target's tokenizer: its operator started it with --no-share-tokenizer, or "
+            "its log has the reason. Give the device the tokenizer's directory with --tokenizer DIR",
             status=404,
         )
     return files

@@ -142,7 +142,7 @@ class ServeOptions(AccessOptions):
         Path | None,
         typer.Option(help="Directory of draft bundles that devices may download with `outrider pull`.", metavar="DIR"),
     ] = None
-    tokenizer: Annotated[
+    share_tokenizer: Annotated[
         bool, typer.Option(help="Share the target's tokenizer, which devices need for drafts with another one.")
     ] = True
     api_key_file: Annotated[

@@ -96,7 +96,7 @@ def opened_server(
     sock: what it listens on, which is announced once it does; None announces nothing.
     """
     drafts: tuple[DraftFiles, ...] = ()
-    tokenizer_files = find_tokenizer_files(target.model.tokenizer.directory) if options.tokenizer else None
+    tokenizer_files = find_tokenizer_files(target.model.tokenizer.directory) if options.share_tokenizer else None
     if options.drafts is not None:
         fingerprint, is_shared = target.model.tokenizer.fingerprint, tokenizer_files is not None
         drafts = find_offered(options.drafts, fingerprint, target.source_name, shares_tokenizer=is_shared)

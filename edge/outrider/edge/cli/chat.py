@@ -88,7 +88,8 @@ def _chat_here(
     clouds, num_threads = verifiers.clouds, options.threads
     facts = verifiers.run(_look(clouds, notes))
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes)
-    target = other_tokenizer(bundles, options, clouds, notes)
+    has_model = options.drafts and options.choice.runtime != "ngram"
+    target = other_tokenizer(bundles, options, clouds, notes, is_drafted=has_model)
     draft = None
     if options.drafts:
         is_mapped = target is not None

@@ -6,10 +6,10 @@ Drafts are the named ones, else those pulled for the verifier's target, else the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import click
 from rich.console import Console
@@ -30,15 +30,15 @@ from outrider.edge.retrieval.grounding import Library
 from outrider.edge.retrieval.index import PassageIndex, default_index_cache
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
-from outrider.edge.store.fitting import find_for_server, served_facts
-from outrider.edge.store.shelf import Pulled, find_pulled_from, in_use
-from outrider.edge.store.tokenizers import named_tokenizer, target_tokenizer
+from outrider.edge.store.fitting import facts_of
+from outrider.edge.store.shelf import Pulled, Shelf, find_all_pulled, find_pulled_from, in_use
+from outrider.edge.store.tokenizers import last_tokenizer, named_tokenizer, target_tokenizer
 from outrider.models.bundle import reference_export
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, ReferencePair
 from outrider.models.client.address import split_login, verifier_url
-from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, CloudError, RuntimeUnavailable, TokenizerMismatch
 from outrider.models.process.command_line import print_line
 from outrider.models.process.extras import is_installed
@@ -46,12 +46,12 @@ from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import ModelFacts
 
-Answer = TypeVar("Answer")
-
 
 @dataclass(slots=True)
 class Notes:
     """Prints what the user should know, on lines of its own. about: where to. printer: of the text that is being shown.
+
+    served: what the clouds said that they serve, once they were asked. is_unanswered: whether none answered.
 
     A command asks its clouds several times before the first token: which draft fits, what is served, then for the text.
     So what is wrong with them is said once.
@@ -59,6 +59,8 @@ class Notes:
 
     about: Console
     printer: TokenPrinter | None = None
+    served: list[ModelFacts | None] = field(default_factory=list)
+    is_unanswered: bool = False
     _said: set[str] = field(default_factory=set)
 
     def line(self, words: str) -> None:
@@ -138,7 +140,7 @@ def find_drafts(
     *,
     needs_server: bool = True,
 ) -> list[Bundle]:
-    """The drafts, at least one. Raises as `find_for_server`, `default_draft` and `open_draft_bundle` do.
+    """The drafts, at least one. Raises as `served_facts`, `default_draft` and `open_draft_bundle` do.
 
     drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
     """
@@ -154,76 +156,96 @@ def find_drafts(
 
 
 def _pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Bundle]:
-    found = asyncio.run(_find_pulled(choice, clouds, notes, needs_server=needs_server))
+    found = _find_pulled(choice, clouds, notes, needs_server=needs_server)
     for each in found:
         print_line(notes.about, f"draft: {each.words}", "dim")
     return [_checked(each.bundle.path) for each in found]
 
 
-async def _find_pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Pulled]:
-    async def find(clients: Sequence[VerifierClient], retry: RetryPolicy | None) -> list[Pulled]:
-        return await find_for_server(clients, choice, retry=retry, note=notes.before_text)
+def _find_pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_server: bool) -> list[Pulled]:
+    if next(Shelf().drafts(), None) is None:
+        return []  # asks no server
+    served = served_facts(clouds, notes, needs_server=needs_server)
+    if served is not None:
+        return find_all_pulled(served.tokenizer, served.target, choice)
+    last = find_pulled_from([url for url, _ in clouds], choice) if notes.is_unanswered else None
+    return [last] if last is not None else []
 
-    found = await _asked(find, clouds, notes, needs_server=needs_server)
-    if found is None:
-        last = find_pulled_from([url for url, _ in clouds], choice)
-        found = [last] if last is not None else []
-    return found
+
+def served_facts(clouds: Clouds, notes: Notes, *, needs_server: bool) -> ModelFacts | None:
+    """What is served there; a command asks once. None where no server says, or where none answers and none is needed.
+
+    Raises CloudError and RequestError where one is needed.
+    """
+    if not notes.served:
+        notes.served.append(asyncio.run(_ask_facts(clouds, notes, needs_server=needs_server)))
+    return notes.served[0]
 
 
-async def _asked(
-    ask: Callable[[Sequence[VerifierClient], RetryPolicy | None], Awaitable[Answer]],
-    clouds: Clouds,
-    notes: Notes,
-    *,
-    needs_server: bool,
-) -> Answer | None:
-    """What `ask` finds. Where no server is needed, None if none answers soon, which is said."""
+async def _ask_facts(clouds: Clouds, notes: Notes, *, needs_server: bool) -> ModelFacts | None:
     if needs_server:
         async with open_fleet(clouds) as fleet:
-            return await ask(fleet.clients, None)
+            return await facts_of(fleet.clients, note=notes.before_text)
     retry = RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S, max_asked_s=0.0)
     try:
         hasty = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
         async with open_fleet(hasty) as fleet, asyncio.timeout(MAX_LOOK_S):
-            return await ask(fleet.clients, retry)
+            # What is tried meanwhile is of no use; the end of it is said.
+            return await facts_of(fleet.clients, retry)
     except TimeoutError:
         urls = " or ".join(url for url, _ in clouds)
         notes.before_text(f"No verifier answers at {urls} within {MAX_LOOK_S:g} s.")
     except CloudError as error:
         notes.before_text(f"{error}.")
+    notes.is_unanswered = True
     return None
 
 
 def other_tokenizer(
-    bundles: Sequence[Bundle], options: SourceOptions, clouds: Clouds, notes: Notes, *, needs_server: bool = True
+    bundles: Sequence[Bundle],
+    options: SourceOptions,
+    clouds: Clouds,
+    notes: Notes,
+    *,
+    needs_server: bool = True,
+    is_drafted: bool = True,
 ) -> Tokenizer | None:
     """The target's tokenizer, where one of these drafts has another: its tokens are mapped. None where all have it, or
-    no server says what it serves.
+    it is not known.
 
-    needs_server: as in `find_drafts`. Raises TokenizerMismatch with --same-tokenizer, else as `target_tokenizer`.
+    needs_server: as in `find_drafts`. Where no server answers, --tokenizer counts, or what was pulled with the draft.
+    is_drafted: whether a model drafts, so that there is something to say. Raises TokenizerMismatch with
+    --same-tokenizer, else as `target_tokenizer` and `named_tokenizer`.
     """
-
-    async def look(clients: Sequence[VerifierClient], retry: RetryPolicy | None) -> ModelFacts | None:
-        return await served_facts(clients, retry, notes.before_text)
-
-    served = asyncio.run(_asked(look, clouds, notes, needs_server=needs_server))
-    others = [each.manifest for each in bundles if served and each.manifest.tokenizer_fingerprint != served.tokenizer]
-    if served is None or not others:
+    served = served_facts(clouds, notes, needs_server=needs_server)
+    name, fingerprint = ("the target", None) if served is None else (visible(served.name[:100]), served.tokenizer)
+    named: Tokenizer | None = None
+    if options.tokenizer is not None:
+        named = named_tokenizer(options.tokenizer.expanduser(), fingerprint, name)
+        fingerprint = named.fingerprint
+    elif served is None:
+        fingerprint = next((known for each in bundles if (known := _pulled_for(each)) is not None), None)
+    others = [each.manifest for each in bundles if each.manifest.tokenizer_fingerprint != fingerprint]
+    if fingerprint is None or not others:
         return None
-    own, target = others[0].tokenizer_fingerprint[:12], visible(served.name[:100])
     if options.same_tokenizer:
         raise TokenizerMismatch(
-            f"the draft's tokenizer is {own}, that of {target} is {served.tokenizer[:12]}; use a draft made for this "
-            "target, or leave out --same-tokenizer: then its tokens are mapped"
+            f"the draft's tokenizer is {others[0].tokenizer_fingerprint[:12]}, that of {name} is {fingerprint[:12]}; "
+            "use a draft made for this target, or leave out --same-tokenizer: then its tokens are mapped"
         )
-    if options.tokenizer is not None:
-        found = named_tokenizer(options.tokenizer.expanduser(), served.tokenizer, target)
-    else:
-        found = asyncio.run(target_tokenizer(clouds, served.tokenizer))
-    names = " and ".join(dict.fromkeys(each.name for each in others))
-    print_line(notes.about, f"draft: {names} has another tokenizer than {target}: its tokens are mapped", "dim")
+    found = named
+    if found is None:
+        found = last_tokenizer(fingerprint) if served is None else asyncio.run(target_tokenizer(clouds, fingerprint))
+    if found is not None and is_drafted:
+        names = " and ".join(dict.fromkeys(each.name for each in others))
+        print_line(notes.about, f"draft: {names} has another tokenizer than {name}: its tokens are mapped", "dim")
     return found
+
+
+def _pulled_for(bundle: Bundle) -> str | None:
+    """The tokenizer of the target that a pulled draft was pulled for last."""
+    pulled = next((each for each in Shelf().drafts() if each.bundle.path == bundle.path), None)
+    return pulled.latest.tokenizer if pulled is not None and pulled.latest is not None else None
 
 
 def place_drafts(

@@ -85,7 +85,8 @@ def _run_once(options: RunOptions, verifiers: Verifiers, out: Console, about: Co
     notes = Notes(about)
     needs_server = not (options.offline_ok and is_drafted)
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=needs_server)
-    target = other_tokenizer(bundles, options, clouds, notes, needs_server=needs_server)
+    has_model = is_drafted and options.choice.runtime != "ngram"
+    target = other_tokenizer(bundles, options, clouds, notes, needs_server=needs_server, is_drafted=has_model)
     candidates: list[Candidate] = []
     if is_drafted:
         is_mapped = target is not None

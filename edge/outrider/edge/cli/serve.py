@@ -136,7 +136,8 @@ def _open_core(options: ServeOptions, verifiers: Verifiers, settings: LocalSetti
     with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
         link = beside.submit(measured_link, clouds)
         bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes, needs_server=False)
-        target = other_tokenizer(bundles, options, clouds, notes, needs_server=False)
+        has_model = options.choice.runtime != "ngram"
+        target = other_tokenizer(bundles, options, clouds, notes, needs_server=False, is_drafted=has_model)
         how = (options.choice, options.threads, clouds, about, link.result)
         candidates = place_drafts(bundles, *how, is_mapped=target is not None)
     bundle = candidates[0].bundle

@@ -280,7 +280,8 @@ def check_tokenizer(target: Facts, name: str, fingerprint: str) -> Finding:
     return warning(
         "tokenizer",
         f"{name} has tokenizer {fingerprint[:12]}, {target.name} has {target.tokenizer[:12]}: its tokens are mapped",
-        "a draft with the target's tokenizer is accepted more often, if there is one: `outrider pull`",
+        "the verifier has to share its tokenizer, or name it with --tokenizer DIR; a draft with the target's tokenizer "
+        "is accepted more often",
     )
 
 

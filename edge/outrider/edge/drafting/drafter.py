@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+import numpy as np
+
 from outrider.edge.drafting.cached_text import MAX_BEHIND, CachedText, Logits
 from outrider.edge.drafting.calibration import (
     Guess,
@@ -168,7 +170,7 @@ class ModelDrafter(Drafter):
             for index in self._able(branches):
                 branch = branches[index]
                 row = self._processors.changed(self._text.run(branch)[: self._num_ids], branch)
-                if row is not None:
+                if row is not None and np.isfinite(row.max()):
                     found[index] = propose(row, self._params, self.length + len(branch))
         return found
 

@@ -108,7 +108,8 @@ class Upstream:
         if facts.tokenizer != self._fingerprint:
             raise TokenizerMismatch(
                 f"the draft's tokenizer is {self._fingerprint[:12]}, that of {facts.name[:100]} is "
-                f"{facts.tokenizer[:12]}: token ids would mean different text. Use a draft made for this target"
+                f"{facts.tokenizer[:12]}. Use a draft made for this target, or start this endpoint again, now that the "
+                "verifier answers: then its tokens are mapped"
             )
         self._facts, self._facts_url = (now, facts), url
         return facts

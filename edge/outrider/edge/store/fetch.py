@@ -122,7 +122,7 @@ class BundleFetch:
         if manifest.tokenizer_fingerprint != self._tokenizer:
             raise BundleError(
                 f"{name} has the tokenizer {manifest.tokenizer_fingerprint[:12]}, the server's list says "
-                f"{self._tokenizer[:12]}. Ask the server's operator"
+                f"{self._tokenizer[:12]}: it was made for another target. Ask the server's operator"
             )
         announced = {(file.path, file.size, file.sha256) for file in self._draft.files if file.path != MANIFEST_NAME}
         if announced != {(file.path, file.size, file.sha256) for file in manifest.files}:

@@ -128,10 +128,19 @@ async def pull_draft(
             shelf.note(
                 sha256,
                 offered.target,
-                PulledFor(model=offered.model, server=client.url, name=chosen.draft.name, at_s=time.time()),
+                PulledFor(
+                    model=offered.model,
+                    server=client.url,
+                    name=chosen.draft.name,
+                    at_s=time.time(),
+                    tokenizer=offered.tokenizer,
+                ),
             )
     if own_tokenizer != offered.tokenizer:
-        await fetch_tokenizer(client, offered.tokenizer)  # now, while a server that shares it is at hand
+        try:
+            await fetch_tokenizer(client, offered.tokenizer)  # now, while a server that shares it is at hand
+        except (CloudError, RequestError, BundleError) as error:
+            progress.note(f"{error}. `outrider run` asks for the target's tokenizer again.")
     return PullResult(destination, is_new)
 
 

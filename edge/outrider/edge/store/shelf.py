@@ -32,7 +32,10 @@ KEY_CHARS: Final = 16
 
 
 class PulledFor(BaseModel):
-    """A target that a draft was pulled for. server: its address; name: the draft's there; at_s: when, Unix time."""
+    """A target that a draft was pulled for. server: its address; name: the draft's there; at_s: when, Unix time.
+
+    tokenizer: the target's fingerprint; None in records of earlier versions.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -40,6 +43,7 @@ class PulledFor(BaseModel):
     server: Annotated[str, AfterValidator(lambda url: split_login(url)[0])]  # records once held passwords
     name: str
     at_s: float
+    tokenizer: str | None = None
 
 
 class Record(BaseModel):
@@ -60,12 +64,17 @@ class Pulled:
     @property
     def words(self) -> str:
         """Its name, and where it came from."""
-        latest = max(self.record.targets.values(), key=lambda each: each.at_s, default=None)
+        latest = self.latest
         return f"{latest.name}, pulled from {latest.server}" if latest else f"{self.bundle.manifest.name}, pulled"
 
     def pulled_for(self, target: str | None) -> PulledFor | None:
         """The latest pull for the target."""
         return self.record.targets.get(target or "")
+
+    @property
+    def latest(self) -> PulledFor | None:
+        """The latest pull."""
+        return max(self.record.targets.values(), key=lambda each: each.at_s, default=None)
 
     def latest_s(self, target: str | None) -> tuple[bool, float]:
         """Sorts drafts: those pulled for this target after all others, then by time."""

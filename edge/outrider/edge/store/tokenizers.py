@@ -1,30 +1,36 @@
-"""Gets the tokenizer of a server's target, for drafts that have another one, and keeps it in the user's cache."""
+"""Gets the tokenizer of a server's target, for drafts that have another one, and keeps it in the user's cache.
+
+A directory of the cache holds what one list of files says, by the list's hash: the fingerprint does not cover chat
+template and end ids, so what one server shares must not serve for another.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.store.shelf import KEY_CHARS
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.client.client import ClientOptions
-from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError, TokenizerError
+from outrider.models.errors import BundleError, CloudError, RequestError, TokenizerError
 from outrider.models.text.tokenizer import TOKENIZER_FILES, Tokenizer
 from outrider.models.wire.protocol import OfferedFile
 
 MAX_BYTES: Final = 64 << 20
 """Of all files. The largest tokenizer.json known has 33 MB."""
-TIMEOUT_S: Final = 60.0
+MAX_IDS: Final = 1 << 21
+TIMEOUT_S: Final = 600.0
 _WANTED: Final = (*TOKENIZER_FILES, "config.json")
+_KEY_CHARS: Final = 16
 
 
 async def target_tokenizer(clouds: Sequence[tuple[str, ClientOptions]], fingerprint: str) -> Tokenizer:
-    """The tokenizer with this fingerprint: from the cache, else from the first of these servers that shares it.
+    """The tokenizer with this fingerprint, from the first of these servers that shares it.
 
     Raises BundleError where none does, or what comes is not that tokenizer.
     """
@@ -41,10 +47,33 @@ async def target_tokenizer(clouds: Sequence[tuple[str, ClientOptions]], fingerpr
     )
 
 
-def named_tokenizer(directory: Path, fingerprint: str, target: str) -> Tokenizer:
-    """The tokenizer in a directory that the user names. Raises TokenizerError, also if it is not that of the target."""
+async def fetch_tokenizer(client: DraftClient, fingerprint: str) -> Tokenizer:
+    """The tokenizer of a server's target; its files come from the cache if they are there.
+
+    Raises BundleError for what is not that tokenizer, CloudError and RequestError where the server does not give it.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            return await _fetch(client, fingerprint)
+    except TimeoutError:
+        raise CloudError(f"{client.url} did not send its tokenizer within {TIMEOUT_S:g} s; try again") from None
+    except OSError as error:
+        raise BundleError(f"the tokenizer cannot be kept at {_root()}: {error.strerror or error}") from None
+
+
+def last_tokenizer(fingerprint: str) -> Tokenizer | None:
+    """The one with this fingerprint that was fetched last, from whichever server: for where none answers."""
+    places = sorted(_root().glob(f"{fingerprint[:_KEY_CHARS]}-*"), key=lambda place: place.stat().st_mtime)
+    return next((found for place in reversed(places) if (found := _kept(place, fingerprint)) is not None), None)
+
+
+def named_tokenizer(directory: Path, fingerprint: str | None, target: str) -> Tokenizer:
+    """The tokenizer in a directory that the user names.
+
+    fingerprint: None: the target's is not known. Raises TokenizerError, also if it is not that of the target.
+    """
     found = Tokenizer.from_dir(directory)
-    if found.fingerprint != fingerprint:
+    if fingerprint is not None and found.fingerprint != fingerprint:
         raise TokenizerError(
             f"--tokenizer {directory} is tokenizer {found.fingerprint[:12]}, that of {target} is {fingerprint[:12]}; "
             "name the directory that the target was exported from"
@@ -52,45 +81,56 @@ def named_tokenizer(directory: Path, fingerprint: str, target: str) -> Tokenizer
     return found
 
 
+def _root() -> Path:
+    return default_cache_dir() / "tokenizers"
+
+
 def _kept(place: Path, fingerprint: str) -> Tokenizer | None:
+    """The tokenizer in a directory; None for another one, or one that cannot be used: a server may send anything."""
     try:
         found = Tokenizer.from_dir(place)
-        return found if found.fingerprint == fingerprint else None
-    except OutriderError:
-        return None  # not here, or damaged: it is fetched again
+        if found.fingerprint != fingerprint or found.size > MAX_IDS:
+            return None
+        found.encode_further("a b")
+        found.encode("a b")
+        _ = found.eos_token_ids, found.has_chat_template
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # the library panics, and JSON may be nested too deeply
+        return None
+    return found
 
 
-async def fetch_tokenizer(client: DraftClient, fingerprint: str) -> Tokenizer:
-    """The tokenizer of a server's target, from the cache if it is there.
-
-    Raises BundleError for what is not that tokenizer, CloudError and RequestError where the server does not give it.
-    """
-    place = default_cache_dir() / "tokenizers" / fingerprint[:KEY_CHARS]
+async def _fetch(client: DraftClient, fingerprint: str) -> Tokenizer:
+    listed = await client.tokenizer_files()
+    if listed.tokenizer != fingerprint:
+        raise BundleError(f"{client.url} has the tokenizer {listed.tokenizer[:12]}, not {fingerprint[:12]}")
+    files = {file.path: file for file in listed.files if file.path in _WANTED}
+    if (size := sum(file.size for file in files.values())) > MAX_BYTES:
+        raise BundleError(f"the tokenizer at {client.url} has {size} bytes; at most {MAX_BYTES} are taken")
+    content = "\n".join(f"{path} {file.sha256}" for path, file in sorted(files.items()))
+    key = hashlib.sha256(content.encode()).hexdigest()[:_KEY_CHARS]
+    place = _root() / f"{fingerprint[:_KEY_CHARS]}-{key}"
     if (kept := await asyncio.to_thread(_kept, place, fingerprint)) is not None:
         return kept
+    _root().mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=_root(), prefix=".partial-"))
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            return await _fetch(client, fingerprint, place)
-    except TimeoutError:
-        raise CloudError(f"{client.url} did not send its tokenizer within {TIMEOUT_S:g} s; try again") from None
-
-
-async def _fetch(client: DraftClient, fingerprint: str, place: Path) -> Tokenizer:
-    listed = await client.tokenizer_files()
-    files = [file for file in listed.files if file.path in _WANTED]
-    if (size := sum(file.size for file in files)) > MAX_BYTES:
-        raise BundleError(f"the tokenizer at {client.url} has {size} bytes; at most {MAX_BYTES} are taken")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as folder:
-        for file in files:
-            (Path(folder) / file.path).write_bytes(await _content(client, file))
-        found = await asyncio.to_thread(_kept, Path(folder), fingerprint)
-        if found is None:
-            raise BundleError(f"what {client.url} shares is not the tokenizer {fingerprint[:12]} of its target")
-        place.mkdir(exist_ok=True)
-        for file in files:  # each whole; another process may do the same
-            (Path(folder) / file.path).replace(place / file.path)
-    return Tokenizer.from_dir(place)
+        for path, file in files.items():
+            (partial / path).write_bytes(await _content(client, file))
+        if await asyncio.to_thread(_kept, partial, fingerprint) is None:
+            raise BundleError(
+                f"what {client.url} shares is not the tokenizer {fingerprint[:12]} of its target, or cannot be used"
+            )
+        shutil.rmtree(place, ignore_errors=True)  # one that is damaged
+        try:
+            partial.replace(place)
+        except OSError:
+            if await asyncio.to_thread(_kept, place, fingerprint) is None:  # unless another process was faster
+                raise
+        return Tokenizer.from_dir(place)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 async def _content(client: DraftClient, file: OfferedFile) -> bytes:

@@ -269,9 +269,15 @@ def candidates(
 ) -> Candidates:
     """The `count` best tokens by the scores that `pick` compares, for one row of logits, [V] float32.
 
-    The first is `pick`'s token. A pure function. Raises ModelFault if the row's maximum is not finite.
+    The first is `pick`'s token; none where every score is -inf. A pure function. Raises ModelFault if the row's maximum
+    is not finite otherwise.
     """
-    best = _likeliest(logits, position)
+    try:
+        best = _likeliest(logits, position)
+    except ModelFault:
+        if np.isneginf(logits).all():
+            return Candidates([], [])  # a mapped draft scores few ids, and a grammar may allow none of them
+        raise
     count = max(2, count)  # the lead needs a second
     if params.is_greedy and count <= _FEW:
         # Right after a model's step each call of numpy costs ten times what it costs in a loop: as few as can be.

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.errors import ModelFault
 from outrider.models.runtimes.base import num_shared
 from outrider.models.text.draft_text import Cut, Place, key_after
 from outrider.models.text.vocabulary_map import Indices, Pairs, VocabularyMap
@@ -70,17 +71,21 @@ class KeptRow:
     """What counts of a row of the draft's logits: tokens that are not faint beside the likeliest.
 
     tokens: [n] int64, ascending; values: [n] float32, the logarithms of their chances. faint: a bound of the others'.
+    norm: logits less `values`. Raises ModelFault for logits that are not finite.
     """
 
-    __slots__ = ("faint", "tokens", "values")
+    __slots__ = ("faint", "norm", "tokens", "values")
 
     def __init__(self, logits: Row) -> None:
         highest = logits.max()
+        if not math.isfinite(highest):
+            raise ModelFault("the draft's logits are not finite; check the export with a parity run")
         self.tokens: Indices = np.flatnonzero(logits > highest - _FAINT)
         self.values = logits[self.tokens] - highest
         norm = math.log(float(np.exp(self.values).sum()))
         self.values -= np.float32(norm)
         self.faint = -_FAINT - norm
+        self.norm = float(highest) + norm
 
     @property
     def num_bytes(self) -> int:
@@ -122,11 +127,12 @@ class Ahead:
 class Chances:
     """Chances of the next id. ids: [n] int64, some more than once; values: [n] float32, logarithms.
 
-    ahead: what to look behind.
+    norm: what is between these and the draft's logits. ahead: what to look behind.
     """
 
     ids: Indices
     values: Row
+    norm: float
     ahead: Ahead | None
 
 
@@ -144,7 +150,7 @@ def covers_of(mapping: VocabularyMap, place: Place) -> list[Cover]:
     for tokens, ends in paths:
         rests = [tail[end:] for end in (0, *ends)]
         last = len(tokens)
-        counted = [at for at in range(max(0, last - _PLACES), last) if mapping.begins(rests[at])] + [last]
+        counted = [at for at in range(max(0, last - _PLACES), last) if rests[at] and mapping.begins(rests[at])] + [last]
         parting = min(parting, counted[0])
         keys = (cut.key, *key_after(cut.key, tokens))
         contexts = [Context(key, cut, tokens[:at]) for at, key in enumerate(keys)]
@@ -195,18 +201,19 @@ def chances_of(mapping: VocabularyMap, covers: Sequence[Cover], rows: Mapping[in
         Ahead(at.context.then(token), chance, index, written) if at is not None and mapping.goes_on(written) else None
     )
     none = np.zeros(0, np.int64)
-    return Chances(np.concatenate([none, *ids]), np.concatenate([none.astype(np.float32), *values]), ahead)
+    norm = rows[at.context.key].norm if at is not None else 0.0
+    return Chances(np.concatenate([none, *ids]), np.concatenate([none.astype(np.float32), *values]), norm, ahead)
 
 
 def write_scores(mapping: VocabularyMap, last: int, chances: Chances, behind: KeptRow | None, out: Row) -> None:
-    """Writes a score for each id into `out`, [num_ids] float32: the logarithm of its chance.
+    """Writes a score for each id into `out`, [num_ids] float32; -inf for ids without one.
 
-    last: the text's last id, or -1. behind: the row after the token that is looked behind. Ids without a score get
-    -inf; where none has one, all get 0.
+    It is the logarithm of the id's chance and a constant, which makes it as large as the draft's own logits: penalties
+    multiply them. last: the text's last id, or -1. behind: the row after the token that is looked behind.
     """
     ids, values, ahead = chances.ids, chances.values, chances.ahead
+    out.fill(-np.inf)
     if not len(ids):
-        out.fill(0.0)
         return
     highest = float(values.max())
     moved = 0.0
@@ -226,6 +233,6 @@ def write_scores(mapping: VocabularyMap, last: int, chances: Chances, behind: Ke
         out[ahead.index] = max(float(out[ahead.index]) - own * moved, own * _LEAST_LEFT)
     out[mapping.joined(last)] = 0.0
     ids = ids[out[ids] > 0.0]
-    logarithms = np.log(out[ids]) + np.float32(highest)
-    out.fill(-np.inf if len(ids) else 0.0)
+    logarithms = np.log(out[ids]) + np.float32(highest + chances.norm)
+    out.fill(-np.inf)
     out[ids] = logarithms

@@ -39,6 +39,8 @@ _KEPT_BYTES: Final = 16 << 20
 _ROOM: Final = 256
 """Tokens that are kept free for branches."""
 _NO_BOUND: Final = 1 << 40
+_KEPT_MAPS: Final = 2
+_maps: dict[tuple[str, str], VocabularyMap] = {}
 
 
 class _Rows:
@@ -90,7 +92,10 @@ class _DraftSequence:
 
     def hold(self, cut: Cut) -> None:
         """Moves to the end of a cut. Branches of the runtime stay known where the sequence only grows."""
-        start = _start_of(cut.length, self.runtime.limits.max_positions)
+        most = self.runtime.limits.max_positions
+        start = self._start
+        if cut.length + _room(most) - start > most or cut.length < start:
+            start = _start_of(cut.length, most)
         base = common_cut(self._held, cut) if self._held is not None and start == self._start else None
         if base is None or base.length < start:
             self._cut_to(0)
@@ -143,9 +148,11 @@ class _DraftSequence:
             return None
         if shared < 0:
             assert self._held is not None
-            again = self._held.since(self._held.length - 1)
+            held, again = self._held, self._held.since(self._held.length - 1)
             self._cut_to(base - 1)
+            self._held = None  # until the call has succeeded nothing is known to be held
             last: Row = self.runtime.extend(again)
+            self._held = held
             return last
         self._cut_to(base + shared)
         row: Row = self.runtime.extend(branch[shared:])
@@ -156,8 +163,8 @@ class _DraftSequence:
 class MappedSequence:
     """One text of a target's ids, and its branches, run by a draft with another tokenizer.
 
-    Rows hold -inf for ids that are not scored; a row without any score is all zeros. Positions have no bound: of a text
-    that is too long for it the draft reads the end. Closing it closes the runtime.
+    Rows hold -inf for ids that are not scored, which may be all. Positions have no bound: of a text that is too long
+    for it the draft reads the end. Closing it closes the runtime.
     """
 
     def __init__(self, runtime: SequenceRuntime, mapping: VocabularyMap) -> None:
@@ -193,6 +200,7 @@ class MappedSequence:
         del self._places[length + 1 :]
         if not length:
             self.draft.forget()
+            self.mapping.text.split.cache_clear()
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> Row:
         """Scores after each branch of the text, which stays as it is: [B, num_ids] float32."""
@@ -232,8 +240,13 @@ def mapped(runtime: SequenceRuntime, target: Tokenizer, draft: Tokenizer) -> Seq
     """The runtime of a draft, which takes and scores the ids of a target; itself where both have one tokenizer."""
     if target.fingerprint == draft.fingerprint:
         return runtime
+    key = (target.fingerprint, draft.fingerprint)
+    if key not in _maps:
+        while len(_maps) >= _KEPT_MAPS:
+            del _maps[next(iter(_maps))]
+        _maps[key] = VocabularyMap(target, draft)
     kind = SharedMappedSequence if isinstance(runtime, ShareableRuntime) else MappedSequence
-    return kind(runtime, VocabularyMap(target, draft))
+    return kind(runtime, _maps[key])
 
 
 def _rows_of(asked: Sequence[tuple[MappedSequence, Place]]) -> Row:
@@ -300,5 +313,9 @@ def _run(missing: Mapping[_DraftSequence, Sequence[Context]]) -> Iterator[tuple[
 
 def _start_of(length: int, most: int) -> int:
     """The first token that a draft of `most` positions holds of a text: later for longer ones, in steps of half."""
-    over = length + min(_ROOM, most // 4) - most
+    over = length + _room(most) - most
     return -(-over // (most // 2)) * (most // 2) if over > 0 else 0
+
+
+def _room(most: int) -> int:
+    return min(_ROOM, most // 4)

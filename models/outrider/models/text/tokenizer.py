@@ -83,8 +83,16 @@ class Tokenizer:
         return ids
 
     def encode_further(self, text: str) -> list[int]:
-        """Token ids of a text that follows another: without special tokens and `prefix_of`. For short texts."""
-        ids: list[int] = self._further.encode(text, add_special_tokens=False).ids
+        """Token ids of a text that follows another: without special tokens and `prefix_of`. For short texts.
+
+        Raises TokenizerError where the library gives up.
+        """
+        try:
+            ids: list[int] = self._further.encode(text, add_special_tokens=False).ids
+        except BaseException as error:  # a panic of the library, as for a pattern that never ends, is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerError(f"the tokenizer of {self.name} cannot split a text ({error})") from None
         return ids
 
     def prefix_of(self, text: str) -> str:

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.errors import TokenizerError
 from outrider.models.text.draft_text import DraftText
 from outrider.models.text.tokenizer import Tokenizer
 
@@ -22,6 +23,8 @@ Indices = NDArray[np.int64]
 
 _CACHED: Final = 512
 _CACHED_MEANT: Final = 1 << 14
+_MOST_IDS: Final = 1 << 21
+"""The largest vocabulary known has 262,144; a file of a few bytes may name an id of 4 billion."""
 
 
 class Pairs(NamedTuple):
@@ -37,11 +40,16 @@ class VocabularyMap:
     num_ids: of the target. num_tokens: of the draft. text: reads the target's ids as the draft's tokens. spelled: the
     bytes of each token. token_of: [num_ids] int64, the token that writes exactly what an id does; num_tokens where
     there is none. id_of: [num_tokens] int64, the id that a token counts for; -1 for none. ends: special ids, and the
-    token in place of each.
+    token in place of each. Raises TokenizerError for more than two million ids.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
         self._encode = target.encode_further
+        for each in (target, draft):
+            if each.size > _MOST_IDS:
+                raise TokenizerError(
+                    f"the tokenizer of {each.name} has ids up to {each.size}; at most {_MOST_IDS} are mapped"
+                )
         self.num_ids, self.num_tokens = target.size, draft.size
         special = _special(target, draft)
         by_id = [b"" if index in special else target.token_bytes(index) for index in range(target.size)]
@@ -66,6 +74,9 @@ class VocabularyMap:
         self.ends = [(index, instead[0]) for index, instead in special.items() if instead]
         for index, token in self.ends:
             self.token_of[index] = token
+        for common in (b" ", b"\n"):  # tens of milliseconds, which the first text would wait for
+            self.pairs(common)
+            self.joined(self._ids.get(common, -1))
 
     def covered(self, ids: Sequence[int]) -> float:
         """The share of these ids that one token of the draft writes."""
@@ -146,7 +157,7 @@ def _special(target: Tokenizer, draft: Tokenizer) -> dict[int, tuple[int, ...]]:
     found: dict[int, tuple[int, ...]] = {}
     for index in target.special_ids:
         same = draft.token_id(target.token(index) or "")
-        if index == target.bos_token_id and target.begins_with_bos:
+        if index == target.bos_token_id and target.begins_with_bos and index not in target.eos_token_ids:
             found[index] = ()  # the draft's text has its own beginning
         elif same is not None:
             found[index] = (same,)
