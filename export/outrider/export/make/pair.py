@@ -265,15 +265,18 @@ def judge(
     mapped: as `map_tokens` gives it. Raises ExportError if the draft is accepted too rarely and this is not forced.
     """
     runtime = open_draft(model_file(draft.writer.directory, draft.options), draft.options)
+    rows_per_id = 1.0
     with closing(runtime if mapped is None else MappedSequence(runtime, mapped.mapping)) as sequence:
         ranks = measure_ranks(sequence, texts, num_ids=target.tokenizer.size)
+        if isinstance(sequence, MappedSequence):
+            rows_per_id = sequence.rows_per_id
     measured = summarize(ranks, target.name)
     if not is_forced:
         require_acceptance(measured, draft.manifest.name)
     report = draft.manifest.report
     timing = report.timing
     if timing is not None:
-        forecast = forecast_for(measured, timing.token_ms, times, ranks.get(JUDGED_AT))
+        forecast = forecast_for(measured, timing.token_ms * rows_per_id, times, ranks.get(JUDGED_AT))
         timing = timing.model_copy(update={"forecast": forecast})
     found = {"acceptance": measured, "mapping": mapped.measured if mapped is not None else None, "timing": timing}
     draft.manifest = draft.manifest.model_copy(update={"report": report.model_copy(update=found)})

@@ -151,7 +151,7 @@ def words_of_mapping(manifest: Manifest) -> str | None:
     found = judged(manifest.report.acceptance)
     if found is None:
         return f"{words}."
-    return f"{words}; {found.unscored:.0%} of the target's picks cannot be drafted for that reason alone."
+    return f"{words}; {found.unscored:.0%} of the target's picks get no score from it."
 
 
 def forecast_for(

@@ -79,6 +79,7 @@ class _DraftSequence:
         self.branching = runtime if isinstance(runtime, BranchingRuntime) and runtime.max_branches > 1 else None
         self.joins = isinstance(runtime, JoiningRuntime)
         self.rows = _Rows(num_tokens)
+        self.num_run = 0
         self._num_tokens = num_tokens
         self._held: Cut | None = None
         self._over: list[int] = []
@@ -110,6 +111,7 @@ class _DraftSequence:
         if shared < len(new):
             self._cut_to(kept - start + shared)
             logits = self.runtime.extend(new[shared:])
+            self.num_run += 1
             self.rows.keep(Context(cut.key, cut, ()), logits)
             shared = len(new)
         self._over = self._over[shared:]
@@ -171,6 +173,7 @@ class MappedSequence:
         self.mapping = mapping
         self.draft = _DraftSequence(runtime, mapping.num_tokens)
         self._places = [mapping.text.begin]
+        self._num_given = 0
         self.limits = ModelLimits(mapping.num_ids, _NO_BOUND)
 
     @property
@@ -191,6 +194,11 @@ class MappedSequence:
         self._places += places
         row: Row = scores[0]
         return row
+
+    @property
+    def rows_per_id(self) -> float:
+        """How many rows of the draft were run for a row of scores, up to now."""
+        return self.draft.num_run / max(1, self._num_given)
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on. The draft's sequence is cut back when it has to be; at 0, where
@@ -267,6 +275,7 @@ def _rows_of(asked: Sequence[tuple[MappedSequence, Place]]) -> Row:
     for (text, place), each, scores in zip(asked, found, out, strict=True):
         behind = rows.get(text.draft, none).get(each.ahead.context.key) if each.ahead is not None else None
         write_scores(mapping, place.last, each, behind, scores)
+        text._num_given += 1
     return out
 
 
@@ -282,6 +291,7 @@ def _find_rows(wanted: Iterable[tuple[_DraftSequence, Context]]) -> dict[_DraftS
             found.setdefault(draft, {})[context.key] = kept
     for draft, context, row in _run({draft: tuple(lacking.values()) for draft, lacking in missing.items()}):
         found.setdefault(draft, {})[context.key] = draft.rows.keep(context, row)
+        draft.num_run += 1
     return found
 
 

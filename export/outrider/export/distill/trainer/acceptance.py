@@ -149,13 +149,20 @@ def score_sequence(
         passage.ids[passage.start :],
         SamplingParams(temperature=temperature, seed=passage.seed),
     )
-    picks = [pick(row, text.params, position) for position, _, row in read_along(draft, text, num_ids)]
+    picks = [
+        pick(row, text.params, position) if np.isfinite(row.max()) else _NO_PICK
+        for position, _, row in read_along(draft, text, num_ids)
+    ]
     return _score(picks, passage, depth)
 
 
 def _score(picks: Sequence[int], passage: Passage, depth: int) -> Score:
     matches = np.array(picks) == np.array(passage.ids[passage.start :])
     return Score(play_rounds(matches, depth, counts_short_ends=True), int(matches.sum()), len(matches))
+
+
+_NO_PICK = -1
+"""Where a mapped draft has no score for any id."""
 
 
 class TorchSequence:
