@@ -20,7 +20,13 @@ from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.processor_plan import ProcessorPlan
-from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime, ShareableRuntime
+from outrider.models.runtimes.base import (
+    BranchingRuntime,
+    PromptRuntime,
+    Reading,
+    SequenceRuntime,
+    ShareableRuntime,
+)
 from outrider.models.runtimes.mapped_scores import covers_of
 from outrider.models.runtimes.mapped_sequence import MappedSequence, mapped
 from outrider.models.text.draft_text import Place
@@ -196,6 +202,38 @@ def test_scores_are_those_of_a_plain_twin(kind: str, data: st.DataObject, max_br
         assert sequence.length == len(text)
 
 
+class FailsOnce:
+    """A runtime whose next call fails when told so."""
+
+    def __init__(self, inner: SequenceRuntime) -> None:
+        self.inner, self.fails = inner, False
+        self.limits, self.truncate, self.close = inner.limits, inner.truncate, inner.close
+
+    @property
+    def length(self) -> int:
+        return self.inner.length
+
+    def extend(self, tokens: Sequence[int]) -> Row:
+        if self.fails:
+            self.fails = False
+            raise ModelFault("the device is gone")
+        return self.inner.extend(tokens)
+
+
+class ReadsPrompts(FailsOnce):
+    """A runtime that would read any prompt anew, in pieces of 32."""
+
+    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
+        return Reading(0, 32)
+
+
+def test_a_prompt_is_read_as_the_draft_s_runtime_would() -> None:
+    target, draft = tokenizer_of("target"), tokenizer_of("gpt2")
+    sequence = mapped(ReadsPrompts(fake("gpt2")), target, draft)
+    assert isinstance(sequence, PromptRuntime) and sequence.cheapest_reading(4, 100) == Reading(0, 32)
+    assert not isinstance(mapped(FailsOnce(fake("gpt2")), target, draft), PromptRuntime)
+
+
 def test_the_target_s_own_tokenizer_costs_nothing() -> None:
     target = tokenizer_of("target")
     mapping = VocabularyMap(target, target)
@@ -305,24 +343,6 @@ def test_texts_of_one_model_run_together() -> None:
     other.close()
     one.close()
     assert runtime.is_closed
-
-
-class FailsOnce:
-    """A runtime whose next call fails when told so."""
-
-    def __init__(self, inner: SequenceRuntime) -> None:
-        self.inner, self.fails = inner, False
-        self.limits, self.truncate, self.close = inner.limits, inner.truncate, inner.close
-
-    @property
-    def length(self) -> int:
-        return self.inner.length
-
-    def extend(self, tokens: Sequence[int]) -> Row:
-        if self.fails:
-            self.fails = False
-            raise ModelFault("the device is gone")
-        return self.inner.extend(tokens)
 
 
 def test_a_failed_call_leaves_the_text_as_it_was() -> None:

@@ -17,6 +17,8 @@ from outrider.models.runtimes.base import (
     BranchingRuntime,
     JoiningRuntime,
     ModelLimits,
+    PromptRuntime,
+    Reading,
     SequenceRuntime,
     ShareableRuntime,
     num_shared,
@@ -244,6 +246,16 @@ class SharedMappedSequence(MappedSequence):
         return SharedMappedSequence(runtime.open_sequence(), self.mapping)
 
 
+class PromptMappedSequence(MappedSequence):
+    """One whose draft reads a prompt at another price than what follows it."""
+
+    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
+        """As the draft's runtime would read as many tokens of its own: mostly about as many."""
+        runtime = self.draft.runtime
+        assert isinstance(runtime, PromptRuntime)
+        return runtime.cheapest_reading(num_shared, num_tokens)
+
+
 def mapped(runtime: SequenceRuntime, target: Tokenizer, draft: Tokenizer) -> SequenceRuntime:
     """The runtime of a draft, which takes and scores the ids of a target; itself where both have one tokenizer."""
     if target.fingerprint == draft.fingerprint:
@@ -253,7 +265,9 @@ def mapped(runtime: SequenceRuntime, target: Tokenizer, draft: Tokenizer) -> Seq
         while len(_maps) >= _KEPT_MAPS:
             del _maps[next(iter(_maps))]
         _maps[key] = VocabularyMap(target, draft)
-    kind = SharedMappedSequence if isinstance(runtime, ShareableRuntime) else MappedSequence
+    kind: type[MappedSequence] = PromptMappedSequence if isinstance(runtime, PromptRuntime) else MappedSequence
+    if isinstance(runtime, ShareableRuntime):
+        kind = SharedMappedSequence
     return kind(runtime, _maps[key])
 
 
