@@ -301,6 +301,19 @@ def test_a_text_beyond_the_draft_s_positions_is_begun_at_its_later_half() -> Non
     assert np.isfinite(sequence.extend(ids[3:5]).max())
 
 
+def test_another_text_is_read_from_its_own_place() -> None:
+    """A long text leaves nothing behind by which a shorter one with the same beginning would be read too late."""
+    runtime = fake("gpt2", max_positions=256)
+    sequence = MappedSequence(runtime, MAPS["gpt2"])
+    ids = tokenizer_of("target").encode(TEXT * 4)
+    sequence.extend(ids)
+    for length in (260, 200, 60):
+        sequence.truncate(4)
+        sequence.extend(ids[100 : 100 + length])
+        num_tokens = placed(MAPS["gpt2"], [*ids[:4], *ids[100 : 100 + length]]).cut.length
+        assert runtime.length >= min(num_tokens, 256 // 8)
+
+
 @pytest.mark.parametrize("max_branches", [1, 8])
 def test_a_long_text_is_seldom_read_again(max_branches: int) -> None:
     """Also where a drafted path goes to and fro over the place where the draft's positions end."""

@@ -224,7 +224,7 @@ def other_tokenizer(
         named = named_tokenizer(options.tokenizer.expanduser(), fingerprint, name)
         fingerprint = named.fingerprint
     elif served is None:
-        fingerprint = next((known for each in bundles if (known := _pulled_for(each)) is not None), None)
+        fingerprint = next((known for each in bundles if (known := _pulled_for(each, clouds)) is not None), None)
     others = [each.manifest for each in bundles if each.manifest.tokenizer_fingerprint != fingerprint]
     if fingerprint is None or not others:
         return None
@@ -234,18 +234,27 @@ def other_tokenizer(
             "use a draft made for this target, or leave out --same-tokenizer: then its tokens are mapped"
         )
     found = named
-    if found is None:
-        found = last_tokenizer(fingerprint) if served is None else asyncio.run(target_tokenizer(clouds, fingerprint))
+    if found is None and served is not None:
+        found = asyncio.run(target_tokenizer(clouds, fingerprint))
+    elif found is None and (found := last_tokenizer(fingerprint)) is None:
+        notes.before_text(
+            "The draft was pulled for a target with another tokenizer, which is not here: it cannot draft before a "
+            "verifier answers at the start, or --tokenizer names a directory with it."
+        )
     if found is not None and is_drafted:
         names = " and ".join(dict.fromkeys(each.name for each in others))
         print_line(notes.about, f"draft: {names} has another tokenizer than {name}: its tokens are mapped", "dim")
     return found
 
 
-def _pulled_for(bundle: Bundle) -> str | None:
-    """The tokenizer of the target that a pulled draft was pulled for last."""
+def _pulled_for(bundle: Bundle, clouds: Clouds) -> str | None:
+    """The tokenizer of the target that a pulled draft was pulled for last, from one of these clouds if it was."""
     pulled = next((each for each in Shelf().drafts() if each.bundle.path == bundle.path), None)
-    return pulled.latest.tokenizer if pulled is not None and pulled.latest is not None else None
+    if pulled is None:
+        return None
+    servers = {split_login(verifier_url(url))[0] for url, _ in clouds}
+    latest = max(pulled.record.targets.values(), key=lambda each: (each.server in servers, each.at_s), default=None)
+    return latest.tokenizer if latest is not None else None
 
 
 def place_drafts(

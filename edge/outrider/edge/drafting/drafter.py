@@ -170,7 +170,7 @@ class ModelDrafter(Drafter):
             for index in self._able(branches):
                 branch = branches[index]
                 row = self._processors.changed(self._text.run(branch)[: self._num_ids], branch)
-                if row is not None and np.isfinite(row.max()):
+                if row is not None and row.max() != -np.inf:
                     found[index] = propose(row, self._params, self.length + len(branch))
         return found
 

@@ -107,7 +107,7 @@ class Upstream:
         url, facts = await self._ask(_facts_of)
         if facts.tokenizer != self._fingerprint:
             raise TokenizerMismatch(
-                f"the draft's tokenizer is {self._fingerprint[:12]}, that of {facts.name[:100]} is "
+                f"this endpoint's tokenizer is {self._fingerprint[:12]}, that of {facts.name[:100]} is "
                 f"{facts.tokenizer[:12]}. Use a draft made for this target, or start this endpoint again, now that the "
                 "verifier answers: then its tokens are mapped"
             )

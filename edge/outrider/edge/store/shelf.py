@@ -64,17 +64,12 @@ class Pulled:
     @property
     def words(self) -> str:
         """Its name, and where it came from."""
-        latest = self.latest
+        latest = max(self.record.targets.values(), key=lambda each: each.at_s, default=None)
         return f"{latest.name}, pulled from {latest.server}" if latest else f"{self.bundle.manifest.name}, pulled"
 
     def pulled_for(self, target: str | None) -> PulledFor | None:
         """The latest pull for the target."""
         return self.record.targets.get(target or "")
-
-    @property
-    def latest(self) -> PulledFor | None:
-        """The latest pull."""
-        return max(self.record.targets.values(), key=lambda each: each.at_s, default=None)
 
     def latest_s(self, target: str | None) -> tuple[bool, float]:
         """Sorts drafts: those pulled for this target after all others, then by time."""

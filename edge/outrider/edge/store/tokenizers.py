@@ -15,32 +15,37 @@ from pathlib import Path
 from typing import Final
 
 from outrider.edge.link.downloads import DraftClient
+from outrider.edge.store.shelf import KEY_CHARS
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, CloudError, RequestError, TokenizerError
 from outrider.models.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from outrider.models.text.vocabulary_map import MAX_IDS
 from outrider.models.wire.protocol import OfferedFile
 
 MAX_BYTES: Final = 64 << 20
 """Of all files. The largest tokenizer.json known has 33 MB."""
-MAX_IDS: Final = 1 << 21
 TIMEOUT_S: Final = 600.0
 _WANTED: Final = (*TOKENIZER_FILES, "config.json")
-_KEY_CHARS: Final = 16
 
 
 async def target_tokenizer(clouds: Sequence[tuple[str, ClientOptions]], fingerprint: str) -> Tokenizer:
-    """The tokenizer with this fingerprint, from the first of these servers that shares it.
+    """The tokenizer with this fingerprint, from the first of these servers that shares it; from the cache where all
+    connections are lost.
 
     Raises BundleError where none does, or what comes is not that tokenizer.
     """
     reasons: list[str] = []
+    is_lost = True
     for url, options in clouds:
         async with DraftClient(url, options) as client:
             try:
                 return await fetch_tokenizer(client, fingerprint)
             except (CloudError, RequestError, BundleError) as error:
                 reasons.append(str(error))
+                is_lost = is_lost and isinstance(error, CloudError) and getattr(error, "status", None) != 404
+    if is_lost and (kept := last_tokenizer(fingerprint)) is not None:
+        return kept
     raise BundleError(
         f"the draft has another tokenizer than the target, so the target's is needed, and no server gives it "
         f"({'; '.join(reasons)}). Give its directory with --tokenizer, or take a draft with the target's tokenizer"
@@ -63,7 +68,7 @@ async def fetch_tokenizer(client: DraftClient, fingerprint: str) -> Tokenizer:
 
 def last_tokenizer(fingerprint: str) -> Tokenizer | None:
     """The one with this fingerprint that was fetched last, from whichever server: for where none answers."""
-    places = sorted(_root().glob(f"{fingerprint[:_KEY_CHARS]}-*"), key=lambda place: place.stat().st_mtime)
+    places = sorted(_root().glob(f"{fingerprint[:KEY_CHARS]}-*"), key=lambda place: place.stat().st_mtime)
     return next((found for place in reversed(places) if (found := _kept(place, fingerprint)) is not None), None)
 
 
@@ -109,9 +114,10 @@ async def _fetch(client: DraftClient, fingerprint: str) -> Tokenizer:
     if (size := sum(file.size for file in files.values())) > MAX_BYTES:
         raise BundleError(f"the tokenizer at {client.url} has {size} bytes; at most {MAX_BYTES} are taken")
     content = "\n".join(f"{path} {file.sha256}" for path, file in sorted(files.items()))
-    key = hashlib.sha256(content.encode()).hexdigest()[:_KEY_CHARS]
-    place = _root() / f"{fingerprint[:_KEY_CHARS]}-{key}"
+    key = hashlib.sha256(content.encode()).hexdigest()[:KEY_CHARS]
+    place = _root() / f"{fingerprint[:KEY_CHARS]}-{key}"
     if (kept := await asyncio.to_thread(_kept, place, fingerprint)) is not None:
+        place.touch()  # the latest counts where no server answers
         return kept
     _root().mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=_root(), prefix=".partial-"))
@@ -122,12 +128,9 @@ async def _fetch(client: DraftClient, fingerprint: str) -> Tokenizer:
             raise BundleError(
                 f"what {client.url} shares is not the tokenizer {fingerprint[:12]} of its target, or cannot be used"
             )
-        shutil.rmtree(place, ignore_errors=True)  # one that is damaged
-        try:
+        if await asyncio.to_thread(_kept, place, fingerprint) is None:  # else another process was faster
+            shutil.rmtree(place, ignore_errors=True)  # one that is damaged
             partial.replace(place)
-        except OSError:
-            if await asyncio.to_thread(_kept, place, fingerprint) is None:  # unless another process was faster
-                raise
         return Tokenizer.from_dir(place)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -251,7 +251,7 @@ def _pruned(
 class Candidates:
     """The tokens with the best scores, best first.
 
-    tokens: ids; at least one, and fewer than asked for where no more can be picked. gaps: by how much each score is
+    tokens: ids; fewer than asked for where no more can be picked. gaps: by how much each score is
     behind the best one, in units of the noise (greedy: of the logits); but gaps[0] is the lead of the best over the
     second, infinite where there is no second.
     """

@@ -33,6 +33,8 @@ one's. At 100,000 tokens all further work is on a few hundred.
 """
 _CHECKED: Final = 32
 """Of the tokens behind another, as many of the likeliest are looked at."""
+_ROW_BYTES: Final = 600
+"""Of the objects around a row's numbers."""
 _LEAST_LEFT: Final = 1e-4
 """What is left of a token's chance where all of it is moved."""
 
@@ -89,8 +91,8 @@ class KeptRow:
 
     @property
     def num_bytes(self) -> int:
-        """What it holds."""
-        return int(self.tokens.nbytes + self.values.nbytes)
+        """What it holds, about."""
+        return int(self.tokens.nbytes + self.values.nbytes) + _ROW_BYTES
 
     def chance(self, token: int) -> float:
         """The logarithm of a token's chance; `faint` for a faint one."""

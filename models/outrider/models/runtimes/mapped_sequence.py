@@ -7,8 +7,9 @@ or two rows of the draft: rows are kept, and where its runtime branches, several
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -42,7 +43,8 @@ _ROOM: Final = 256
 """Tokens that are kept free for branches."""
 _NO_BOUND: Final = 1 << 40
 _KEPT_MAPS: Final = 2
-_maps: dict[tuple[str, str], VocabularyMap] = {}
+_maps: dict[Hashable, VocabularyMap] = {}
+_making = threading.Lock()
 
 
 class _Rows:
@@ -97,10 +99,11 @@ class _DraftSequence:
         """Moves to the end of a cut. Branches of the runtime stay known where the sequence only grows."""
         most = self.runtime.limits.max_positions
         start = self._start
-        if cut.length + _room(most) - start > most or cut.length < start:
+        if cut.length + _room(most) - start > most or (start and cut.length - start < most // 8):
             start = _start_of(cut.length, most)
         base = common_cut(self._held, cut) if self._held is not None and start == self._start else None
-        if base is None or base.length < start:
+        if base is None or base.length < start:  # another text, or another part of it
+            start = _start_of(cut.length, most)
             self._cut_to(0)
             self._held, self._start, kept = None, start, start
         else:
@@ -112,6 +115,7 @@ class _DraftSequence:
         shared = num_shared(self._over, new)
         if shared < len(new):
             self._cut_to(kept - start + shared)
+            self._held = None  # until the call has succeeded nothing is known to be held
             logits = self.runtime.extend(new[shared:])
             self.num_run += 1
             self.rows.keep(Context(cut.key, cut, ()), logits)
@@ -210,7 +214,7 @@ class MappedSequence:
         del self._places[length + 1 :]
         if not length:
             self.draft.forget()
-            self.mapping.text.split.cache_clear()
+            self.mapping.forget()
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> Row:
         """Scores after each branch of the text, which stays as it is: [B, num_ids] float32."""
@@ -260,15 +264,23 @@ def mapped(runtime: SequenceRuntime, target: Tokenizer, draft: Tokenizer) -> Seq
     """The runtime of a draft, which takes and scores the ids of a target; itself where both have one tokenizer."""
     if target.fingerprint == draft.fingerprint:
         return runtime
-    key = (target.fingerprint, draft.fingerprint)
-    if key not in _maps:
-        while len(_maps) >= _KEPT_MAPS:
-            del _maps[next(iter(_maps))]
-        _maps[key] = VocabularyMap(target, draft)
+    mapping = _map_of(target, draft)
     kind: type[MappedSequence] = PromptMappedSequence if isinstance(runtime, PromptRuntime) else MappedSequence
     if isinstance(runtime, ShareableRuntime):
         kind = SharedMappedSequence
-    return kind(runtime, _maps[key])
+    return kind(runtime, mapping)
+
+
+def _map_of(target: Tokenizer, draft: Tokenizer) -> VocabularyMap:
+    """A map that this process has made, or a new one: that takes half a second at 150,000 ids."""
+    key = tuple((each.fingerprint, each.bos_token_id, each.eos_token_ids) for each in (target, draft))
+    with _making:
+        if (mapping := _maps.pop(key, None)) is None:
+            mapping = VocabularyMap(target, draft)
+        _maps[key] = mapping
+        while len(_maps) > _KEPT_MAPS:
+            del _maps[next(iter(_maps))]
+    return mapping
 
 
 def _rows_of(asked: Sequence[tuple[MappedSequence, Place]]) -> Row:

@@ -23,7 +23,7 @@ Indices = NDArray[np.int64]
 
 _CACHED: Final = 512
 _CACHED_MEANT: Final = 1 << 14
-_MOST_IDS: Final = 1 << 21
+MAX_IDS: Final = 1 << 21
 """The largest vocabulary known has 262,144; a file of a few bytes may name an id of 4 billion."""
 
 
@@ -46,9 +46,9 @@ class VocabularyMap:
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
         self._encode = target.encode_further
         for each in (target, draft):
-            if each.size > _MOST_IDS:
+            if each.size > MAX_IDS:
                 raise TokenizerError(
-                    f"the tokenizer of {each.name} has ids up to {each.size}; at most {_MOST_IDS} are mapped"
+                    f"the tokenizer of {each.name} has ids up to {each.size}; at most {MAX_IDS} are mapped"
                 )
         self.num_ids, self.num_tokens = target.size, draft.size
         special = _special(target, draft)
@@ -81,6 +81,11 @@ class VocabularyMap:
     def covered(self, ids: Sequence[int]) -> float:
         """The share of these ids that one token of the draft writes."""
         return float(np.mean(self.token_of[np.asarray(ids)] < self.num_tokens)) if len(ids) else 0.0
+
+    def forget(self) -> None:
+        """Forgets pieces of the texts that were read. They are found again where other texts run."""
+        for kept in (self.text.split, self.meant, self.pairs):
+            kept.cache_clear()
 
     def begins(self, rest: bytes) -> bool:
         """Whether a token of the draft begins with these bytes, and has more."""

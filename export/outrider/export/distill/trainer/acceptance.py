@@ -22,6 +22,9 @@ from outrider.export.progress import Stop, never
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits, SequenceRuntime
 
+_NO_PICK = -1
+"""Where a mapped draft has no score for any id."""
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
@@ -150,7 +153,7 @@ def score_sequence(
         SamplingParams(temperature=temperature, seed=passage.seed),
     )
     picks = [
-        pick(row, text.params, position) if np.isfinite(row.max()) else _NO_PICK
+        pick(row, text.params, position) if row.max() != -np.inf else _NO_PICK
         for position, _, row in read_along(draft, text, num_ids)
     ]
     return _score(picks, passage, depth)
@@ -159,10 +162,6 @@ def score_sequence(
 def _score(picks: Sequence[int], passage: Passage, depth: int) -> Score:
     matches = np.array(picks) == np.array(passage.ids[passage.start :])
     return Score(play_rounds(matches, depth, counts_short_ends=True), int(matches.sum()), len(matches))
-
-
-_NO_PICK = -1
-"""Where a mapped draft has no score for any id."""
 
 
 class TorchSequence:
