@@ -123,7 +123,7 @@ class PlainTwin:
             row = self.chances([*before, *tokens]) + path
             if not rest and best[0] == -math.inf:  # the text's end comes at a place between tokens
                 for index, token in mapping.ends:
-                    out[index] = row[token]
+                    out[index] = np.logaddexp(out[index], row[token])
             for token, spelled in enumerate(mapping.spelled):
                 new = self.longest(spelled[len(rest) :]) if spelled.startswith(rest) else b""
                 if new and (mapping.id_of[token] >= 0 or rest):

@@ -8,7 +8,7 @@ spelling, else by their role; those that the draft does not have are read as the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -40,7 +40,7 @@ class VocabularyMap:
     num_ids: of the target. num_tokens: of the draft. text: reads the target's ids as the draft's tokens. spelled: the
     bytes of each token. token_of: [num_ids] int64, the token that writes exactly what an id does; num_tokens where
     there is none. id_of: [num_tokens] int64, the id that a token counts for; -1 for none. ends: special ids, and the
-    token in place of each. Raises TokenizerError for more than two million ids.
+    tokens that count for each. Raises TokenizerError for more than two million ids.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
@@ -71,8 +71,8 @@ class VocabularyMap:
         for index, token in zip(*(column.tolist() for column in every), strict=True):
             if self.spelled[token] == by_id[index]:
                 self.token_of[index] = token
-        self.ends = [(index, instead[0]) for index, instead in special.items() if instead]
-        for index, token in self.ends:
+        self.ends = list(_ends(target, draft, special))
+        for index, token in reversed(self.ends):
             self.token_of[index] = token
         for common in (b" ", b"\n"):  # tens of milliseconds, which the first text would wait for
             self.pairs(common)
@@ -155,6 +155,14 @@ def _by_bytes(tokenizer: Tokenizer, spelled: Sequence[bytes]) -> dict[bytes, int
         if each and not (each in found and (tokenizer.token(index) or "").startswith("<0x")):
             found[each] = index
     return found
+
+
+def _ends(target: Tokenizer, draft: Tokenizer, special: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """Special ids, and the tokens that count for each: for an end without its like, every end that the draft has."""
+    for index, instead in special.items():
+        has_role = index in target.eos_token_ids and draft.token_id(target.token(index) or "") is None
+        for token in draft.eos_token_ids if has_role else instead:
+            yield index, token
 
 
 def _special(target: Tokenizer, draft: Tokenizer) -> dict[int, tuple[int, ...]]:
