@@ -214,8 +214,8 @@ def write_scores(mapping: VocabularyMap, last: int, chances: Chances, behind: Ke
     multiply them. last: the text's last id, or -1. behind: the row after the token that is looked behind.
     """
     ids, values, ahead = chances.ids, chances.values, chances.ahead
-    out.fill(-np.inf)
     if not len(ids):
+        out.fill(-np.inf)
         return
     highest = float(values.max())
     moved = 0.0
