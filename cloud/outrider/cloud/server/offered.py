@@ -15,7 +15,7 @@ from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.counted import counted
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.text.tokenizer import TOKENIZER_FILES
+from outrider.models.text.tokenizer import MAX_SHARED_BYTES, SHARED_FILES
 from outrider.models.visible import visible
 from outrider.models.wire.protocol import DRAFT_NAME, OfferedDraft, OfferedFile
 
@@ -25,9 +25,6 @@ JUDGED_AT: Final = 0.8
 """The temperature whose acceptance judges a draft, as on its card."""
 MAX_LIST_BYTES: Final = 1 << 17
 """Of the list as JSON: a device reads no more than twice that."""
-MAX_TOKENIZER_BYTES: Final = 64 << 20
-"""Of the tokenizer's files in all."""
-_NAMES: Final = (*TOKENIZER_FILES, "config.json")
 
 
 def find_offered(directory: Path, tokenizer: str, target: str, *, shares_tokenizer: bool) -> tuple[DraftFiles, ...]:
@@ -64,10 +61,10 @@ def find_tokenizer_files(directory: Path) -> Mapping[str, SharedFile] | None:
     None where they are not to be shared, which is logged with the reason: only drafts with another tokenizer need them.
     """
     try:
-        places = {name: _place_of(directory, name) for name in _NAMES if (directory / name).is_file()}
+        places = {name: _place_of(directory, name) for name in SHARED_FILES if (directory / name).is_file()}
         size = sum(place.stat().st_size for place in places.values())
-        if size > MAX_TOKENIZER_BYTES:
-            raise ConfigError(f"its files have {size} bytes; at most {MAX_TOKENIZER_BYTES} are shared")
+        if size > MAX_SHARED_BYTES:
+            raise ConfigError(f"its files have {size} bytes; at most {MAX_SHARED_BYTES} are shared")
         return {name: SharedFile(_listed(name, place), place) for name, place in places.items()}
     except (OSError, ConfigError) as error:
         _log.warning("the target's tokenizer is not shared: %s", visible(str(error)))

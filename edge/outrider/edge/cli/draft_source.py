@@ -175,7 +175,7 @@ def _find_pulled(choice: DraftChoice, clouds: Clouds, notes: Notes, *, needs_ser
 def served_facts(clouds: Clouds, notes: Notes, *, needs_server: bool) -> ModelFacts | None:
     """What is served there; a command asks once. None where no server says, or where none answers and none is needed.
 
-    Raises CloudError and RequestError where one is needed.
+    Raises CloudError where one is needed, RequestError where one wants another key.
     """
     if not notes.served:
         notes.served.append(asyncio.run(_ask_facts(clouds, notes, needs_server=needs_server)))

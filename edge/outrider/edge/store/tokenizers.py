@@ -19,14 +19,11 @@ from outrider.edge.store.shelf import KEY_CHARS
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, CloudError, RequestError, TokenizerError
-from outrider.models.text.tokenizer import TOKENIZER_FILES, Tokenizer
+from outrider.models.text.tokenizer import MAX_SHARED_BYTES, SHARED_FILES, Tokenizer
 from outrider.models.text.vocabulary_map import MAX_IDS
 from outrider.models.wire.protocol import OfferedFile
 
-MAX_BYTES: Final = 64 << 20
-"""Of all files. The largest tokenizer.json known has 33 MB."""
 TIMEOUT_S: Final = 600.0
-_WANTED: Final = (*TOKENIZER_FILES, "config.json")
 
 
 async def target_tokenizer(clouds: Sequence[tuple[str, ClientOptions]], fingerprint: str) -> Tokenizer:
@@ -96,7 +93,7 @@ def _kept(place: Path, fingerprint: str) -> Tokenizer | None:
         found = Tokenizer.from_dir(place)
         if found.fingerprint != fingerprint or found.size > MAX_IDS:
             return None
-        found.encode_further("a b")
+        found.further.encode("a b")
         found.encode("a b")
         _ = found.eos_token_ids, found.has_chat_template
     except (KeyboardInterrupt, SystemExit):
@@ -110,9 +107,9 @@ async def _fetch(client: DraftClient, fingerprint: str) -> Tokenizer:
     listed = await client.tokenizer_files()
     if listed.tokenizer != fingerprint:
         raise BundleError(f"{client.url} has the tokenizer {listed.tokenizer[:12]}, not {fingerprint[:12]}")
-    files = {file.path: file for file in listed.files if file.path in _WANTED}
-    if (size := sum(file.size for file in files.values())) > MAX_BYTES:
-        raise BundleError(f"the tokenizer at {client.url} has {size} bytes; at most {MAX_BYTES} are taken")
+    files = {file.path: file for file in listed.files if file.path in SHARED_FILES}
+    if (size := sum(file.size for file in files.values())) > MAX_SHARED_BYTES:
+        raise BundleError(f"the tokenizer at {client.url} has {size} bytes; at most {MAX_SHARED_BYTES} are taken")
     content = "\n".join(f"{path} {file.sha256}" for path, file in sorted(files.items()))
     key = hashlib.sha256(content.encode()).hexdigest()[:KEY_CHARS]
     place = _root() / f"{fingerprint[:KEY_CHARS]}-{key}"

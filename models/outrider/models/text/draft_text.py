@@ -100,8 +100,8 @@ class DraftText:
     def __init__(self, draft: Tokenizer, spelled: Sequence[bytes], special: dict[int, tuple[int, ...]]) -> None:
         self._spelled = spelled
         self._special = special
-        self._bytes_of, self._encode = draft.token_bytes, draft.encode_further
-        self._prefix_of = draft.prefix_of
+        self._bytes_of, self._encode = draft.token_bytes, draft.further.encode
+        self._prefix_of = draft.further.prefix_of
         self._byte_tokens = {
             byte: token
             for token in range(draft.size)

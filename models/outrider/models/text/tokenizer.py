@@ -6,7 +6,7 @@ Knows no model: ids at or beyond `size` are padding of the model's embedding, an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +17,7 @@ from outrider.models.errors import TokenizerError, TokenizerMismatch
 from outrider.models.text.chat_template import choose_template, render_template
 from outrider.models.text.detokenizer import StreamingDetokenizer, plan_decoding, plan_spelling
 from outrider.models.text.fingerprint import TokenizerIdentity
+from outrider.models.text.further import Further
 
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
@@ -27,10 +28,10 @@ TOKENIZER_FILES: Final = (
     "chat_template.json",
 )
 """Files that `Tokenizer.from_dir` reads, besides the model's own `config.json`; only the first is required."""
-
-
-_SPACE: Final = "\u2581"
-"""SentencePiece's space."""
+SHARED_FILES: Final = (*TOKENIZER_FILES, "config.json")
+"""All that it reads: what a verifier shares of its target's tokenizer."""
+MAX_SHARED_BYTES: Final = 64 << 20
+"""Of these files in all. The largest tokenizer.json known has 33 MB."""
 
 
 class Tokenizer:
@@ -82,38 +83,10 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def encode_further(self, text: str) -> list[int]:
-        """Token ids of a text that follows another: without special tokens and `prefix_of`. For short texts.
-
-        Raises TokenizerError where the library gives up.
-        """
-        try:
-            ids: list[int] = self._further.encode(text, add_special_tokens=False).ids
-        except BaseException as error:  # a panic of the library, as for a pattern that never ends, is no Exception
-            if type(error).__name__ != "PanicException":
-                raise
-            raise TokenizerError(f"the tokenizer of {self.name} cannot split a text ({error})") from None
-        return ids
-
-    def prefix_of(self, text: str) -> str:
-        """What `encode` puts before a text as a part of it: a space, for SentencePiece and the like, or nothing."""
-        prefix, is_always = self._prefix
-        return prefix if is_always or not text.startswith(prefix) else ""
-
     @cached_property
-    def _prefix(self) -> tuple[str, bool]:
-        """What is put before a text, and whether also where it begins with that."""
-        found = ((prefix, step["type"] == "Prepend") for step in _steps(self._backend) if (prefix := _prefix_of(step)))
-        return next(found, ("", False))
-
-    @cached_property
-    def _further(self) -> Any:
-        if not self._prefix[0]:
-            return self._backend
-        document = json.loads(self.to_json())
-        for part in ("normalizer", "pre_tokenizer"):
-            document[part] = _unprefixed(document[part])
-        return tokenizers.Tokenizer.from_str(json.dumps(document))
+    def further(self) -> Further:
+        """Splits texts that follow others."""
+        return Further(self._backend, self.name)
 
     @cached_property
     def max_token_chars(self) -> int:
@@ -248,42 +221,6 @@ def require_same_tokenizer(a: Tokenizer, b: Tokenizer) -> None:
         f"share one tokenizer; first difference: {a.identity.first_difference(b.identity)}. Use a draft with this "
         "target's tokenizer"
     )
-
-
-def _steps(backend: Any) -> Iterator[dict[str, Any]]:
-    """What a backend does to a text before it splits it, step by step."""
-    for part in (backend.normalizer, backend.pre_tokenizer):
-        state = json.loads(part.__getstate__()) if part is not None else {}
-        yield from state.get("normalizers", state.get("pretokenizers", [state]))
-
-
-def _prefix_of(step: Mapping[str, Any]) -> str:
-    """What a step puts before a text."""
-    match step:
-        case {"type": "Prepend", "prepend": str(prefix)}:
-            return prefix.replace(_SPACE, " ")
-        case {"type": "Metaspace"} if step.get("prepend_scheme", "always") != "never":
-            return " "
-        case {"type": "ByteLevel", "add_prefix_space": True}:
-            return " "
-    return ""
-
-
-def _unprefixed(part: Any) -> Any:
-    """A normalizer or pre-tokenizer that puts nothing before a text."""
-    if not isinstance(part, dict):
-        return part
-    for name in ("normalizers", "pretokenizers"):
-        if name in part:
-            return part | {name: [_unprefixed(step) for step in part[name] if step.get("type") != "Prepend"]}
-    match part:
-        case {"type": "Prepend"}:
-            return None
-        case {"type": "Metaspace"}:
-            return part | {"prepend_scheme": "never"}
-        case {"type": "ByteLevel"} if "add_prefix_space" in part:
-            return part | {"add_prefix_space": False}
-    return part
 
 
 def _special_names(*sources: Mapping[str, Any]) -> dict[str, str]:

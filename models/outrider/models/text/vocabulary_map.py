@@ -44,7 +44,7 @@ class VocabularyMap:
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
-        self._encode = target.encode_further
+        self._encode = target.further.encode
         for each in (target, draft):
             if each.size > MAX_IDS:
                 raise TokenizerError(
