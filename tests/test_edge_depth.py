@@ -28,6 +28,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.models.bundle.speed_up import tokens_per_pass
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import Candidates
+from outrider.models.wire.protocol import MAX_DRAFT_LAG_MS, SessionRequest
 
 
 def judged(num_matched: int, is_wrong: bool) -> CommitOutcome:
@@ -87,6 +88,13 @@ def test_fixed_depth_never_moves(depth: int, num_matched: int) -> None:
     controller.observe(judged(num_matched, True))
     assert controller.plan() == DraftPlan(depth, floor=0.0)
     assert controller.block() == max(1, depth)
+
+
+def test_a_round_trip_of_a_night_is_announced_as_the_longest_that_a_server_takes() -> None:
+    """A laptop that sleeps while a message is on its way measures hours; the next text must open all the same."""
+    estimates = Estimates()
+    estimates.on_posted(8 * 3600e3)
+    assert SessionRequest(prompt=[1], max_tokens=1, draft_lag_ms=estimates.lag_ms).draft_lag_ms == MAX_DRAFT_LAG_MS
 
 
 @pytest.mark.parametrize("depth", [-1, 65])

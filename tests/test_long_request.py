@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,12 @@ from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.sender import DraftSender
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationResult
 from outrider.models.client.client import VerifierClient
+from outrider.models.client.long_request import LongRequest
+from outrider.models.client.messages import ByteCounts, DraftMessage
 from outrider.models.errors import RequestError
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, MAX_TREE_BYTES, MessageReader, framed
@@ -359,3 +362,42 @@ class _Reading(DelayProxy):
         if not is_up:
             self._seen.append(data)
         return super()._parts(data, is_up=is_up)
+
+
+def test_a_loop_whose_time_stands_still_measures_no_negative_round_trip() -> None:
+    """uvloop reads its clock once in a turn; a time of the turn before would make a message seem long held back."""
+
+    class Late(asyncio.SelectorEventLoop):
+        late_s = 1.0
+
+        def time(self) -> float:
+            return super().time() - self.late_s
+
+    class Line:
+        def __init__(self, line: LongRequest) -> None:
+            self._line = line
+
+        async def post_drafts(self, session: str, message: DraftMessage) -> float:
+            return await self._line.post(message.body)
+
+    loop, times = Late(), list[float]()
+
+    async def scenario() -> None:
+        acknowledged = asyncio.Event()
+
+        async def start(pieces: AsyncIterator[bytes]) -> None:
+            loop.late_s = 0.0  # the turn is over
+            async for _ in pieces:
+                line.follow(Taken(taken=(1, 0.0)))
+                acknowledged.set()
+
+        line = LongRequest("http://x", start, ByteCounts(), rtt_s=0.0, step_s=0.0, on_unusable=lambda: None)
+        sender = DraftSender(times.append)
+        sender.send(Line(line), "session", DraftMessage("", b"a tree"))
+        await acknowledged.wait()
+        await sender.aclose()
+        line.end(is_cut=True)
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(scenario())
+    assert len(times) == 1 and times[0] >= 0.0

@@ -7,6 +7,7 @@ while it has an event of its own. Knows neither HTTP headers nor owners' keys.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final
@@ -45,7 +46,7 @@ class DraftLine:
     def __init__(self, pace: SteadyPace | None = None) -> None:
         self.pace = pace
         self._num = 0  # messages read
-        self._newest_s = 0.0
+        self._newest_s = 0.0  # by the clock that measures; a loop's own may be that of the start of its turn
         self._since_s: float | None = None  # when the oldest was read that is not acknowledged
         self._refused: list[int] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -74,7 +75,7 @@ class DraftLine:
 
     def _fields(self) -> str:
         assert self._loop is not None
-        held_ms = (self._loop.time() - self._newest_s) * 1e3
+        held_ms = (time.perf_counter() - self._newest_s) * 1e3
         refused, self._refused, self._since_s = self._refused, [], None
         named = f',"refused":[{",".join(map(str, refused))}]' if refused else ""
         return f'"taken":[{self._num},{held_ms:.1f}]{named}'
@@ -130,7 +131,7 @@ class DraftLine:
         """For a request that is refused before it is read; says so on the stream, too."""
         if self._loop is None and not self._is_over:
             self._loop = asyncio.get_running_loop()
-            self._newest_s = self._loop.time()
+            self._newest_s = time.perf_counter()
             self._failed(error)
         return error
 
@@ -168,9 +169,9 @@ class DraftLine:
                 self._refused.append(self._num)
                 if len(self._refused) > MAX_REFUSED:
                     raise Throttled("rate_limited", "many more drafts than the budget; send fewer", retry_after_s=1)
-            self._newest_s = self._loop.time()
+            self._newest_s = time.perf_counter()
             if self._since_s is None:
-                self._since_s = self._newest_s
+                self._since_s = self._loop.time()
                 if self._timer is None:
                     self._timer = self._loop.call_later(HOLD_S, self._on_time)
         return num_refused

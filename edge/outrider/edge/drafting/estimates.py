@@ -15,6 +15,7 @@ from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.calibration import Calibration
 from outrider.edge.drafting.forgetting import ForgettingRatio
 from outrider.edge.drafting.turns import Turns
+from outrider.models.wire.protocol import MAX_DRAFT_LAG_MS
 
 _ANSWER_TOKENS = 4  # roughly, drafted before the answer to a commit is sent
 
@@ -127,10 +128,13 @@ class Estimates:
 
     @property
     def lag_ms(self) -> float | None:
-        """Time from a commit on the server until drafts based on it arrive there; None before the first post."""
+        """Time from a commit on the server until drafts based on it arrive there; None before the first post.
+
+        Not more than a session's request takes: a laptop that slept has measured the night.
+        """
         if not self._endpoint.round_trips:
             return None
-        return round(self.round_trip_ms + _ANSWER_TOKENS * self.draft_ms, 1)
+        return min(MAX_DRAFT_LAG_MS, round(self.round_trip_ms + _ANSWER_TOKENS * self.draft_ms, 1))
 
     @property
     def step_ms(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -227,12 +228,12 @@ class VerifierClient(HttpEndpoint):
             no_store = [_NO_STORE] if self._options.no_store else []
             headers = [*_ASK, *no_store, *_wish(target), *span.headers]
             check: SessionCheck | None = None
-            began_s = asyncio.get_running_loop().time()
+            began_s = time.perf_counter()
             line: LongRequest | None = None
 
             def begin(opened: SessionOpen) -> LongRequest | None:
                 nonlocal line
-                line = self._begin_long(opened, asyncio.get_running_loop().time() - began_s)
+                line = self._begin_long(opened, time.perf_counter() - began_s)
                 return line
 
             exchange, request = await self._ask_session(request, headers)

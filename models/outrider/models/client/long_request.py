@@ -9,6 +9,7 @@ and goes in frames (`wire/steady`). Knows no HTTP.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
@@ -26,6 +27,10 @@ _LATE_S: Final = 0.05
 """A timer that is later than this waits as long again: the loop stood still, and the answer may be there unread."""
 _READY_S: Final = 0.002
 _END: Final = len(b"0\r\n\r\n")
+
+
+_now_s: Final = time.perf_counter
+"""For what is measured. A loop's own time may be that of the start of its turn, as uvloop's is."""
 
 
 class _Sent(NamedTuple):
@@ -99,7 +104,7 @@ class LongRequest:
             self.has_room = False
             self._num_posted += len(message)
             self._gone.append((self._num_posted, self._num))
-        sent = _Sent(self._num, self._loop.time(), self._loop.create_future())
+        sent = _Sent(self._num, _now_s(), self._loop.create_future())
         self._waiting.append(sent)
         self._wake.set()
         try:
@@ -109,7 +114,7 @@ class LongRequest:
 
     def follow(self, event: Commit | Taken) -> None:
         """Takes what an event of the session's stream says. Raises ProtocolBroken where that cannot be."""
-        self._heard_s = self._loop.time()
+        self._heard_s = _now_s()
         if isinstance(event, Commit) and event.step_ms is not None:
             self._step_s = event.step_ms / 1e3
         if event.taken is None:
@@ -167,7 +172,7 @@ class LongRequest:
             sent.arrived.set_exception(result)
 
     def _acknowledge(self, num: int, held_s: float, refused: frozenset[int]) -> None:
-        now_s, sent_s = self._loop.time(), 0.0
+        now_s, sent_s = _now_s(), 0.0
         for number in [each for each in self._sent_s if each <= num]:
             sent_s = self._sent_s.pop(number)
         if sent_s:  # the last message of a piece; of others only the piece's time would be known
@@ -241,7 +246,7 @@ class LongRequest:
 
     def _went(self, number: int) -> None:
         """The last message of a piece is on its way."""
-        self._sent_s[number] = now_s = self._loop.time()
+        self._sent_s[number] = now_s = _now_s()
         self._began_s = min(self._began_s, now_s)
         if self._timer is None and self.is_open:
             self._arm()
@@ -254,13 +259,13 @@ class LongRequest:
     def _arm(self) -> None:
         """Looks when the oldest piece that is not acknowledged is due."""
         due_s = next(iter(self._sent_s.values())) + self._wait_s()
-        self._timer = self._loop.call_at(due_s, self._look, due_s)
+        self._timer = self._loop.call_later(max(0.0, due_s - _now_s()), self._look, due_s)
 
     def _look(self, due_s: float) -> None:
         self._timer = None
         if not self._sent_s or not self.is_open:
             return
-        now_s = self._loop.time()
+        now_s = _now_s()
         if now_s < next(iter(self._sent_s.values())) + self._wait_s():
             self._arm()
         elif now_s - due_s > _LATE_S:

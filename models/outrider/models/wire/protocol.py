@@ -64,6 +64,7 @@ MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256
 MAX_PREDICTION_TOKENS = 1 << 14
 """As many as the target's drafts take of an earlier text."""
+MAX_DRAFT_LAG_MS = 60_000.0
 MAX_BODY_BYTES = 1 << 20
 """Of a request, as servers take it unless they are told otherwise: parsing more would delay every stream."""
 DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -93,7 +94,7 @@ class SessionRequest(SamplingFields, ProcessorFields):
     draft_lag_ms: Number | None = Field(
         default=None,
         ge=0.0,
-        le=60_000.0,
+        le=MAX_DRAFT_LAG_MS,
         description="a hint: time from a commit to the drafts that know of it; also measured",
     )
     tokenizer: str | None = Field(
