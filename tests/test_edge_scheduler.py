@@ -25,7 +25,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ModelFault
 from outrider.models.picks.sampling import SamplingParams, pick
-from outrider.models.runtimes.base import Reading
 
 VOCAB = fake_tokenizer().size
 SAMPLED = SamplingParams(0.8, seed=4)
@@ -151,28 +150,6 @@ def test_a_late_draft_joins_when_it_is_ready() -> None:
         result = asyncio.run(scenario(server.url))
     assert result.tokens == truth(LONG, 64)
     assert result.num_sent > 0 and sum(result.hits.values()) > 0
-
-
-class Priced(FakeSequenceRuntime):
-    """Reads up to 1,024 tokens in one pass from an empty cache, and 8 in a step otherwise, as an NPU does."""
-
-    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
-        steps = -(-(num_tokens - num_shared) // 8)
-        return Reading(num_shared, 64) if num_shared and steps <= 16 else Reading(0, 1024)
-
-
-def test_the_runtime_says_what_of_a_shared_beginning_is_worth_keeping() -> None:
-    """A long prompt that shares one token is read in one pass, not in steps; one that shares all but a few goes on."""
-    calls: list[tuple[int, int]] = []
-    runtime = Priced(vocab_size=VOCAB, on_step=lambda tokens: calls.append((runtime.length, len(tokens))))
-    drafter, fresh = ModelDrafter(runtime), ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
-    prompts = [[7, 8, 9], [7, *LONG[:500]], [7, *LONG[:500], 3], [7, *LONG[1:300]]]
-    for prompt in prompts:
-        for each in (drafter, fresh):
-            each.begin(prompt, SAMPLED)
-        assert not drafter.is_behind
-        assert drafter.guess([[]], 2) == fresh.guess([[]], 2)
-    assert calls == [(0, 3), (0, 501), (501, 1), (0, 300)]
 
 
 def test_pieces_follow_the_time_that_they_take() -> None:

@@ -138,10 +138,11 @@ def test_an_npu_path_that_fails_without_words_says_whose_error_it_is(
     def fail(*arguments: object) -> None:
         raise RuntimeError("map::at")
 
-    monkeypatch.setattr(npu_compile, "compile_ir", fail)
+    monkeypatch.setattr(npu_compile, "compile_graph", fail)
     said = refusal(source, tmp_path / "out", NPU)
     assert re.search(r"cannot compile llama for the NPU: an error of OpenVINO's own \(map::at\)", said), said
     assert said.endswith("try --device cpu") and "driver" not in said and "partial" not in said
     monkeypatch.setattr(npu_compile, "npu_core", lambda options: None)
+    monkeypatch.setattr(npu_compile, "read_ir", lambda core, xml: xml)
     with pytest.raises(RuntimeUnavailable, match="update the NPU's driver"):
         npu_compile.compile_for_npu(tmp_path / "x.xml", StaticShapes(), RuntimeOptions(device="NPU"))

@@ -65,7 +65,7 @@ def test_a_measurement_goes_on_where_it_was_interrupted(tmp_path: Path, monkeypa
             raise KeyboardInterrupt
         return families._cell(family, options, "works", 1e-6, "CPU")  # type: ignore[arg-type]
 
-    monkeypatch.setattr(families, "_measure_one", measure_one)
+    monkeypatch.setattr(families, "measure_one", measure_one)
     journal = tmp_path / "journal.jsonl"
     all_ways = [families._way(options) for options in ways_of("stablelm")]
     for _ in range(2):

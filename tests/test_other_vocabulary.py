@@ -21,8 +21,6 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.runtimes.base import (
     BranchingRuntime,
-    PromptRuntime,
-    Reading,
     SequenceRuntime,
     ShareableRuntime,
 )
@@ -103,20 +101,6 @@ class FailsOnce:
             self.fails = False
             raise ModelFault("the device is gone")
         return self.inner.extend(tokens)
-
-
-class ReadsPrompts(FailsOnce):
-    """A runtime that would read any prompt anew, in pieces of 32."""
-
-    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
-        return Reading(0, 32)
-
-
-def test_a_prompt_is_read_as_the_draft_s_runtime_would() -> None:
-    target, draft = tokenizer_of("target"), tokenizer_of("gpt2")
-    sequence = mapped(ReadsPrompts(fake("gpt2")), target, draft)
-    assert isinstance(sequence, PromptRuntime) and sequence.cheapest_reading(4, 100) == Reading(0, 32)
-    assert not isinstance(mapped(FailsOnce(fake("gpt2")), target, draft), PromptRuntime)
 
 
 def test_the_target_s_own_tokenizer_costs_nothing() -> None:

@@ -97,6 +97,23 @@ class LastRowOnly(Exact):
         return rows if num_rows in (1, 48) else rows[::-1]
 
 
+class InTrees(Exact):
+    """An export that is the source, and takes five nodes in a call."""
+
+    max_branches = 5
+
+    def run_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        return np.concatenate([source([*self.tokens, *branch], 1) for branch in branches])
+
+
+class NoForks(InTrees):
+    """Each node of a call attends those before it."""
+
+    def run_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        ways = [sum(map(list, branches[: at + 1]), list[int]()) for at in range(len(branches))]
+        return super().run_branches(ways)
+
+
 class NotFinite(Exact):
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         return super().run(tokens, num_rows) * np.float32(np.nan)
@@ -154,6 +171,15 @@ def test_what_hides_in_the_noise_of_quantization_shows_against_the_exports_own_p
         check_parity(OneTokenUnseen(), reference, precision, "OneTokenUnseen")
 
 
+def test_a_runtime_that_takes_trees_is_run_with_one(far_reference: ParityReference) -> None:
+    """Two ways from a fork, level by level, several nodes a call; beyond the window too."""
+    stages = check_parity(InTrees(), far_reference, "fp32", "InTrees").stages
+    assert [(stage.name, stage.rows) for stage in stages if "tree" in stage.name] == [
+        ("nodes of a tree", 12),
+        ("nodes of a tree, beyond the window of 80", 12),
+    ]
+
+
 def test_quantization_noise_passes_for_int8_and_not_for_fp32(reference: ParityReference) -> None:
     """Each precision has its own bounds."""
     assert check_parity(Noisy(), reference, "int8", "Noisy").stages[0].max_delta > 0.1
@@ -166,6 +192,7 @@ def test_quantization_noise_passes_for_int8_and_not_for_fp32(reference: ParityRe
     [
         (NoRollback, "failed, step after rollback:"),
         (LastRowOnly, "failed, multi-token step:"),
+        (NoForks, "failed, nodes of a tree:"),
         (NotFinite, "not finite"),
         (TooNarrow, r"shape \(48, 49\)"),
         (NoWindow, "failed, prefill, beyond the window of 80:"),

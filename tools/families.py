@@ -1,6 +1,6 @@
 """Measures which families of models can be exported in which way, and writes the table and docs/families.md.
 
-    python -m tools.families [--resume] [FAMILY ...]      # about an hour for all families
+    python -m tools.families [--resume] [--device npu] [FAMILY ...]      # about an hour for all families
 
 A tiny random model of each family is exported, and the pipeline's numerical check gives the result: every family that
 transformers can build in the ways of `wide_ways`, the well-known ones (FAMILIES) in all ways. `check.advice` reads
@@ -116,16 +116,18 @@ def measure(
     work: Path,
     on_cell: Callable[[Cell], None] = lambda cell: None,
     journal: Path | None = None,
+    device: str | None = None,
 ) -> SupportTable:
     """Exports a tiny model of each family, in `work`; `on_cell` is called with each result.
 
     journal: a file that every result is added to, and that results are taken from: an interrupted measurement goes on.
+    device: only ways for this one.
     """
     listed = list_tiny_families()
     done = _Journal(journal)
     left_out: dict[str, str] = {}
     for family in families:
-        options_left = [o for o in ways_of(family) if done.find(family, o) is None]
+        options_left = [o for o in ways_of(family) if device in (None, o.device) and done.find(family, o) is None]
         if family in listed.left_out or family not in listed.names:
             left_out[family] = listed.left_out.get(family, "transformers has no such family of language models")
             continue
@@ -139,7 +141,7 @@ def measure(
             continue
         store = StageStore(work / "stages")
         for options in options_left:
-            on_cell(done.run(family, options, partial(_measure_one, family, source, options, work, store)))
+            on_cell(done.run(family, options, partial(measure_one, family, source, options, work, store)))
         store.release()
     cells = (done.find(family, options) for family in families for options in ways_of(family))
     return SupportTable(cells=tuple(cell for cell in cells if cell is not None), left_out=left_out)
@@ -184,7 +186,8 @@ def _way(options: ExportOptions) -> str:
     return f"{options.role} {options.device} {options.resolved_runtime} {options.resolved_precision}"
 
 
-def _measure_one(family: str, source: Path, options: ExportOptions, work: Path, store: StageStore) -> Cell:
+def measure_one(family: str, source: Path, options: ExportOptions, work: Path, store: StageStore) -> Cell:
+    """The result of exporting a family's tiny model, which is at `source`. store: what a family's ways share."""
     outcome: Outcome
     try:
         with stage_export(read_source(source), work / "bundle", options, silent, store) as staged:
@@ -224,9 +227,9 @@ def in_short(cell: Cell, legend: Legend) -> str:
 _HEAD: Final = """\
 # Families
 
-Each cell: the largest logit error of a tiny random model, relative to FP32, in prefill, cached steps, multi-token steps
-and steps after a rollback, in the runtime that will run it. Random models are the hardest case for quantization: a
-trained model has smaller errors.
+Each cell: the largest logit error of a tiny random model, relative to FP32, in prefill, cached steps, multi-token
+steps, steps after a rollback and, for drafts, nodes of a tree, in the runtime that will run it. Random models are the
+hardest case for quantization: a trained model has smaller errors.
 
 * **[n]**: it cannot be exported; the note says why.
 * **WRONG [n]**: it computes other logits than its source, so the check refuses the export; the note says in which kind
@@ -295,6 +298,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="only these; else all")
     parser.add_argument("--resume", action="store_true", help="go on with a measurement that was interrupted")
+    parser.add_argument("--device", choices=("cpu", "gpu", "npu"), help="only this device's ways; keeps the others")
     arguments = parser.parse_args()
     listed = list_tiny_families()
     known = sorted((*listed.names, *listed.left_out), key=lambda name: (name not in FAMILIES, name))
@@ -305,8 +309,14 @@ def main() -> None:
     if not arguments.resume:
         journal.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="outrider-families-") as work:
-        newer = measure(arguments.families or known, Path(work), _report, journal)
-    table = updated(load_measured(), newer) if arguments.families else newer
+        newer = measure(arguments.families or known, Path(work), _report, journal, arguments.device)
+    stored = load_measured()
+    if arguments.device:
+        again = {(cell.family, cell.way): cell for cell in newer.cells}
+        measured = {cell.family for cell in newer.cells}
+        kept = [again.pop((cell.family, cell.way), cell) for cell in stored.cells if cell.family in measured]
+        newer = SupportTable(cells=(*kept, *again.values()), left_out=newer.left_out)
+    table = updated(stored, newer) if arguments.families else newer
     MEASURED.write_text(table.to_json(), encoding="utf-8", newline="\n")
     DOCUMENT.write_text(as_markdown(table), encoding="utf-8", newline="\n")
     journal.unlink()

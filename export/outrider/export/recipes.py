@@ -118,12 +118,10 @@ class ExportOptions:
     def fitting(self, max_positions: int) -> ExportOptions:
         """The same options, with NPU lengths that were not chosen cut to the model's positions.
 
-        Raises ConfigError for chosen lengths beyond the model's positions, or a step longer than a response.
+        Raises ConfigError for chosen lengths beyond the model's positions.
         """
         if self.device != "npu":
             return self
-        from outrider.models.runtimes.npu_compile import compiled_shapes
-
         shapes = self.static_shapes or StaticShapes()
         chosen = {"prompt_len", "response_len"} & shapes.model_fields_set
         needed = sum(getattr(shapes, name) if name in chosen else 1 for name in ("prompt_len", "response_len"))
@@ -140,7 +138,6 @@ class ExportOptions:
             }
             prompt_len, response_len = (max(1, length) for length in lengths[frozenset(chosen)])
             shapes = StaticShapes(prompt_len=prompt_len, response_len=response_len, step_len=shapes.step_len)
-        compiled_shapes(shapes)
         return replace(self, static_shapes=shapes)
 
     @property

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.runtimes.base import PromptRuntime, Reading, SequenceRuntime, num_shared
+from outrider.models.runtimes.base import SequenceRuntime, num_shared
 
 Logits = NDArray[np.float32]
 
@@ -33,7 +33,6 @@ class CachedText:
     def __init__(self, runtime: SequenceRuntime, clock: Callable[[], float] = time.perf_counter) -> None:
         self.tokens: list[int] = []
         self._runtime = runtime
-        self._prompts = runtime if isinstance(runtime, PromptRuntime) else None
         self._clock = clock
         self._piece = _FIRST_PIECE
         self._cached: list[int] = []
@@ -58,30 +57,21 @@ class CachedText:
         self._num_agreed = agreed
         return agreed
 
-    def reading(self) -> Reading:
-        """How to read what the cache lacks of the text."""
-        agreed = self.agreed()
-        if self._prompts is not None and agreed < len(self.tokens):
-            return self._prompts.cheapest_reading(agreed, len(self.tokens))
-        return Reading(agreed, self._piece)
-
     @property
     def is_behind(self) -> bool:
         """Whether more than a piece of the text was not read, and can be."""
-        if len(self.tokens) - self.agreed() <= _LEAST_PIECE:
-            return False
-        reading = self.reading()
-        if len(self.tokens) - reading.kept <= reading.size:
+        kept = self.agreed()
+        if len(self.tokens) - kept <= self._piece:
             return False
         limits = self._runtime.limits
-        return len(self.tokens) < limits.max_positions and max(self.tokens[reading.kept :]) < limits.vocab_size
+        return len(self.tokens) < limits.max_positions and max(self.tokens[kept:]) < limits.vocab_size
 
     def read_on(self) -> None:
         """Reads a piece; the next is larger or smaller by the time that this one took."""
-        kept, size = self.reading()
+        kept = self.agreed()
         self.cut(kept)
         before = self._clock()
-        self.append(self.tokens[kept : kept + size])
+        self.append(self.tokens[kept : kept + self._piece])
         took_s = self._clock() - before
         if took_s > 2 * _PIECE_S:
             self._piece = max(_LEAST_PIECE, self._piece // 2)
@@ -90,7 +80,7 @@ class CachedText:
 
     def cut_to_text(self) -> list[int]:
         """Cuts the cache back to a beginning of the text; returns the tokens that it lacks."""
-        kept = self.reading().kept
+        kept = self.agreed()
         self.cut(kept)
         return self.tokens[kept:]
 
@@ -107,7 +97,7 @@ class CachedText:
 
     def run(self, branch: Sequence[int]) -> Logits:
         """Logits after a branch of the text: cuts the cache back to where it agrees, and runs the rest."""
-        text, cached, kept = self.tokens, self._cached, self.reading().kept
+        text, cached, kept = self.tokens, self._cached, self.agreed()
         if kept < len(text):
             new = [*text[kept:], *branch]
         else:

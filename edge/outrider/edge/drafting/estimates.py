@@ -149,9 +149,10 @@ class Estimates:
 
 
 class CallTimes:
-    """Time of a drafter's call by the number of nodes that it expands: ratios of sums, on the line between two sizes.
+    """Time of a drafter's call by the number of nodes that it expands: ratios of sums, on the line between two sizes,
+    and beyond the largest on the line through the last two, which is nearly flat on an NPU.
 
-    Until another size was measured, each further node costs a quarter of a call: little enough to try some, and what
+    Until a second size was measured, each further node costs a quarter of a call: little enough to try some, and what
     is tried is measured. A size that was not run for long is forgotten: its few calls may have been slow for another
     reason, and nobody would try it again. The smallest is kept, and a call of one node asked for. A call that takes
     much longer than those before counts as _MOST times these: the device may have slept in it.
@@ -201,6 +202,10 @@ class CallTimes:
             low, high = below[-1], above[0]
             start, end = self._seen[low].value, self._seen[high].value
             return start + (end - start) * ((num_nodes - low) / (high - low) if high > low else 0.0)
+        if len(below) > 1:
+            low, high = below[-2:]
+            start, end = self._seen[low].value, self._seen[high].value
+            return end + max(0.0, end - start) / (high - low) * (num_nodes - high)
         nearest = below[-1] if below else above[0]
         one = self._seen[nearest].value / (1.0 + self._GUESS * (nearest - 1))
         return self._seen[nearest].value + self._GUESS * one * (num_nodes - nearest)

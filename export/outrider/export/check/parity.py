@@ -1,8 +1,9 @@
 """Checks an export: its logits against the source's, in FP32. An export that fails is not written.
 
-It runs in the runtime that will run the bundle, over the four kinds of step that speculation makes: prefill, one token
-on the cache, several tokens on the cache, and tokens over rejected ones. A converter can be silently wrong in any of
-them; with a sliding window it can be wrong only beyond the window, so all four run once more beyond every window that
+It runs in the runtime that will run the bundle, over the kinds of step that speculation makes: prefill, one token on
+the cache, several tokens on the cache, tokens over rejected ones, and nodes of a tree in one call where the runtime
+takes them. A converter can be silently wrong in any of them; with a sliding window it can be wrong only beyond the
+window, so all run once more beyond every window that
 the configuration names, and across every original length of a scaled rotary embedding. A target also runs all of them
 in batches, with a longer sequence at the last positions: what depends on the longest position of a batch shows in the
 shorter one. Knows neither torch nor OpenVINO: the source's logits come in as arrays, the export behind
@@ -23,10 +24,12 @@ from outrider.export.check.advice import GENERAL, Advice
 from outrider.export.check.source_logits import BEFORE, KEPT, MULTI, ROLLED, SINGLE, ParityReference, SequencePair
 from outrider.models.bundle.manifest import Parity, ParityStage
 from outrider.models.errors import ExportError, ParityFailure
-from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, BranchingRuntime, SequenceRuntime, SequenceSlice
 
 _NEIGHBOUR: Final = 160
 """Tokens of the longer sequence in a batch, beside 64."""
+_TREE: Final = 6
+"""Levels of the tree that is run, of two nodes each."""
 _FRESH_NEIGHBOUR: Final = 80
 """The same where it is run from its beginning in every step."""
 
@@ -40,11 +43,17 @@ class RowsRuntime(SequenceRuntime, Protocol):
 
 
 class SequenceSteps:
-    """Steps on a `SequenceRuntime` that gives every row. max_positions: the longest sequence."""
+    """Steps on a `SequenceRuntime` that gives every row. max_positions: the longest sequence. max_branches: of a call;
+    1 where the runtime takes none.
+    """
+
+    max_branches = 1
 
     def __init__(self, draft: RowsRuntime) -> None:
         self._draft = draft
         self.max_positions = draft.limits.max_positions
+        if isinstance(draft, BranchingRuntime):
+            self.max_branches = draft.max_branches
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size].
@@ -59,6 +68,11 @@ class SequenceSteps:
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on."""
         self._draft.truncate(length)
+
+    def run_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """The logits after each of at most `max_branches` branches of the sequence, which stays as it is."""
+        assert isinstance(self._draft, BranchingRuntime)
+        return self._draft.extend_branches(branches)
 
 
 class BatchSteps:
@@ -227,11 +241,29 @@ def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage
         _compare(f"{name}{where}", rows, source_rows)
         for name, rows, source_rows in zip(names, found, (*expected, pair.other_logits), strict=True)
     ]
+    if isinstance(steps, SequenceSteps) and steps.max_branches > 1:
+        steps.truncate(kept)
+        stages.append(_run_tree(steps, pair, kept, where))
     own = max(
         _own_delta(steps, main, np.concatenate(found[:3]), compared),
         _own_delta(steps, pair.other, found[3], compared),
     )
     return stages, own / max(stage.scale for stage in stages)
+
+
+def _run_tree(steps: SequenceSteps, pair: SequencePair, kept: int, where: str) -> ParityStage:
+    """The nodes of a tree that goes both ways, level by level, behind the `kept` tokens that both share."""
+    length = min(len(pair.main) - kept, len(pair.other) - kept, _TREE)
+    first = len(pair.main_logits) - (len(pair.main) - kept)
+    ways = pair.main[kept : kept + length], pair.other[kept : kept + length]
+    source = pair.main_logits[first : first + length], pair.other_logits[:length]
+    nodes = [(way, depth) for depth in range(length) for way in range(2)]
+    found = [
+        steps.run_branches([ways[way][: depth + 1] for way, depth in nodes[at : at + steps.max_branches]]).copy()
+        for at in range(0, len(nodes), steps.max_branches)
+    ]
+    expected = np.stack([source[way][depth] for way, depth in nodes])
+    return _compare(f"nodes of a tree{where}", np.concatenate(found), expected)
 
 
 def _run_batched(steps: BatchSteps, reference: ParityReference, original: int) -> tuple[ParityStage, float]:

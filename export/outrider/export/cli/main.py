@@ -39,9 +39,16 @@ DraftOn = Annotated[Device, typer.Option(help="Device that runs the draft.")]
 DraftWith = Annotated[
     Literal["openvino", "onnxruntime"] | None, typer.Option(help="Runtime of the draft; default: the device's.")
 ]
-PromptLen = Annotated[int | None, typer.Option(min=1, help="NPU only: longest prompt of one pass, fixed at export.")]
+PromptLen = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="NPU only: positions for the prompt, fixed at export; a text has at most these and --response-len."
+    ),
+]
 ResponseLen = Annotated[int | None, typer.Option(min=1, help="NPU only: positions for what follows the prompt.")]
-StepLen = Annotated[int | None, typer.Option(min=1, help="NPU only: most tokens of one cached step.")]
+StepLen = Annotated[
+    int | None, typer.Option(min=1, help="NPU only: most tokens of one pass, as nodes of a tree; default: 8.")
+]
 AheadOfTime = Annotated[
     bool,
     typer.Option(

@@ -13,7 +13,7 @@ from typing import Final
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.runtimes.npu_compile import blob_path, compile_ir, compiled_shapes, npu_core
+from outrider.models.runtimes.npu_compile import blob_path, compile_graph, graph_sizes, npu_core, read_ir
 from outrider.models.runtimes.openvino_graph import failure_reason, find_ir
 
 _COMPILER: Final = re.compile(r"[\w.-]*npu[\w-]*compiler[\w.-]*", re.IGNORECASE)
@@ -25,26 +25,33 @@ _OTHERWISE: Final = (
 
 def compile_ahead(
     xml: Path, shapes: StaticShapes, destination: Path, *, platform: str | None = None, emulate_npu: bool = False
-) -> Path:
-    """Compiles the stateful IR at `xml` and writes the blob to the directory `destination`; returns the blob's path.
+) -> list[Path]:
+    """Compiles the graphs of the stateful IR at `xml` and writes their blobs to the directory `destination`; returns
+    the blobs' paths.
 
-    `OpenVinoNpuRuntime` loads it if it is beside the IR, for the same shapes. It holds no weights: the IR's `.bin` is
-    still needed. A blob is for one kind of NPU and one version of OpenVINO; elsewhere the IR is compiled.
+    `OpenVinoNpuRuntime` loads them if they are beside the IR, for the same shapes. They hold no weights: the IR's
+    `.bin` is still needed. A blob is for one kind of NPU and one version of OpenVINO; elsewhere the IR is compiled.
     platform: the NPU to compile for, as OpenVINO names it ("NPU4000"); None takes this machine's.
     emulate_npu: compile for the emulation on the CPU, to test the handling of blobs.
     Raises RuntimeUnavailable when there is no compiler or it fails; BundleError for an IR that an NPU cannot run.
     """
     xml = find_ir(xml)
-    lengths = compiled_shapes(shapes)
     properties = {} if platform is None else {"NPU_PLATFORM": platform}
     options = RuntimeOptions(device="NPU", static_shapes=shapes, emulate_npu=emulate_npu, properties=properties)
     try:
-        blob = compile_ir(npu_core(options, needs_device=False), xml, lengths, options).export_model()
+        core = npu_core(options, needs_device=False)
+        model = read_ir(core, xml)
+        blobs = [
+            (num_new, compile_graph(core, model, xml, shapes, num_new, options).export_model())
+            for num_new in graph_sizes(shapes)
+        ]
     except RuntimeError as error:
         raise _unavailable(xml, platform, str(error), failure_reason(error)) from error
-    path = destination / blob_path(xml, lengths, emulated=emulate_npu).name
-    path.write_bytes(blob.getbuffer())
-    return path
+    paths = []
+    for num_new, blob in blobs:
+        paths.append(destination / blob_path(xml, shapes, num_new, emulated=emulate_npu).name)
+        paths[-1].write_bytes(blob.getbuffer())
+    return paths
 
 
 def require_compiler(platform: str | None) -> None:

@@ -63,7 +63,7 @@ def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> st
         "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out": (
             runtime == "openvino" and not is_npu and config.get("attn_logit_softcapping")
         ),
-        "it has no positions (ALiBi), by which an NPU's path tells a prompt from a cached step": (
+        "it has no positions (ALiBi), which an NPU's path needs to place tokens": (
             runtime == "openvino" and is_npu and family == "bloom"
         ),
         "its attention adds ALiBi by itself, outside transformers' attention interface": (

@@ -88,10 +88,10 @@ class Quantization(_Part):
 
 
 class StaticShapes(_Part):
-    """The shapes, in tokens, that an NPU's model was compiled for: the device runs no others.
+    """The shapes, in tokens, that an NPU's model is compiled for: the device runs no others.
 
-    prompt_len: longest prompt of one prefill pass. response_len: positions for what follows it, so a sequence has at
-    most prompt_len + response_len. step_len: most tokens of one cached step.
+    prompt_len, response_len: a sequence has at most both together. step_len: most tokens of one pass: nodes of a tree,
+    or tokens of a text.
     """
 
     prompt_len: Size = 1024

@@ -5,7 +5,6 @@
 `BranchingRuntime`, where a draft can run several nodes of a tree in one call.
 `ShareableRuntime`, whose model holds several sequences; `JoiningRuntime`, which runs several of them in one call.
 `HiddenRuntime`, which keeps hidden states for draft heads.
-`PromptRuntime`, which reads a prompt at another price than what follows it.
 None knows about sessions or the network. `OneSequence` is what every `SequenceRuntime` here shares.
 """
 
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -232,22 +231,7 @@ class JoiningRuntime(Protocol):
         """
 
 
-class Reading(NamedTuple):
-    """How to read a text: keep its first `kept` tokens, which are in the cache, and run the next `size` in one call."""
-
-    kept: int
-    size: int
-
-
-@runtime_checkable
-class PromptRuntime(Protocol):
-    """A SequenceRuntime that reads a prompt at another price than what follows it."""
-
-    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
-        """How to read a text of `num_tokens`, of which the first `num_shared` are in the cache. Changes no state."""
-
-
-BRANCH_COUNTS: Final = (1, 4, 8)
+BRANCH_COUNTS: Final = (1, 4, 8, 16)
 """Branches of a call: runtimes that prepare for shapes are faster on few of them."""
 
 

@@ -83,18 +83,27 @@ class BranchBlocks:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool, pool: FreeBlocks | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_positions: int,
+        *,
+        copies: bool,
+        pool: FreeBlocks | None = None,
+        joins: bool = False,
     ) -> None:
         """num_blocks: at least three more than the longest sequence and branch need, so that one branch always finds
         room; may be raised before these grow, up to `max_positions`, and the pool then too.
 
         copies: whether blocks can be copied; else a branch computes the tokens of its first block again. pool: where
-        the blocks come from; it must have as many free as all that take from it may use. None: one of its own.
+        the blocks come from; it must have as many free as all that take from it may use. None: one of its own. joins:
+        whether a run may go on from a token of the same round, which comes before it.
         """
         self.table: NDArray[np.int32] = np.zeros(-(-max_positions // block_size), np.int32)
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._copies = copies
+        self._joins = joins
         self._pool = pool or FreeBlocks(num_blocks)
         self._num_users: dict[int, int] = {}  # nodes with their home in a block, and the sequence
         self.text: list[int] = []
@@ -128,8 +137,8 @@ class BranchBlocks:
         return num_kept
 
     def truncate(self, length: int) -> None:
-        """Cuts the sequence back to its first `length` tokens; forgets all branches when that shortens it."""
-        if length == len(self.text):
+        """Cuts the sequence back to its first `length` tokens; forgets all branches if it is shorter or empty then."""
+        if length and length == len(self.text):
             return
         self.forget_branches()
         del self.text[length:]
@@ -167,7 +176,7 @@ class BranchBlocks:
             child = (node.children if node else self._roots).get(token)
             if child is None:
                 break
-            if child.born == self._round:
+            if child.born == self._round and not self._joins:
                 return None
             child.used = self._round
             if child.position % self._block_size:

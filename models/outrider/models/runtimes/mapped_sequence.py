@@ -18,8 +18,6 @@ from outrider.models.runtimes.base import (
     BranchingRuntime,
     JoiningRuntime,
     ModelLimits,
-    PromptRuntime,
-    Reading,
     SequenceRuntime,
     ShareableRuntime,
     num_shared,
@@ -250,24 +248,12 @@ class SharedMappedSequence(MappedSequence):
         return SharedMappedSequence(runtime.open_sequence(), self.mapping)
 
 
-class PromptMappedSequence(MappedSequence):
-    """One whose draft reads a prompt at another price than what follows it."""
-
-    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
-        """As the draft's runtime would read as many tokens of its own: mostly about as many."""
-        runtime = self.draft.runtime
-        assert isinstance(runtime, PromptRuntime)
-        return runtime.cheapest_reading(num_shared, num_tokens)
-
-
 def mapped(runtime: SequenceRuntime, target: Tokenizer, draft: Tokenizer) -> SequenceRuntime:
     """The runtime of a draft, which takes and scores the ids of a target; itself where both have one tokenizer."""
     if target.fingerprint == draft.fingerprint:
         return runtime
     mapping = _map_of(target, draft)
-    kind: type[MappedSequence] = PromptMappedSequence if isinstance(runtime, PromptRuntime) else MappedSequence
-    if isinstance(runtime, ShareableRuntime):
-        kind = SharedMappedSequence
+    kind = SharedMappedSequence if isinstance(runtime, ShareableRuntime) else MappedSequence
     return kind(runtime, mapping)
 
 

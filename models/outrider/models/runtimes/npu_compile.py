@@ -1,63 +1,71 @@
-"""Compiles a stateful IR for the NPU plugin's language-model path, on an NPU or emulated on the CPU.
+"""Compiles the static graphs of a draft for an NPU, or for the CPU that emulates one.
 
-Knows shapes, properties and devices; `openvino_npu` uses the compiled model. Refuses what that cannot drive, a model
-without positions. Works around two faults of the plugin (2026.4.1): masks of true and false, and weights of matrix
-products over two axes. A third, wrong logits with a cache in u8 or i8, meets only who sets that property.
+Knows sizes, properties and devices; `static_graph` makes the graphs and `openvino_npu` runs them. They go through the
+NPU plugin's own wrapper (NPUW), as OpenVINO GenAI's do: it keeps the weights out of the compiled graphs, once for all
+of them. Works around a fault of it (2026.4.1): weights of matrix products over two axes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import openvino as ov
-from openvino import opset13 as ops
 
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.base import RuntimeOptions, longest_sequence
 from outrider.models.runtimes.openvino_graph import failure_reason
+from outrider.models.runtimes.static_graph import make_static
 
 logger = logging.getLogger(__name__)
 
-_LOWEST: Final = -65504.0
-"""Added to the logits of what is not attended: the lowest finite FP16."""
+PROMPT_PASS: Final = 64
+"""Tokens of a prompt's pass. A longer one takes less time per token, and its half-full passes more."""
+_QUANTIZED: Final = "NPU_COMPILER_DYNAMIC_QUANTIZATION"
+"""Of drivers whose compiler takes quantized weights as they are."""
+_FOLDED: Final = {"NPUW_FOLD": "YES", "NPUW_FUNCALL_FOR_ALL": "YES"}
+_SPARE: Final = 128
+"""Slots for branches beside the longest text. Beyond them what was used longest ago is forgotten."""
 
 
-def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
-    """The lengths that the plugin compiles: it rounds prompt and response up to 64, steps of several tokens to 8.
+def num_slots(shapes: StaticShapes) -> int:
+    """Tokens whose keys and values are kept; with those of a step a multiple of 64."""
+    whole = -(-(shapes.max_positions + _SPARE + shapes.step_len) // 64) * 64
+    return whole - shapes.step_len
 
-    Raises ConfigError when the response has no room for one step.
+
+def graph_sizes(shapes: StaticShapes) -> tuple[int, ...]:
+    """New tokens of each graph: a step's, and a prompt's where that is longer."""
+    return (shapes.step_len, PROMPT_PASS) if shapes.step_len < PROMPT_PASS else (shapes.step_len,)
+
+
+def npu_properties(core: Any, xml: Path, options: RuntimeOptions) -> dict[str, str]:
+    """The compile properties for an NPU: those of the plugin's own pipeline for language models (its
+    llm_compiled_model.cpp) for a graph that generates. `options.properties` overrides them.
     """
-    step_len = 1 if shapes.step_len == 1 else _up(shapes.step_len, 8)
-    rounded = StaticShapes(
-        prompt_len=_up(shapes.prompt_len, 64), response_len=_up(shapes.response_len, 64), step_len=step_len
-    )
-    if rounded.step_len >= rounded.response_len:
-        raise ConfigError(
-            f"a step of {rounded.step_len} tokens leaves no room in a response of {rounded.response_len}; expected a "
-            "step_len well below response_len"
-        )
-    return rounded
-
-
-def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, str]:
-    """The compile properties for an NPU; `options.properties` overrides them."""
     properties = {
         "NPU_USE_NPUW": "YES",
-        "NPUW_LLM": "YES",
-        "NPUW_LLM_MAX_PROMPT_LEN": str(shapes.prompt_len),
-        "NPUW_LLM_MIN_RESPONSE_LEN": str(shapes.response_len),
-        "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": str(shapes.step_len),
         # One device: with a list the plugin would silently go on to the next.
-        "NPUW_DEVICES": "CPU" if options.emulate_npu else _device(options),
-        # Compiled whole: slower to compile, faster to run. Cut into repeated blocks, the default, some models fail
-        # ("Model references undeclared parameters"), the bundled draft among them.
+        "NPUW_DEVICES": "CPU" if options.emulate_npu else device_of(options),
+        # Compiled whole: slower to compile, faster to run. Cut into repeated blocks, the default, models fail
+        # ("Model references undeclared parameters").
         "NPUW_ONLINE_PIPELINE": "NONE",
+        # Weights as inputs, from one bank for a model's graphs: it tells weights by where they are in memory, where
+        # another model's may be later.
+        **_FOLDED,
+        "NPUW_WEIGHTS_BANK": f"outrider-{_name_of(xml)}",
     }
+    if not options.emulate_npu:
+        properties["NPU_COMPILATION_MODE_PARAMS"] = (
+            "compute-layers-with-higher-precision=Sqrt,Power,ReduceMean,Add_RMSNorm"
+        )
+        if _QUANTIZED in core.get_property("NPU", "SUPPORTED_PROPERTIES"):
+            properties |= {_QUANTIZED: "YES", "NPUW_DQ": "YES", "NPUW_DQ_FULL": "NO"}
+        else:
+            properties |= {"NPUW_DQ": "YES", "NPUW_DCOFF_TYPE": "f16", "NPUW_DCOFF_SCALE": "YES"}
     if options.cache_dir is not None:
         properties["CACHE_DIR"] = options.cache_dir
     return properties | options.properties
@@ -79,7 +87,14 @@ def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
     if options.emulate_npu:
         # Set on the device, because a model from the cache does not keep its compile properties; the default, bf16,
         # is off by 0.04 where f32 is off by 0.001. Pinned threads of two processes would share cores.
-        emulated: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": "NO"}
+        # The CPU's fused kernels ("snippets") are wrong in models with two masks where a pass has as many tokens as an
+        # attention has heads (2026.4.1). Activations are not quantized here, as an NPU would not.
+        emulated: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": "f32",
+            "ENABLE_CPU_PINNING": "NO",
+            "SNIPPETS_MODE": "DISABLE",
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
+        }
         if options.num_threads:
             emulated["INFERENCE_NUM_THREADS"] = options.num_threads
         core.set_property("CPU", emulated)
@@ -92,99 +107,97 @@ def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
     return core
 
 
-def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
-    """The IR compiled for `shapes`, as `compiled_shapes` gives them: minutes on an NPU, the first time.
+def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> list[Any]:
+    """The IR compiled for each of `graph_sizes`: minutes on an NPU, the first time.
 
-    A blob beside the IR, compiled for these shapes, is used instead, unless the options ask for other properties; one
+    A blob beside the IR, compiled for these sizes, is used instead, unless the options ask for other properties; one
     that this OpenVINO or driver cannot read is skipped, with a warning.
-    Raises BundleError for a model that the path cannot drive, ConfigError for an option out of range,
+    Raises BundleError for a model that the graphs cannot be made of, ConfigError for an option out of range,
     RuntimeUnavailable when there is no NPU and no emulation, or the compiler fails.
     """
     core = npu_core(options)
-    blob = blob_path(xml, shapes, emulated=options.emulate_npu)
-    if blob.is_file() and not options.properties:
-        try:
-            return core.import_model(
-                blob.read_bytes(), _device(options), {"WEIGHTS_PATH": str(xml.with_suffix(".bin"))}
-            )
-        except RuntimeError as error:
-            logger.warning("%s is not for this OpenVINO or driver (%s); compiling again", blob, failure_reason(error))
+    model: Any = None
+    compiled: list[Any] = []
+    for num_new in graph_sizes(shapes):
+        if (graph := _imported(core, xml, shapes, num_new, options)) is None:
+            model = model or read_ir(core, xml)
+            try:
+                graph = compile_graph(core, model, xml, shapes, num_new, options)
+            except RuntimeError as error:
+                # On the CPU nothing of the NPU's driver runs: the plugin cannot take the model.
+                advice = "" if options.emulate_npu else "; update the NPU's driver"
+                raise RuntimeUnavailable(
+                    f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}{advice}"
+                ) from error
+        compiled.append(graph)
+    return compiled
+
+
+def _imported(core: Any, xml: Path, shapes: StaticShapes, num_new: int, options: RuntimeOptions) -> Any:
+    """The graph of a blob beside the IR; None where there is none, or none to use."""
+    blob = blob_path(xml, shapes, num_new, emulated=options.emulate_npu)
+    if not blob.is_file() or options.properties:
+        return None
     try:
-        return compile_ir(core, xml, shapes, options)
+        weights = {"WEIGHTS_PATH": str(xml.with_suffix(".bin"))}
+        return core.import_model(blob.read_bytes(), device_of(options), weights)
     except RuntimeError as error:
-        # On the CPU nothing of the NPU's driver runs: the plugin cannot take the model.
-        advice = "" if options.emulate_npu else "; update the NPU's driver"
-        raise RuntimeUnavailable(
-            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}{advice}"
-        ) from error
+        logger.warning("%s is not for this OpenVINO or driver (%s); compiling again", blob, failure_reason(error))
+        return None
 
 
-def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
-    """As `compile_for_npu`, but without looking for a device or a blob; raises OpenVINO's own RuntimeError."""
-    properties = npu_properties(shapes, options)
+def read_ir(core: Any, xml: Path) -> Any:
+    """The IR, read once for all graphs: they share its weights' memory. Raises BundleError."""
     try:
-        model = core.read_model(xml)
+        return core.read_model(xml)
     except RuntimeError as error:
         raise BundleError(f"{xml} cannot be read as an IR ({failure_reason(error)}); export the model again") from error
-    if not model.get_variables():
-        raise BundleError(
-            f"{xml} has no KV cache; expected the stateful decoder that `outrider-export` or optimum-intel's "
-            "default text-generation export writes"
-        )
-    if missing := {"input_ids", "attention_mask", "position_ids"} - port_names(model.inputs):
-        raise BundleError(
-            f"{xml} has no input {', '.join(sorted(missing))}, which the NPU's path needs to recognize a cached step; "
-            "export models without positions, such as Bloom, for the CPU (--device cpu)"
-        )
-    _use_finite_masks(model)
+
+
+def compile_graph(core: Any, model: Any, xml: Path, shapes: StaticShapes, num_new: int, options: RuntimeOptions) -> Any:
+    """Compiles the graph of `num_new` tokens of `model`, which stays as it is.
+
+    Raises OpenVINO's RuntimeError, BundleError as `compile_for_npu`.
+    """
+    longest = longest_sequence(xml.parent, options)
+    properties = npu_properties(core, xml, options)
+
+    def graph() -> Any:
+        copied = model.clone()
+        make_static(copied, xml, num_new, num_slots(shapes), longest, one_row=num_new != shapes.step_len)
+        return copied
+
+    made = graph()
     try:
-        return core.compile_model(model, _device(options), properties)
+        return core.compile_model(made, device_of(options), properties)
     except RuntimeError as error:
-        if "NPUW_FOLD" in properties:
+        if _FOLDED.keys() & options.properties.keys():
             raise
         # Folding makes inputs of the scales of quantized weights, and loses or mistypes those of products over two axes
         # (GPT-2's `Conv1D`).
-        logger.info("%s: compiling again without folding (%s)", xml, failure_reason(error))
-        model = core.read_model(xml)
-        _use_finite_masks(model)
+        logger.warning("%s: compiling again without folding (%s)", xml, failure_reason(error))
+        unfolded = {name: value for name, value in properties.items() if name not in _FOLDED} | {"NPUW_FOLD": "NO"}
         try:
-            return core.compile_model(model, _device(options), properties | {"NPUW_FOLD": "NO"})
+            return core.compile_model(graph(), device_of(options), unfolded)
         except RuntimeError:
             raise error from None
 
 
-def _use_finite_masks(model: Any) -> None:
-    """Replaces, in place, attention masks of true and false by masks of 0 and the lowest finite number.
-
-    The plugin pads a prompt in front and makes minus infinity of false: a padded row attends nothing, its softmax is
-    NaN, and 0 * NaN reaches every row of the next layer. Most families are converted with finite masks; OLMo 2 and OPT,
-    among others, are not.
-    """
-    for node in model.get_ordered_ops():
-        if node.get_type_name() != "ScaledDotProductAttention" or node.get_input_size() < 4:
-            continue
-        mask, dtype = node.input_value(3), node.input_value(0).get_element_type()
-        if mask.get_element_type() == ov.Type.boolean:
-            zero, lowest = (ops.convert(ops.constant(value, dtype=np.float32), dtype) for value in (0.0, _LOWEST))
-            node.input(3).replace_source_output(ops.select(mask, zero, lowest).output(0))
-    model.validate_nodes_and_infer_types()
+def _name_of(xml: Path) -> str:
+    """A name of a model's contents: wherever it lies, what was compiled of it is found again."""
+    weights = xml.with_suffix(".bin")
+    known = hashlib.sha256(xml.read_bytes())
+    with weights.open("rb") as file:
+        known.update(f"{weights.stat().st_size} ".encode() + file.read(1 << 20))
+    return known.hexdigest()[:16]
 
 
-def _device(options: RuntimeOptions) -> str:
+def device_of(options: RuntimeOptions) -> str:
     """As OpenVINO names it; "CPU" is the options' default, so nobody chose it."""
     return "NPU" if options.device == "CPU" else options.device
 
 
-def blob_path(xml: Path, shapes: StaticShapes, *, emulated: bool) -> Path:
-    """The path of an IR compiled ahead of time: beside the IR, named by device and shapes."""
+def blob_path(xml: Path, shapes: StaticShapes, num_new: int, *, emulated: bool) -> Path:
+    """The path of a graph compiled ahead of time: beside the IR, named by device and sizes."""
     device = "cpu" if emulated else "npu"
-    return xml.with_name(f"{xml.stem}.{device}-{shapes.prompt_len}-{shapes.response_len}-{shapes.step_len}.blob")
-
-
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
-
-
-def port_names(ports: Sequence[Any]) -> set[str]:
-    """All names of a model's inputs or outputs."""
-    return {name for port in ports for name in port.get_names()}
+    return xml.with_name(f"{xml.stem}.{device}-{num_slots(shapes)}-{num_new}.blob")

@@ -118,7 +118,7 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
         for node in model.get_ops()
         if node.get_type_name() == "PagedAttentionExtension"
     )
-    gathers_rows = _gather_rows(model, shows_hidden=options.keeps_hidden)
+    gathers_rows = gather_rows(model, shows_hidden=options.keeps_hidden)
     if not gathers_rows:
         logger.info("%s: no MatMul in front of the logits; they are computed for every token", xml)
     if options.keeps_hidden and not gathers_rows:
@@ -181,19 +181,22 @@ def _properties(options: RuntimeOptions) -> dict[str, str]:
     return properties | options.properties
 
 
-def _gather_rows(model: Any, *, shows_hidden: bool = False) -> bool:
+def gather_rows(model: Any, *, num_rows: int = -1, shows_hidden: bool = False) -> bool:
     """Adds the input `logit_rows` (int64 [R]) and gathers these rows before the LM head; False if there is none.
 
-    shows_hidden: the gathered rows are a second output.
+    num_rows: R, -1: any. shows_hidden: the gathered rows are a second output.
     """
     node = model.output(0).get_node().input_value(0).get_node()
     while node.get_type_name() in _ROW_WISE and all(_is_constant(v) for v in node.input_values()[1:]):
         node = node.input_value(0).get_node()
-    if node.get_type_name() != "MatMul" or node.input_value(0).get_partial_shape().rank.get_length() < 2:
+    hidden = node.input_value(0).get_partial_shape() if node.get_type_name() == "MatMul" else None
+    if hidden is None or hidden.rank.get_length() < 2:
         return False
-    rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
+    rows = ops.parameter([num_rows], ov.Type.i64, name="logit_rows")
     rows.output(0).set_names({"logit_rows"})
-    gathered = ops.gather(node.input_value(0), rows, ops.constant(0, dtype=np.int64))
+    # Paged, tokens come first; in a static graph they come behind a batch of one.
+    axis = int(hidden[0] == 1 and hidden.rank.get_length() > 2)
+    gathered = ops.gather(node.input_value(0), rows, ops.constant(axis, dtype=np.int64))
     node.input(0).replace_source_output(gathered.output(0))
     model.add_parameters([rows])
     if shows_hidden:

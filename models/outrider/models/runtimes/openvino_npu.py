@@ -1,41 +1,118 @@
-"""Runs a `SequenceRuntime` on the NPU plugin's path for language models, or on that path emulated on the CPU.
+"""Runs a `SequenceRuntime` with branches on an NPU's static graphs, or on these graphs on the CPU (emulation).
 
-An NPU runs static shapes only. The plugin makes two models of a stateful IR, one for a whole prompt and one for a few
-tokens on a cache, and chooses by the first position: several tokens from position 0 on are a prompt. A smaller position
-cuts its cache back; it ignores what lies beyond only if the attention mask says so, so every mask here spans the whole
-cache. This module works around a silent fault of the plugin (2026.4.1): a cache that is cut back right after a prompt,
-before any cached step, keeps the *last* tokens of the prompt instead of the first. One cached step at the prompt's end
-moves all keys and values over; it is run, and discarded, when such a cut is extended.
+A pass of an NPU takes nearly as long for one token as for sixteen. So there are two graphs (`static_graph`): one takes
+`step_len` tokens, the next nodes of a tree or a piece of a text, the other a piece of a prompt. Both read keys and
+values from the same slots, which are kept here. A slot belongs to one token of the text or of a branch, as
+`branch_blocks` decides with blocks of one token; what a token attends is said by its mask. So a fork copies nothing, a
+rollback and a commit move nothing.
 
 Knows nothing of weights (INT8, full INT8 and FP32 all run) or of compiling: see `npu_compile`.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import ModelLimits, OneSequence, Reading, RuntimeOptions, longest_sequence
-from outrider.models.runtimes.npu_compile import compile_for_npu, compiled_shapes, port_names
-from outrider.models.runtimes.openvino_graph import find_ir, shared_tensor
+from outrider.models.runtimes.base import ModelLimits, OneSequence, RuntimeOptions, longest_sequence, telling_of_memory
+from outrider.models.runtimes.branch_blocks import BranchBlocks
+from outrider.models.runtimes.npu_compile import compile_for_npu, num_slots
+from outrider.models.runtimes.openvino_graph import find_ir, run_request, shared_tensor
+from outrider.models.runtimes.static_graph import MASK, MASKED, PAST, input_name
 
-_PASS_SPEED: Final = 8
-"""Tokens of a prompt's pass per token of a cached step in the same time, until both were measured."""
-_STEPS_PER_CALL: Final = 8
-"""Cached steps after which a long text may be left."""
+_PROMPT_STEPS: Final = 3.0
+"""Cached steps that take as long as a prompt's pass, until both were measured."""
+
+
+class _Token(NamedTuple):
+    """A token to run. path: the slots of all positions up to its own, int [position + 1]."""
+
+    token: int
+    path: NDArray[np.integer]
+
+
+class _Graph:
+    """A compiled static graph with the memory that its request reads, which the request does not keep alive.
+
+    windows: of its masks, as `make_static` has them. fastest_s: of its passes, 0 before the first.
+    caches: OpenVINO's tensors, shared by all graphs of a model; this request's own if None. On an NPU these should be
+    memory that it reads itself, so that nothing is copied for a pass (not run on hardware).
+    """
+
+    def __init__(self, compiled: Any, caches: dict[str, Any] | None) -> None:
+        shapes = {input_name(port): list(port.shape) for port in compiled.inputs}
+        self.request: Any = compiled.create_infer_request()
+        self.num_new: int = shapes["input_ids"][1]
+        self.fastest_s = 0.0
+        self.has_one_row = "logit_rows" in shapes
+        self._ids, self._positions = np.zeros((1, self.num_new), np.int64), np.zeros((1, self.num_new), np.int64)
+        self._row = np.zeros(1, np.int64)
+        masks = {name: np.full(shape, MASKED, np.float32) for name, shape in shapes.items() if name.startswith(MASK)}
+        self._masks = {int(name.removeprefix(MASK)): mask[0, 0] for name, mask in masks.items()}
+        self.windows = tuple(sorted(self._masks))
+        self.num_slots = next(iter(self._masks.values())).shape[1] - self.num_new
+        self._columns = np.arange(self.num_slots)
+        self._bound = {"input_ids": self._ids, "position_ids": self._positions, **masks}
+        if self.has_one_row:
+            self._bound["logit_rows"] = self._row
+        for name, array in self._bound.items():
+            self.request.set_tensor(name, shared_tensor(array))
+        self.caches = caches or {name: self.request.get_tensor(name) for name in shapes if name.startswith(PAST)}
+        self._moves: list[tuple[NDArray[np.float16], NDArray[np.float16]]] = []
+        for name, tensor in self.caches.items():
+            if caches is None:
+                tensor.data[:] = 0  # hidden or not, what is no number would be seen
+            else:
+                self.request.set_tensor(name, tensor)
+            old, new = tensor.data, self.request.get_tensor(name.replace(PAST, "present.", 1)).data
+            axis = next(axis for axis in range(old.ndim) if old.shape[axis] != new.shape[axis])
+            self._moves.append((np.moveaxis(old, axis, 0), np.moveaxis(new, axis, 0)))
+
+    def run(self, tokens: Sequence[_Token]) -> NDArray[np.float32]:
+        """Runs at most `num_new` tokens, and keeps their keys and values in their slots.
+
+        Returns the logits after each, [len(tokens), vocabulary], or after the last alone; reused by the next call.
+        """
+        count = len(tokens)
+        slots = [int(each.path[-1]) for each in tokens]
+        self._columns[slots] = range(self.num_slots, self.num_slots + count)
+        self._ids[:], self._positions[:] = 0, 0
+        self._ids[0, :count] = [each.token for each in tokens]
+        self._positions[0, :count] = [len(each.path) - 1 for each in tokens]
+        self._row[0] = count - 1
+        for window, mask in self._masks.items():
+            mask[:] = MASKED
+            for row, each in zip(mask, tokens, strict=False):
+                row[self._columns[each.path[-window:]]] = 0.0
+            rest = np.arange(count, self.num_new)
+            mask[rest, self.num_slots + rest] = 0.0  # a row that attends nothing is no number
+        self._columns[slots] = slots
+        before = time.perf_counter()
+        run_request(self.request)
+        took_s = time.perf_counter() - before
+        self.fastest_s = min(self.fastest_s or took_s, took_s)
+        for cache, new in self._moves:
+            # A hidden slot still counts times 0: what is no number would make others none, for good.
+            cache[slots] = np.nan_to_num(new[:count], nan=0.0, posinf=0.0, neginf=0.0)
+        logits: NDArray[np.float32] = self.request.get_tensor("logits").data[0]
+        return logits[:count]
+
+    def close(self) -> None:
+        """Releases the graph and its memory."""
+        self.request, self.caches, self._moves, self._masks, self._bound = None, {}, [], {}, {}
 
 
 class OpenVinoNpuRuntime(OneSequence):
-    """One sequence of at most `limits.max_positions` tokens, for the lengths of `options.static_shapes`.
+    """One sequence of at most `limits.max_positions` tokens, and its branches, for the lengths of
+    `options.static_shapes`.
 
-    provider: the device that runs the model, in words.
+    provider: the device that runs the model, in words. max_branches: nodes of a pass.
     """
 
     full_advice = "export the draft with longer static shapes"
@@ -44,132 +121,119 @@ class OpenVinoNpuRuntime(OneSequence):
         """Compiles the stateful IR at `path` (directory or .xml), or takes it from `options.cache_dir`.
 
         The first time takes seconds on a CPU and minutes on an NPU.
-        Raises BundleError when the files are missing or are not a stateful decoder, ConfigError for an option out of
-        range, RuntimeUnavailable when there is no NPU and `options.emulate_npu` is off.
+        Raises BundleError when the files are missing or are not a decoder that the graphs can be made of, ConfigError
+        for an option out of range, RuntimeUnavailable when there is no NPU and `options.emulate_npu` is off.
         """
-        asked = options.static_shapes
-        if asked is None:
+        shapes = options.static_shapes
+        if shapes is None:
             raise ConfigError("an NPU runs static shapes only; give static_shapes from the bundle's manifest")
-        shapes = compiled_shapes(asked)
         xml = find_ir(path)
-        self._prompt_len, self._step_len = shapes.prompt_len, shapes.step_len
-        # The cached model's new tokens take the last positions, so these hold no past.
-        self._capacity = shapes.max_positions - shapes.step_len
-        longest = min(longest_sequence(xml.parent, options), asked.max_positions, self._capacity)
-        compiled = compile_for_npu(xml, shapes, options)
-        super().__init__(ModelLimits(compiled.output("logits").partial_shape[-1].get_length(), longest))
+        longest = min(longest_sequence(xml.parent, options), shapes.max_positions)
+        step, *prompts = compile_for_npu(xml, shapes, options)
+        vocab_size = step.output("logits").partial_shape[-1].get_length()
+        super().__init__(ModelLimits(vocab_size, longest))
         self.provider = "NPU path emulated on the CPU" if options.emulate_npu else "NPU"
-        self._request: Any = compiled.create_infer_request()
-        self._has_beams = "beam_idx" in port_names(compiled.inputs)
-        self._num_unmoved = 0  # tokens of a prompt with no cached step after it yet
-        self._mask = np.ones(self._capacity + self._step_len, np.int64)  # past, then a step's new tokens
-        self._bound: tuple[Any, ...] = ()  # the request reads this memory but does not keep it alive
-        self._pass_s = self._step_s = math.inf  # the fastest so far
-
-    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
-        """Whether to run what is missing in cached steps, or everything again, which a pass reads from an empty cache.
-
-        Compares the fastest pass and step so far.
-        """
-        pass_steps = self._prompt_len / (self._step_len * _PASS_SPEED)
-        if math.isfinite(self._pass_s) and math.isfinite(self._step_s):
-            pass_steps = self._pass_s / self._step_s
-        going_on = self._num_steps(num_tokens - num_shared) + (0 < num_shared < self._num_unmoved)
-        again = pass_steps + self._num_steps(num_tokens - self._prompt_len)
-        if num_shared and going_on <= again:
-            return Reading(num_shared, self._step_len * _STEPS_PER_CALL)
-        return Reading(0, self._prompt_len)
-
-    def _num_steps(self, num_tokens: int) -> int:
-        return max(0, -(-num_tokens // self._step_len))
+        with telling_of_memory(longest):
+            self._step = _Graph(step, None)
+            self._prompt = _Graph(prompts[0], self._step.caches) if prompts else None
+        self.max_branches = self._step.num_new
+        self._blocks = BranchBlocks(num_slots(shapes), 1, longest, copies=True, joins=True)
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.
 
-        From an empty cache, up to `prompt_len` tokens go in one pass; everything else in steps of `step_len`.
         Blocking, without the GIL. Raises ConfigError when the sequence would be longer than `limits.max_positions`.
         """
-        self._check_new(tokens)
-        num_prompt = self._num_prompt(tokens)
-        row = self._prefill(tokens[:num_prompt]) if num_prompt else None
-        for rows in self._steps(tokens[num_prompt:]):
-            row = rows[-1]
-        assert row is not None
+        row: NDArray[np.float32] = self._append(tokens, 1)[-1]
         return row
 
     def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32.
+        """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32."""
+        return self._append(tokens, len(tokens))
 
-        The prompt's pass gives the last row only, so from an empty cache the prompt runs twice: in cached steps for the
-        other rows, then as in `extend`, for the last row and for the keys and values to keep.
-        """
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on, and all branches if that shortens the sequence."""
+        super().truncate(length)
+        self._blocks.truncate(length)
+
+    def _append(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self._check_new(tokens)
-        num_prompt = self._num_prompt(tokens)
-        pieces: list[NDArray[np.float32]] = []
-        if num_prompt:
-            pieces += [rows.copy() for rows in self._steps(tokens[: num_prompt - 1])]
-            self._length = 0
-            pieces.append(self._prefill(tokens[:num_prompt])[None].copy())
-        pieces += [rows.copy() for rows in self._steps(tokens[num_prompt:])]
-        return np.concatenate(pieces)
+        start, end = self._length, self._length + len(tokens)
+        first = start + self._blocks.extend(tokens, num_rows)
+        new = [_Token(self._blocks.text[place], self._blocks.table[: place + 1]) for place in range(first, end)]
+        try:
+            rows = self._run(new, range(len(new) - num_rows, len(new)))
+        except BaseException:
+            self._blocks.truncate(start)
+            raise
+        self._length = end
+        return rows
 
-    def _num_prompt(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` go through the prompt's model, which needs an empty cache and more than one token."""
-        return min(len(tokens), self._prompt_len) if self._length == 0 and len(tokens) > 1 else 0
+    def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Logits after each branch of the sequence, which stays as it is: [B, vocab_size] float32.
 
-    def _prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        before = time.perf_counter()
-        self._infer(tokens, np.ones((1, len(tokens)), np.int64))
-        self._pass_s = min(self._pass_s, time.perf_counter() - before)
-        self._num_unmoved = len(tokens)
-        row: NDArray[np.float32] = self._logits()[-1]
-        return row
+        The array is reused by the next call. Raises ConfigError when a branch would be longer than
+        `limits.max_positions`.
+        """
+        assert 0 < len(branches) <= self.max_branches, f"{len(branches)} branches"
+        for branch in branches:
+            self._check_new(branch)
+        logits: NDArray[np.float32] | None = None
+        waiting = dict(enumerate(branches))  # by the answer's rows
+        try:
+            while waiting:
+                self._blocks.next_round()
+                planned = {row: run for row, branch in waiting.items() if (run := self._blocks.plan(branch))}
+                new, last = list[_Token](), list[int]()
+                for run in planned.values():
+                    path = np.array(run.blocks)
+                    new += [_Token(token, path[: run.past + at + 1]) for at, token in enumerate(run.tokens)]
+                    last.append(len(new) - 1)
+                found = self._run(new, last)
+                if len(planned) == len(branches):
+                    return found
+                if logits is None:
+                    logits = np.empty((len(branches), self.limits.vocab_size), np.float32)
+                logits[list(planned)] = found
+                waiting = {row: branch for row, branch in waiting.items() if row not in planned}
+        except BaseException:
+            self._blocks.forget_branches()
+            raise
+        assert logits is not None
+        return logits
 
-    def _steps(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Runs cached steps; yields the logits after each token, in pieces that the next piece overwrites."""
+    def _run(self, tokens: Sequence[_Token], rows: Sequence[int]) -> NDArray[np.float32]:
+        """Runs tokens in their order; returns the logits after those numbered `rows`, which ascend."""
+        found: list[NDArray[np.float32]] = []
         begin = 0
         while begin < len(tokens):
-            if 0 < self._length < self._num_unmoved:
-                self._move_prompt()
-            # The plugin would take several tokens at position 0 for a prompt.
-            piece = tokens[begin : begin + (self._step_len if self._length else 1)]
-            self._mask[: self._length] = 1
-            self._mask[self._length : self._capacity] = 0
-            before = time.perf_counter()
-            self._infer(piece, self._mask[None, : self._capacity + len(piece)])
-            self._step_s = min(self._step_s, time.perf_counter() - before)
-            self._num_unmoved = 0
-            begin += len(piece)
-            yield self._logits()[-len(piece) :]
+            graph = self._graph(len(tokens) - begin, rows[0] - begin)
+            end = min(begin + graph.num_new, len(tokens))
+            logits = graph.run(tokens[begin:end])
+            wanted = [row - begin for row in rows if begin <= row < end]
+            if graph.has_one_row:
+                wanted = [0] * len(wanted)
+            if len(wanted) == len(rows):
+                whole = wanted == list(range(len(wanted)))
+                return logits[: len(wanted)] if whole else logits[wanted]
+            if wanted:
+                found.append(logits[wanted])
+            begin = end
+        return np.concatenate(found)
 
-    def _move_prompt(self) -> None:
-        """Runs a token after the prompt, so that the plugin moves the whole prompt to the cached model."""
-        kept, self._length = self._length, self._num_unmoved
-        for _ in self._steps([0]):
-            pass
-        self._length = kept
-
-    def _infer(self, tokens: Sequence[int], mask: NDArray[np.int64]) -> None:
-        past, end = self._length, self._length + len(tokens)
-        tensors: dict[str, NDArray[Any]] = {
-            "input_ids": np.array([tokens], np.int64),
-            "position_ids": np.arange(past, end, dtype=np.int64)[None],
-            "attention_mask": mask,
-        }
-        if self._has_beams:
-            tensors["beam_idx"] = np.zeros(1, np.int32)
-        self._bound = tuple(tensors.values())
-        for name, array in tensors.items():
-            self._request.set_tensor(name, shared_tensor(array))
-        self._request.infer(share_outputs=True)
-        self._length = end
-
-    def _logits(self) -> NDArray[np.float32]:
-        """The rows of the longest possible step, aligned to the last: [step_len, vocab_size] float32."""
-        logits: NDArray[np.float32] = self._request.get_tensor("logits").data[0]
-        return logits
+    def _graph(self, num_left: int, first_row: int) -> _Graph:
+        """The faster graph for what is left. A prompt's gives the logits after its last token only. first_row: the
+        first token whose logits are wanted.
+        """
+        step, prompt = self._step, self._prompt
+        if prompt is None or first_row < min(num_left, prompt.num_new) - 1:
+            return step
+        is_measured = step.fastest_s and prompt.fastest_s
+        ratio = prompt.fastest_s / step.fastest_s if is_measured else _PROMPT_STEPS
+        return prompt if -(-min(num_left, prompt.num_new) // step.num_new) > ratio else step
 
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
-        self._request = None
-        self._bound = ()
+        for graph in (self._step, self._prompt):
+            if graph is not None:
+                graph.close()
