@@ -47,7 +47,7 @@ def npu_advice(
             return drives
         return (
             f"{drives} ONNX Runtime drives Qualcomm's: `pip install onnxruntime-qnn`, then --draft-device "
-            "QNNExecutionProvider."
+            "QNNExecutionProvider; not run on hardware, and its emulation took none of the draft's matrix products."
         )
     if platform == "win32":
         return (
@@ -108,20 +108,21 @@ def gpu_advice(
 
 
 def provider_advice(device: str, platform: str = sys.platform, machine: str | None = None) -> str:
-    """Packages and drivers that ONNX Runtime needs for a "gpu" or an "npu": one or two sentences."""
+    """Packages and drivers that ONNX Runtime needs for a "gpu" or an "npu": one to three sentences."""
     if platform == "darwin":
         return _METAL if device == "gpu" else "No provider that runs drafts drives a Mac's neural engine."
+    windows = " `pip install windowsml` finds those that Windows has installed." if platform == "win32" else ""
     if not has_intel_plugins(platform, machine):
         if device == "npu":
-            return "Its provider for Qualcomm's NPUs is a package of its own, beside the driver: onnxruntime-qnn."
+            return f"Its provider for Qualcomm's NPUs is a package, onnxruntime-qnn, beside the driver.{windows}"
         if platform == "win32":
             return "Its package onnxruntime-directml, in place of onnxruntime, drives any DirectX 12 GPU."
         return "Its CUDA provider needs an NVIDIA GPU with CUDA and cuDNN, and a build of ONNX Runtime for it."
     if device == "npu":
         return (
             "Its providers for NPUs are packages of their own, beside the vendor's driver: onnxruntime-qnn (Qualcomm), "
-            "onnxruntime-ep-openvino (Intel). OpenVINO drives Intel's by itself: `outrider-export draft MODEL --device "
-            "npu`."
+            f"onnxruntime-ep-openvino (Intel).{windows} OpenVINO drives Intel's by itself: `outrider-export draft "
+            "MODEL --device npu`."
         )
     return (
         "Its CUDA provider needs an NVIDIA GPU with CUDA and cuDNN, and another package: `pip uninstall onnxruntime`, "
@@ -131,8 +132,8 @@ def provider_advice(device: str, platform: str = sys.platform, machine: str | No
 
 
 _METAL: Final = (
-    "A Mac's GPU (Metal) is no CUDA device: of ONNX Runtime's providers only WebGPU drives it, `pip install "
-    "onnxruntime-ep-webgpu`, then --draft-device WebGpuExecutionProvider; not tried by us."
+    "A Mac's GPU (Metal) is no CUDA device. WebGPU drives it: `pip install onnxruntime-ep-webgpu`, then --draft-device "
+    "WebGpuExecutionProvider; not run on hardware."
 )
 
 

@@ -22,6 +22,7 @@ PROVIDER_DEVICES: Final[dict[str, Device]] = {
     "CPUExecutionProvider": "cpu",
     "CUDAExecutionProvider": "gpu",
     "DmlExecutionProvider": "gpu",
+    "MLXExecutionProvider": "gpu",
     "MIGraphXExecutionProvider": "gpu",
     "NvTensorRTRTXExecutionProvider": "gpu",
     "QNNExecutionProvider": "npu",
@@ -30,6 +31,14 @@ PROVIDER_DEVICES: Final[dict[str, Device]] = {
     "WebGpuExecutionProvider": "gpu",
 }
 """Devices of ONNX Runtime's execution providers; the others report theirs."""
+NOT_RUN: Final = "not run on hardware"
+TRIALS: Final[dict[str, str]] = {
+    "CPU": "run in our tests",
+    "CPUExecutionProvider": "run in our tests",
+    "QNNExecutionProvider": f"its x86 emulation took none of the draft's matrix products; {NOT_RUN}",
+    "WebGpuExecutionProvider": f"run on a GPU in software, where it was right up to 16 tokens only; {NOT_RUN}",
+}
+"""What was run on a device or provider, by us; on the others, nothing: `NOT_RUN`."""
 _KINDS: Final[dict[str, Device]] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
 """As both runtimes call them."""
 
@@ -46,13 +55,21 @@ def install_advice(runtime: ModelRuntime) -> str:
 class FoundDevice:
     """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: its product name.
 
-    device: its kind; None where the runtime does not say. driver: its version, where reported.
+    device: its kind; None where the runtime does not say, or where it cannot be used: then full_name says why. driver:
+    its version, where reported. trial: what we ran on such a device.
     """
 
     name: str
     full_name: str
     device: Device | None
     driver: str | None = None
+    trial: str = NOT_RUN
+
+    @property
+    def words(self) -> str:
+        """What it is, and what we ran on it, for people."""
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.full_name}{driver}; {self.trial}"
 
     @property
     def index(self) -> int | None:
@@ -140,6 +157,7 @@ def _find_openvino() -> FoundRuntime:
             str(core.get_property(name, "FULL_DEVICE_NAME")).strip(),
             _KINDS.get(name.partition(".")[0]),
             _optional_property(core, name, "NPU_DRIVER_VERSION") if name.startswith("NPU") else None,
+            _trial(name),
         )
         for name in core.available_devices
     )
@@ -156,21 +174,32 @@ def _optional_property(core: Any, device: str, name: str) -> str | None:
 def _find_onnxruntime() -> FoundRuntime:
     onnxruntime: Any = importlib.import_module("onnxruntime")
     providers: Any = importlib.import_module("outrider.models.runtimes.onnxruntime_providers")
-    providers.register_plugins()
+    plugins = providers.register_plugins()
     # Providers that are plug-ins know their hardware; that of the others shows when a model is loaded.
     reported = [
-        FoundDevice(each.ep_name, _hardware(each), _KINDS.get(each.device.type.name))
+        FoundDevice(each.ep_name, _hardware(each), _KINDS.get(each.device.type.name), trial=_trial(each.ep_name))
         for each in onnxruntime.get_ep_devices()
         if each.ep_name != "AzureExecutionProvider"
     ]
     built_in = [
-        FoundDevice(name, "built into this package", PROVIDER_DEVICES.get(name))
+        FoundDevice(name, "built into this package", PROVIDER_DEVICES.get(name), trial=_trial(name))
         for name in providers.available_providers()
         if name not in {each.name for each in reported} and name != "AzureExecutionProvider"  # it calls a service
     ]
-    return FoundRuntime("onnxruntime", str(onnxruntime.__version__), tuple(dict.fromkeys([*reported, *built_in])))
+    unusable = [
+        FoundDevice(each.name, f"from {each.source}, cannot be used: {each.failure}", None, trial=_trial(each.name))
+        for each in plugins
+        if each.failure is not None
+    ]
+    found = tuple(dict.fromkeys([*reported, *built_in, *unusable]))
+    return FoundRuntime("onnxruntime", str(onnxruntime.__version__), found)
+
+
+def _trial(name: str) -> str:
+    return TRIALS.get(name, NOT_RUN)
 
 
 def _hardware(each: Any) -> str:
     names = dict(each.device.metadata)
-    return str(names.get("Description") or f"{each.device.vendor or 'unknown'} {each.device.type.name}").strip()
+    vendor = each.device.vendor or f"PCI vendor {each.device.vendor_id:#06x}"  # Linux has no names of GPUs
+    return str(names.get("Description") or f"{vendor} {each.device.type.name}").strip()

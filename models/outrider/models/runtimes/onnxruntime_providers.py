@@ -7,9 +7,6 @@ matrix products is an error. Only a policy may end on the CPU, and then the log 
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +16,7 @@ from typing import Any, Final
 import onnxruntime as ort
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.runtimes.onnxruntime_plugins import register_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +31,7 @@ _GPU_PROVIDERS: Final = (
     DIRECTML,
     "MIGraphXExecutionProvider",
     OPENVINO,
+    "MLXExecutionProvider",
     "WebGpuExecutionProvider",
 )
 _HELP: Final = {
@@ -44,22 +43,16 @@ _HELP: Final = {
     "WebGpuExecutionProvider": "a GPU with its driver, and: pip install onnxruntime-ep-webgpu",
     "QNNExecutionProvider": "a Qualcomm device, and: pip install onnxruntime-qnn",
     "MIGraphXExecutionProvider": "an AMD GPU with ROCm, and: pip install onnxruntime-migraphx (not onnxruntime)",
-    "VitisAIExecutionProvider": "an AMD Ryzen AI device, and AMD's Ryzen AI software",
+    "MLXExecutionProvider": "a Mac with Apple's processor, and: pip install onnxruntime-ep-mlx",
+    "VitisAIExecutionProvider": "an AMD Ryzen AI device, and AMD's Ryzen AI software, or on Windows windowsml",
     "CoreMLExecutionProvider": "a Mac: its onnxruntime has it",
 }
 _NPU_HELP: Final = (
     "an NPU with its vendor's driver and provider: pip install onnxruntime-qnn (Qualcomm) or onnxruntime-ep-openvino "
-    "(Intel); OpenVINO drives Intel NPUs itself: --runtime openvino"
+    "(Intel), or on Windows windowsml (also AMD); OpenVINO drives Intel NPUs itself: --runtime openvino"
 )
 # Built-in providers that take the number of a GPU as an option.
 _NUMBERED: Final = frozenset({CUDA, DIRECTML, "MIGraphXExecutionProvider", "NvTensorRTRTXExecutionProvider"})
-# Packages with a provider as a plug-in; each has get_ep_name() and get_library_path().
-_PLUGINS: Final = (
-    "onnxruntime_qnn",
-    "onnxruntime_ep_openvino",
-    "onnxruntime_ep_nv_tensorrt_rtx",
-    "onnxruntime_ep_webgpu",
-)
 # The nodes that take a decoder's time; shape arithmetic may stay on the CPU, these may not.
 _HEAVY: Final = frozenset(
     {
@@ -83,19 +76,6 @@ class ProviderChoice:
     index: int | None = None
     may_be_cpu: bool = False
     asked: str = "CPU"
-
-
-@functools.cache
-def register_plugins() -> None:
-    """Registers the providers of the installed plug-in packages; one that fails is logged and skipped."""
-    for name in _PLUGINS:
-        if importlib.util.find_spec(name) is None:
-            continue
-        try:
-            plugin = importlib.import_module(name)
-            ort.register_execution_provider_library(plugin.get_ep_name(), plugin.get_library_path())
-        except Exception as error:
-            logger.warning("the plug-in package %s cannot be used: %s", name, error)
 
 
 def available_providers() -> tuple[str, ...]:
@@ -143,7 +123,8 @@ def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
     if choice.name is None:
         options.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.PREFER_NPU)
         return {}
-    if choice.name in ort.get_available_providers():
+    # A registered plug-in is in this list too; asked for by name alone, it gets no device, and the CPU runs the model.
+    if choice.name in ort.get_available_providers() and choice.name not in _usable_plugins(choice):
         return {"providers": [choice.name], "provider_options": [_device_options(choice)]}
     own = [device for device in ort.get_ep_devices() if device.ep_name == choice.name]
     kinds = [device.device.type.name for device in own]
@@ -160,6 +141,11 @@ def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
     # The device already has its type and number: a plug-in provider takes no option for them.
     options.add_provider_for_devices([devices[place]], {})
     return {}
+
+
+def _usable_plugins(choice: ProviderChoice) -> set[str]:
+    """Names of the registered plug-ins; for the CPU none is registered."""
+    return {each.name for each in register_plugins() if each.failure is None} if choice.name != CPU else set()
 
 
 def _device_options(choice: ProviderChoice) -> dict[str, str]:
@@ -212,6 +198,11 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
 
 
 def _unavailable(what: str, available: Iterable[str], helps: str) -> RuntimeUnavailable:
+    failed = "".join(
+        f". {each.name}, from {each.source}, cannot be used: {each.failure}"
+        for each in register_plugins()
+        if each.failure is not None
+    )
     return RuntimeUnavailable(
-        f"{what} in this installation of ONNX Runtime; it has {', '.join(available)}. Needed: {helps}"
+        f"{what} in this installation of ONNX Runtime; it has {', '.join(available)}. Needed: {helps}{failed}"
     )

@@ -19,6 +19,7 @@ import onnxruntime as ort
 
 from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, longest_sequence
+from outrider.models.runtimes.onnxruntime_plugins import reason_of, register_plugins
 from outrider.models.runtimes.onnxruntime_providers import (
     CPU,
     ProviderChoice,
@@ -26,7 +27,6 @@ from outrider.models.runtimes.onnxruntime_providers import (
     available_providers,
     check_provider,
     choose_provider,
-    register_plugins,
 )
 
 MODEL_FILE: Final = "model.onnx"
@@ -104,8 +104,10 @@ def _open_session(file: Path, choice: ProviderChoice, num_threads: int) -> Any:
         raise
     except Exception as error:  # ONNX Runtime's errors share no other base
         if choice.name != CPU and _loads_on_cpu(file):
-            raise RuntimeUnavailable(f"{choice.asked}: {file.name} cannot be loaded there: {_reason(error)}") from error
-        raise BundleError(f"ONNX Runtime cannot load {file}: {_reason(error)}; {_EXPECTED}") from error
+            raise RuntimeUnavailable(
+                f"{choice.asked}: {file.name} cannot be loaded there: {reason_of(error)}"
+            ) from error
+        raise BundleError(f"ONNX Runtime cannot load {file}: {reason_of(error)}; {_EXPECTED}") from error
 
 
 def _loads_on_cpu(file: Path) -> bool:
@@ -116,11 +118,6 @@ def _loads_on_cpu(file: Path) -> bool:
     except Exception:
         return False
     return True
-
-
-def _reason(error: Exception) -> str:
-    """The message without its prefix "[ONNXRuntimeError] : number : NAME : "."""
-    return str(error).split(" : ", 3)[-1].strip() or type(error).__name__
 
 
 def _default_threads() -> int:
