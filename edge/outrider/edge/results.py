@@ -183,7 +183,8 @@ class GenerationResult:
     num_prompt_sent: of the prompt, those that were sent to open it. num_recent: tokens of the text that this prompt got
     before, which the server drafted from. num_turns: passes that device and target took in turns; turns: why, in words.
     held: what the server holds now, where the request asked for it. cut: where a stop string ends the text, as the
-    last session counts; None where none does. rule: by which the target accepted.
+    last session counts; None where none does. rule: by which the target accepted. joules: what this device's processor
+    took while the text ran, other programs included; None where the system does not count it.
     """
 
     mode: Mode
@@ -213,6 +214,7 @@ class GenerationResult:
     depths: tuple[tuple[int, int], ...] = ()
     cut: TextCut | None = None
     rule: Rule = Rule.COUPLED
+    joules: float | None = None
 
     @property
     def is_lossy(self) -> bool:
@@ -252,6 +254,11 @@ class GenerationResult:
     def accepted_share(self) -> float:
         """Share of the text that came from accepted drafts; 0 without tokens."""
         return self.num_accepted / max(1, len(self.tokens))
+
+    @property
+    def tokens_per_joule(self) -> float | None:
+        """Tokens of the text over `joules`."""
+        return len(self.tokens) / self.joules if self.joules else None
 
     @property
     def tokens_per_pass(self) -> float:

@@ -52,7 +52,8 @@ def devices(
 ) -> None:
     """List the devices that can draft here, with advice for missing ones.
 
-    --profile measures times per token and per eight nodes, best place first: `auto` takes that one.
+    --profile measures the time of a call by its nodes, and the energy where the system tells it: best first for a step
+    and a round trip of 40 ms each.
     """
     if is_profiled:
         with importing("the agent", "edge"):
@@ -99,9 +100,8 @@ def _rows(found: FoundRuntime) -> Iterator[tuple[str, ...]]:
     if found.version is None:
         yield runtime, "-", install_advice(found.runtime), "-"
     for device in found.devices:
-        driver = f", driver {device.driver}" if device.driver else ""
         made = DRAFTS.get((found.runtime, device.device)) if device.device is not None else None
-        yield runtime, device.name, device.full_name + driver, made or "no draft is made for it"
+        yield runtime, device.name, device.words, made or "no draft is made for it"
 
 
 def _missing(found: list[FoundRuntime]) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Chooses where drafts run: profiles every place with its runtime, and takes the one with the smallest score.
+"""Chooses where drafts run: profiles every place with its runtime, and takes the one that is expected to be fastest.
 
 `outrider devices --profile` shows the same figures.
 """
@@ -19,17 +19,20 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
+from outrider.edge.devices.energy import energy_meter
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.devices.profiles import (
     BUSY,
+    CALL_SIZES,
+    STEP_MS,
+    Forecast,
     Link,
     Load,
     Profile,
     ProfileKey,
     Profiles,
-    node_ms,
+    forecast,
     processor_load,
-    text_token_ms,
 )
 from outrider.edge.doctor.probe import ProbeFailed, profile_draft
 from outrider.edge.link.fleet import open_fleet
@@ -38,38 +41,58 @@ from outrider.edge.modes.draft_ladder import Candidate, candidates_of
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.client.client import ClientOptions
+from outrider.models.counted import counted
 from outrider.models.errors import BundleError
+from outrider.models.process.command_line import print_line
 from outrider.models.version import outrider_version
 
 LINK_TIMEOUT_S: Final = 2.0
+CALLS: Final = (
+    f"Best first for a step and a round trip of {STEP_MS:.0f} ms each: tokens/s is what is expected then, and `run` "
+    "asks the cloud for its own. ms/4: a call of the draft model for 4 nodes"
+)
+ENERGY: Final = (
+    "nodes/J: drafted nodes per joule of the processor's package, in calls of the most nodes; its power at rest and "
+    "other programs are in it"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A place with its figures, ms. score: of `text_token_ms`. error: why it has none."""
+    """A place with what was measured and what is expected of it. error: why it has neither."""
 
     candidate: Candidate
     profile: Profile | None
     load: Load
-    node_ms: float | None = None
-    score_ms: float | None = None
+    forecast: Forecast | None = None
     error: str | None = None
+
+    @property
+    def words(self) -> str:
+        """What counts in the choice, for people."""
+        name, found = self.candidate.words, self.forecast
+        if found is None:
+            return f"{name}: no profile: {self.error}"
+        nodes = f"{counted(found.nodes, 'node')} in {found.nodes_ms:.{0 if found.nodes_ms >= 10.0 else 1}f} ms"
+        return f"{name}: {nodes}, about {found.tokens_per_s:.0f} tokens/s"
 
     def as_json(self) -> dict[str, object]:
         """As plain data."""
-        placement, profile = self.candidate.placement, self.profile
+        placement, profile, found = self.candidate.placement, self.profile, self.forecast
         return {
             "draft": self.candidate.bundle.manifest.name,
             "bundle": str(self.candidate.bundle.path),
             "runtime": placement.runtime,
             "device": placement.open_on or placement.device,
             "precision": placement.precision,
-            "token_ms": profile and round(profile.token_ms, 3),
-            "eight_ms": profile and round(profile.eight_ms, 3),
+            "calls_ms": profile and {str(size): round(ms, 3) for size, ms in profile.calls_ms.items()},
             "open_s": profile and round(profile.open_s, 2),
+            "nodes_per_joule": profile and profile.nodes_per_joule and round(profile.nodes_per_joule, 2),
             "acceptance": acceptance_of(self.candidate.bundle),
             "utilisation": round(self.load.utilisation, 2),
-            "score_ms": self.score_ms and round(self.score_ms, 3),
+            "nodes": found and found.nodes,
+            "nodes_ms": found and round(found.nodes_ms, 3),
+            "tokens_per_s": found and round(found.tokens_per_s, 2),
             "error": self.error,
         }
 
@@ -107,9 +130,17 @@ def rank(
                 profiles.keep(key, profile)
             else:
                 own = Load()  # its times have the load in them
-        score = text_token_ms(profile, rate if is_rated else None, own, link)
-        ranked.append(Ranked(candidate, profile, own, node_ms(profile, own, link), score))
-    return sorted(ranked, key=lambda each: each.score_ms if each.score_ms is not None else float("inf"))
+        if candidate.placement.device == "gpu" and "iGPU" not in key.device:
+            profile = profile.model_copy(update={"nodes_per_joule": None})  # a card is not in the processor's package
+        ranked.append(Ranked(candidate, profile, own, forecast(profile, rate if is_rated else None, own, link)))
+    return sorted(ranked, key=_fastest_first)
+
+
+def _fastest_first(ranked: Ranked) -> tuple[float, float]:
+    if ranked.forecast is None or ranked.profile is None:
+        return 0.0, 0.0
+    # Several may be fast enough, or too slow to gain: rounding errors do not choose among them.
+    return -round(ranked.forecast.tokens_per_s, 3), ranked.profile.token_ms
 
 
 def key_of(candidate: Candidate, num_threads: int, found: FoundRuntime) -> ProfileKey:
@@ -145,12 +176,11 @@ def measured_link(clouds: Sequence[tuple[str, ClientOptions]]) -> Link:
 
 def placed_words(ranked: Sequence[Ranked]) -> str:
     """Why the first was taken, for people."""
-    first, *others = ranked
-    if first.score_ms is None:
-        return f"{first.candidate.words}; no profile: {first.error}"
-    parts = [f"{each.candidate.words} {each.node_ms:.2f} ms" for each in others if each.node_ms is not None]
-    beside = f", against {'; '.join(parts)}" if parts else ""
-    return f"{first.candidate.words}: {first.node_ms:.2f} ms per drafted token{beside}"
+    found = ranked[0].forecast
+    words = "; ".join(each.words for each in ranked)
+    if found is None:
+        return words
+    return f"{words} (expected at a step of {found.step_ms:.0f} ms and a round trip of {found.round_trip_ms:.0f} ms)"
 
 
 def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *, as_json: bool) -> None:
@@ -165,31 +195,43 @@ def show_profiles(drafts: Sequence[Path], num_threads: int, console: Console, *,
     for bundle in bundles:  # drafts for different targets do not compete
         groups.setdefault(bundle.manifest.tokenizer_fingerprint, []).append(bundle)
     ranked = [rank(candidates_of(group, AS_BUNDLED), num_threads) for group in groups.values()]
+    meter = energy_meter()
     if as_json:
-        typer.echo(json.dumps({"profiles": [each.as_json() for group in ranked for each in group]}, indent=2))
+        profiles = [each.as_json() for group in ranked for each in group]
+        document = {"profiles": profiles, "no_energy": meter if isinstance(meter, str) else None}
+        typer.echo(json.dumps(document, indent=2))
         return
     for group in ranked:
         _show(console, group)
+    energy = f"energy: not shown, {meter}" if isinstance(meter, str) else ENERGY
+    print_line(console, CALLS, "dim")
+    print_line(console, energy, "dim")
 
 
 def _show(console: Console, ranked: Sequence[Ranked]) -> None:
+    measured = [each.profile for each in ranked if each.profile is not None]
+    sizes = [size for size in CALL_SIZES if any(size in profile.calls_ms for profile in measured)]
+    has_energy = any(profile.nodes_per_joule is not None for profile in measured)
+    columns = [*(f"ms/{size}" for size in sizes), *(["nodes/J"] if has_energy else []), "accepted", "busy", "tokens/s"]
     table = Table(
         *(Column(name, overflow="fold") for name in ("draft", "runtime and device")),
-        *(Column(name, justify="right", no_wrap=True) for name in ("ms/token", "ms/8 nodes")),
-        *(Column(name, justify="right", no_wrap=True) for name in ("accepted", "busy", "score")),
+        *(Column(name, justify="right", no_wrap=True) for name in columns),
         box=None,
         padding=(0, 2, 0, 0),
         header_style="dim",
     )
     for each in ranked:
-        placement, profile = each.candidate.placement, each.profile
+        calls = each.profile.calls_ms if each.profile is not None else {}
+        per_joule = each.profile.nodes_per_joule if each.profile is not None else None
         rate = acceptance_of(each.candidate.bundle)
-        times = (f"{profile.token_ms:.2f}", f"{profile.eight_ms:.2f}") if profile is not None else ("-", "-")
-        score = f"{each.score_ms:.2f}" if each.score_ms is not None else "-"
-        busy = f"{100 * each.load.utilisation:.0f} %"
-        accepted = f"{100 * rate:.0f} %" if rate is not None else "-"
         table.add_row(
-            escape(each.candidate.bundle.manifest.name), escape(placement.words), *times, accepted, busy, score
+            escape(each.candidate.bundle.manifest.name),
+            escape(each.candidate.placement.words),
+            *(f"{calls[size]:.2f}" if size in calls else "-" for size in sizes),
+            *([f"{per_joule:.1f}" if per_joule is not None else "-"] if has_energy else []),
+            f"{100 * rate:.0f} %" if rate is not None else "-",
+            f"{100 * each.load.utilisation:.0f} %",
+            f"{each.forecast.tokens_per_s:.1f}" if each.forecast is not None else "-",
         )
     console.print(table, highlight=False)
     for each in ranked:

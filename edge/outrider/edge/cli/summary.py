@@ -58,6 +58,8 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "num_recent": result.num_recent,
         "hits": {_SOURCES.get(rank, str(rank)): num for rank, num in sorted(result.hits.items())},
         "waited_ms": _number(result.waited_ms),
+        "joules": None if result.joules is None else _number(result.joules),
+        "tokens_per_joule": None if result.tokens_per_joule is None else _number(result.tokens_per_joule),
         "draft_error": result.draft_error,
         "depths": [list(change) for change in result.depths],
     }
@@ -112,6 +114,11 @@ def _verbose_lines(result: GenerationResult) -> Iterator[str]:
         f"bytes per token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
         f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down"
     )
+    if result.joules is not None:
+        yield (
+            f"energy: {result.tokens_per_joule:.2f} tokens per joule; this device's processor took {result.joules:.1f} "
+            "J meanwhile, other programs included"
+        )
 
 
 def hits_words(hits: Mapping[int, int]) -> str:

@@ -14,18 +14,22 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outrider.models.bundle.speed_up import tokens_per_pass
+from outrider.models.bundle.speed_up import Setting, stream
 from outrider.models.cache_folder import default_cache_dir
 
 BUSY: Final = 0.6
 """Times taken while the processor is busier than this are used once and not kept."""
-DRAFTED: Final = 4
-"""Tokens that are drafted one after the other before the first message: the wait that a user sees."""
+CALL_SIZES: Final = (1, 4, 8, 16)
+"""Nodes of the calls that are timed, as far as the runtime takes so many."""
 STEP_MS: Final = 40.0
 ACCEPTANCE: Final = 0.6
 _MOST_BUSY: Final = 0.95
+_EXTRA: Final = 0.03
+"""What a verified token adds to a step, of a step, until the server has measured it."""
+_WIDTHS: Final = (1, 2, 4, 8, 16)
+_SPREAD: Final = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,23 @@ class ProfileKey:
 
 
 class Profile(BaseModel):
-    """Measured times, ms. token_ms: median of one token. eight_ms: median of eight nodes of a tree. open_s: loading."""
+    """A draft in one place, as measured.
+
+    calls_ms: the median time of a call by the number of nodes that it drafts: those of CALL_SIZES that the runtime
+    takes in one, 1 among them. open_s: loading. nodes_per_joule: drafted nodes by the energy of the processor's package
+    in calls of the most nodes, its idle power not subtracted; None where the system does not count it.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    token_ms: float
-    eight_ms: float
+    calls_ms: dict[int, float] = Field(min_length=1)
     open_s: float = 0.0
+    nodes_per_joule: float | None = None
+
+    @property
+    def token_ms(self) -> float:
+        """The time of one node, as on a path of first guesses."""
+        return self.calls_ms[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,28 +127,48 @@ def processor_load(
     return Load(min(1.0, percent(0.1) / 100.0), queue)
 
 
-def node_ms(profile: Profile, load: Load = Load(), link: Link = Link()) -> float:
-    """Expected time of a drafted node, ms.
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a draft is expected to reach.
 
-    On a short link the target waits for the first guesses, which are drafted one after the other. The longer the link,
-    the more nodes are drafted while messages travel, eight in a call. A device that is busy, or that tasks wait for,
-    takes longer.
+    tokens_per_s: of the text. nodes: drafted for each position that the draft goes ahead; nodes_ms: what they take now,
+    load included. step_ms, round_trip_ms: for which this holds.
     """
-    step = link.step_ms or STEP_MS
-    share = step / (step + (step if link.round_trip_ms is None else link.round_trip_ms))
-    alone = share * profile.token_ms + (1.0 - share) * profile.eight_ms / 8.0
-    return alone / (1.0 - min(_MOST_BUSY, load.utilisation)) * (1.0 + load.num_waiting)
+
+    tokens_per_s: float
+    nodes: int
+    nodes_ms: float
+    step_ms: float
+    round_trip_ms: float
 
 
-def text_token_ms(
-    profile: Profile,
-    acceptance: float | None = None,
-    load: Load = Load(),
-    link: Link = Link(),
-) -> float:
-    """Expected time of a token of the text with this draft, ms: a target's step and the wait for four drafted tokens,
-    over the tokens that a pass then commits. The score of a placement: the smallest is the best.
+def forecast(profile: Profile, acceptance: float | None = None, load: Load = Load(), link: Link = Link()) -> Forecast:
+    """Accepted tokens per second with this draft on this link: the score of a placement, the larger the better.
+
+    A path of first guesses is drafted one after the other, so each position that the draft goes ahead costs a call,
+    however many nodes the call drafts. With w nodes for a position the draft holds the target's token there with
+
+        alpha(w) = 1 - (1 - acceptance) / w ** 0.3
+
+    and takes level(w), the fewest ms that calls of measured sizes need for w nodes. `speed_up.stream`, the exact
+    expectation of streamed drafts, gives the tokens of the passes over the time of passes, round trips and waiting for
+    a draft with that chance and that time; the best w counts. Many nodes per call win where they widen the tree sooner
+    than one node per call does, and lose where the next first guess is waited for.
+
+    The exponent is fitted to the tree simulation; `python -m bench.placed` compares them. It is small because the nodes
+    of a position have several parents, so that each has few of the guesses, and a step verifies few of all.
+
+    acceptance: of the draft's first guess. A device that is busy, or that tasks wait for, takes longer.
     """
     alpha = min(0.99, ACCEPTANCE if acceptance is None else acceptance)
-    step = link.step_ms or STEP_MS
-    return (step + DRAFTED * node_ms(profile, load, link)) / tokens_per_pass(alpha, DRAFTED)
+    step_ms = link.step_ms or STEP_MS
+    round_trip_ms = step_ms if link.round_trip_ms is None else link.round_trip_ms
+    slower = (1.0 + load.num_waiting) / (1.0 - min(_MOST_BUSY, load.utilisation))
+
+    def at(width: int) -> Forecast:
+        level_ms = slower * min(-(-width // size) * call_ms for size, call_ms in profile.calls_ms.items())
+        chance = 1.0 - (1.0 - alpha) / width**_SPREAD
+        speed_up = stream(Setting(chance, level_ms, step_ms, _EXTRA * step_ms, round_trip_ms)).speed_up
+        return Forecast(1e3 * speed_up / step_ms, width, level_ms, step_ms, round_trip_ms)
+
+    return max(map(at, _WIDTHS), key=lambda each: each.tokens_per_s)

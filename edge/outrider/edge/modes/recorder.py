@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from outrider.edge.devices.energy import EnergySpan
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch
 from outrider.models.client import tracing
 from outrider.models.client.messages import ByteCounts
@@ -30,6 +31,7 @@ class Recorder:
         self.result = GenerationResult(mode, (), (), (), "", 0, 0, 0, 0, num_sessions=0, rule=rule)
         self._on_tokens = on_tokens
         self._clock = clock
+        self._energy = EnergySpan()  # before the text's time begins: a process's first one makes the meter
         self._started = clock()
         self._tokens: list[int] = []
         self._sources: list[Source] = []
@@ -81,6 +83,7 @@ class Recorder:
         result.arrival_s, result.depths = tuple(self._arrivals), tuple(self._depths)
         result.finish_reason, result.wire = reason, wire
         result.num_sessions = max(1, result.num_sessions)
+        result.joules = self._energy.joules
         return result
 
 
