@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outrider.cloud.engine.config import TreeForm
+from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.lab.laboratory import Lab, open_lab
 from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult
@@ -237,6 +238,7 @@ def main() -> int:
             "--workers": option(8, "texts at once"),
             "--widen": option(0.0, "MB of the widened target; 0: as it is, which is faster"),
             "--draft": option(type=Path, help="another draft bundle; it may have another tokenizer"),
+            "--emulate-npu": option(False, "the draft is an NPU's, and runs on the CPU"),
             "--kv-cache-mb": option(4, "of the cloud; small, so that sequences are preempted"),
             "--tree": option(TreeForm.AUTO, "what the cloud verifies", choices=tuple(TreeForm)),
             **VERIFIER_OPTIONS,
@@ -259,7 +261,8 @@ def main() -> int:
         "--recent",
     )
     draft = options.draft or pair.draft
-    with open_lab(pair.target, draft, cloud_options=cloud_options, cloud_python=verifier.python) as lab:
+    choice = DraftChoice(emulate_npu=options.emulate_npu)
+    with open_lab(pair.target, draft, choice, cloud_options, verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console, verifier)
         with ServerClock(lab.url) as clock:

@@ -49,7 +49,7 @@ from outrider.models.wire.protocol import PROTOCOL_VERSION
 __all__ = ["bundle", "config"]  # fixtures
 
 CPU = FoundDevice("CPU", "Some Processor", "cpu")
-PROFILE = TimedDraft(words="int8, OpenVINO on the CPU", open_s=0.5, token_ms=2.0, worst_ms=3.0, eight_ms=8.0)
+PROFILE = TimedDraft(words="int8, OpenVINO on the CPU", open_s=0.5, calls_ms={1: 2.0, 8: 8.0}, worst_ms=3.0)
 NGRAM = DraftChoice("ngram")
 Capture = pytest.CaptureFixture[str]
 
@@ -395,7 +395,7 @@ def test_what_is_slow_is_named(
     token_ms: float, step_ms: float | None, round_trip_ms: float, status: str, found: str
 ) -> None:
     """Draft, target or network, with all three times."""
-    profile = TimedDraft(words="int8", open_s=0.5, token_ms=token_ms, worst_ms=token_ms, eight_ms=4 * token_ms)
+    profile = TimedDraft(words="int8", open_s=0.5, calls_ms={1: token_ms}, worst_ms=token_ms)
     finding = examination.judge_speed(profile, step_ms, round_trip_ms)
     assert finding.status == status and found in finding.found and bool(finding.advice) == (found[:10] != "the target")
 
@@ -427,6 +427,13 @@ def test_probes_run_in_a_process_of_their_own(bundle: Path) -> None:
     with pytest.raises(ProbeFailed) as found:
         profile_draft(str(bundle), DraftChoice())
     assert "\n" not in str(found.value) and "Traceback" not in str(found.value)
+
+
+def test_a_probe_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m` would look there first, and a directory with a model may hold anything."""
+    (tmp_path / "psutil.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path)
+    assert ask_runtime("openvino").version
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for a driver that crashes")

@@ -373,31 +373,26 @@ def test_a_loop_whose_time_stands_still_measures_no_negative_round_trip() -> Non
         def time(self) -> float:
             return super().time() - self.late_s
 
-    class Line:
-        def __init__(self, line: LongRequest) -> None:
-            self._line = line
-
+    class Up:
         async def post_drafts(self, session: str, message: DraftMessage) -> float:
-            return await self._line.post(message.body)
+            return await line.post(message.body)
 
-    loop, times = Late(), list[float]()
+    async def start(pieces: AsyncIterator[bytes]) -> None:
+        loop.late_s = 0.0  # the turn is over
+        async for _ in pieces:
+            line.follow(Taken(taken=(1, 0.0)))
 
     async def scenario() -> None:
-        acknowledged = asyncio.Event()
-
-        async def start(pieces: AsyncIterator[bytes]) -> None:
-            loop.late_s = 0.0  # the turn is over
-            async for _ in pieces:
-                line.follow(Taken(taken=(1, 0.0)))
-                acknowledged.set()
-
-        line = LongRequest("http://x", start, ByteCounts(), rtt_s=0.0, step_s=0.0, on_unusable=lambda: None)
         sender = DraftSender(times.append)
-        sender.send(Line(line), "session", DraftMessage("", b"a tree"))
-        await acknowledged.wait()
-        await sender.aclose()
+        sender.send(Up(), "session", DraftMessage("", b"a tree"))
+        await asyncio.gather(*sender._tasks)
         line.end(is_cut=True)
 
+    async def made() -> LongRequest:
+        return LongRequest("http://x", start, ByteCounts(), rtt_s=0.0, step_s=0.0, on_unusable=lambda: None)
+
+    loop, times = Late(), list[float]()
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        line = runner.run(made())
         runner.run(scenario())
     assert len(times) == 1 and times[0] >= 0.0

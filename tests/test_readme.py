@@ -25,8 +25,9 @@ DOCUMENTS = [
 
 
 def commands() -> list[str]:
-    """Every `outrider...` command line in a fenced block of README.md."""
-    blocks = re.findall(r"```(?:sh|powershell)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    """Every `outrider...` command line in a fenced block of README.md and docs/npu.md."""
+    texts = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", ROOT / "docs" / "npu.md"))
+    blocks = re.findall(r"```(?:sh|powershell)\n(.*?)```", "".join(texts), re.DOTALL)
     lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if re.match(r"(\S*[/\\])?outrider(-\w+)?\s", line)]
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
@@ -21,16 +22,21 @@ from outrider.edge.cli.option_groups import (
     KeyOptions,
     PlaceOptions,
     Threads,
+    is_typed,
+    refuse_idle,
     source_of,
 )
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, place_draft
 from outrider.edge.doctor.findings import Finding, Status, from_error, ok, warning
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.settings import settings_here
 from outrider.edge.store.auto import AUTO
-from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL
+from outrider.edge.store.shelf import Shelf
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.cache_folder import default_cache_dir
-from outrider.models.errors import ConfigError
-from outrider.models.process.command_line import takes_options
+from outrider.models.errors import ConfigError, OutriderError
+from outrider.models.process.command_line import print_line, takes_options
 from outrider.models.visible import visible
 
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold red"}
@@ -47,7 +53,30 @@ class DoctorOptions(PlaceOptions, KeyOptions):
     _place: ClassVar = PlaceOptions
     threads: Threads = 0
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
+    npu: Annotated[
+        bool,
+        typer.Option(
+            "--npu",
+            help="Measure an NPU's draft on it, in minutes; print one block to paste into an issue, nothing else.",
+        ),
+    ] = False
     _keys: ClassVar = KeyOptions
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError, too, for options that were typed and that --npu leaves without effect."""
+        super().__post_init__()
+        if not self.npu:
+            return
+        refuse_idle(self, True, "--npu asks no cloud", "cloud", "api_key", "key_file", "allow_http", "tls_client_cert")
+        if len(self.draft) > 1:
+            raise ConfigError(f"--npu measures one draft, and {len(self.draft)} are named; name one with --draft")
+        if self.as_json and is_typed("as_json"):
+            raise ConfigError("--npu prints a block of text, and --json a document; leave one of them out")
+        if self.choice.wanted_device == "npu" and self.choice.wanted_runtime in (None, "openvino"):
+            return
+        if self.choice != AS_BUNDLED and (is_typed("draft_device") or is_typed("runtime")):
+            raise ConfigError("--npu runs OpenVINO on an NPU; leave out --runtime, and --draft-device but for an NPU")
+        object.__setattr__(self, "choice", DraftChoice(device="npu"))
 
 
 @takes_options(DoctorOptions)
@@ -55,8 +84,11 @@ def doctor(options: DoctorOptions) -> None:
     """Check everything from Python to the cloud, one line each, and say what to do.
 
     Installation, devices, drivers, bundles, tokenizer, connection, key, round trip, clock, speed, memory, battery.
-    Exit status 1 if there is a fault. Keys are never shown.
+    With --npu only the NPU, and a draft on it. Exit status 1 if there is a fault. Keys are never shown.
     """
+    if options.npu:
+        show_npu(options)
+        return
     from outrider.edge.doctor.examine import Patient, examine  # not for each command
 
     configuration = list(check_configuration())
@@ -83,6 +115,41 @@ def doctor(options: DoctorOptions) -> None:
         console.print(f"{len(found)} checks; faults: {counts['fault']}, warnings: {counts['warning']}", highlight=False)
     if counts["fault"]:
         raise typer.Exit(1)
+
+
+def show_npu(options: DoctorOptions) -> None:
+    """Prints the report of the NPU; what is done meanwhile goes to standard error. Raises as `open_draft_bundle`."""
+    from outrider.edge.doctor.npu import examine_npu  # not for each command
+
+    about = Console(stderr=True)
+    draft = draft_for_npu(options.draft[0], options.choice)
+    report = examine_npu(draft, options.choice, options.threads, lambda words: print_line(about, words, "dim"))
+    typer.echo(report.text)
+    if report.is_faulty:
+        raise typer.Exit(1)
+
+
+def draft_for_npu(named: str, choice: DraftChoice) -> Bundle | str:
+    """The named draft, else the one for an NPU that was pulled last, else the reference draft, which is exported.
+
+    In words why there is none, where none is named. Raises BundleError for a named one that is damaged, ConfigError for
+    one that is not for an NPU.
+    """
+    from outrider.edge.modes.assemble import open_draft_bundle
+
+    if named not in (AUTO, REFERENCE):
+        bundle = open_draft_bundle(Path(named).expanduser())
+        place_draft(bundle.manifest, DraftChoice(emulate_npu=True))  # whether it may; not whether an NPU is here
+        return bundle
+    pulled = [each for each in Shelf().drafts() if named == AUTO and each.bundle.manifest.device == "npu"]
+    try:
+        if pulled:
+            return open_draft_bundle(max(pulled, key=lambda each: each.latest_s(None)).bundle.path)
+        from outrider.edge.cli.draft_source import default_draft
+
+        return open_draft_bundle(default_draft(choice, widen_mb=0.0))
+    except OutriderError as error:
+        return str(error)
 
 
 def configured_target() -> str | None:

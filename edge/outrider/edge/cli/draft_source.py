@@ -97,14 +97,16 @@ def draft_kind(choice: DraftChoice) -> tuple[str, str | None, StaticShapes | Non
     return device, None if runtime == "ngram" else runtime, NPU_SHAPES if device == "npu" else None
 
 
-def default_draft(choice: DraftChoice) -> Path:
-    """The reference draft's bundle. Raises RuntimeUnavailable where it cannot be exported."""
+def default_draft(choice: DraftChoice, widen_mb: float = WIDENED_MB) -> Path:
+    """The reference draft's bundle; widen_mb: of the target beside it. Raises RuntimeUnavailable where it cannot be
+    exported.
+    """
     if missing := next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None):
         raise RuntimeUnavailable(
             f"the reference draft cannot be exported here: the package {missing!r} is not installed. Get a draft "
             "from your server with `outrider pull`"
         )
-    return export_reference_pair(choice).draft
+    return export_reference_pair(choice, widen_mb).draft
 
 
 MAX_LOADING_S: Final = 2.0

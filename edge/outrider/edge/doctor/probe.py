@@ -14,22 +14,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.devices.profiles import Profile
 from outrider.edge.doctor.findings import in_one_line
 from outrider.edge.store.shelf import Shelf, find_pulled
-from outrider.models.errors import OutriderError
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.errors import BundleError, OutriderError
 
-PROMPT_TOKENS: Final = 16
-NUM_WARM: Final = 3
-NUM_TIMED: Final = 9
-NUM_NODES: Final = 8
+if TYPE_CHECKING:
+    from outrider.edge.doctor.npu_steps import Place, Step
+
 TIMEOUT_S: Final = 120.0
+LOAD_TIMEOUT_S: Final = 1800.0
+"""Of what loads a draft on an NPU: its compiler takes minutes, the first time."""
 _ANSWER: Final = "OUTRIDER_PROBE "
 
 
@@ -52,7 +55,12 @@ def ask_runtime(runtime: ModelRuntime) -> FoundRuntime:
 
 def profile_draft(bundle: str, choice: DraftChoice, num_threads: int = 0) -> TimedDraft:
     """Opens the draft and times it in a process of its own. Raises ProbeFailed."""
-    return TimedDraft(**_ask(["draft", bundle, _as_text(choice), str(num_threads)]))
+    try:
+        is_for_npu = Bundle.open(bundle, verify=False).manifest.device == "npu"
+    except BundleError:
+        is_for_npu = False  # the process says what is wrong with it
+    limit_s = LOAD_TIMEOUT_S if is_for_npu and not choice.emulate_npu else None
+    return TimedDraft(**_ask(["draft", bundle, _as_text(choice), str(num_threads)], limit_s))
 
 
 def find_pulled_draft(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> Path | None:
@@ -67,25 +75,41 @@ def find_pulled_draft(shelf: Path, tokenizer: str, target: str | None, choice: D
     return None if found is None else Path(found)
 
 
+def ask_openvino(properties: Sequence[str]) -> dict[str, Any]:
+    """`npu_steps.openvino_facts` in a process of its own. Raises ProbeFailed."""
+    return _ask(["openvino", *properties])
+
+
+def run_npu_step(
+    step: Step, place: Place, bundle: str, choice: DraftChoice, num_threads: int, folder: str, timeout_s: float
+) -> dict[str, Any]:
+    """`npu_steps.run_step` in a process of its own, which keeps compiled models in `folder`. Raises ProbeFailed."""
+    arguments = ["npu", step, place, bundle, _as_text(choice), str(num_threads), folder]
+    return _ask(arguments, timeout_s, {"OUTRIDER_CACHE": folder})
+
+
 def _as_text(choice: DraftChoice) -> str:
     return json.dumps([choice.runtime, choice.device, choice.emulate_npu, choice.provider])
 
 
-def _ask(arguments: Sequence[str]) -> dict[str, Any]:
+def _ask(
+    arguments: Sequence[str], timeout_s: float | None = None, variables: dict[str, str] | None = None
+) -> dict[str, Any]:
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "outrider.edge.doctor.probe", *arguments],
+            [sys.executable, "-P", "-m", "outrider.edge.doctor.probe", *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             encoding="utf-8",
             errors="replace",
-            timeout=TIMEOUT_S,
-            env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+            timeout=timeout_s,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8"} | (variables or {}),
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ProbeFailed(f"no answer within {TIMEOUT_S:.0f} s") from None
+        raise ProbeFailed(f"no answer within {timeout_s:.0f} s") from None
     except OSError as error:
         raise ProbeFailed(f"no process could be started: {error.strerror}") from None
     answer = next((line for line in reversed(done.stdout.splitlines()) if line.startswith(_ANSWER)), None)
@@ -106,35 +130,15 @@ def _ended(status: int, stderr: str) -> str:
 
 
 def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, Any]:
+    from outrider.edge.drafting.node_times import time_nodes
     from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
-    from outrider.models.picks.sampling import SamplingParams
 
     began = time.perf_counter()
     draft = open_drafter(open_draft_bundle(bundle), choice, num_threads)
     opened = time.perf_counter()
-    drafter = draft.drafter
-    try:
-        drafter.begin(range(1, 1 + PROMPT_TOKENS), SamplingParams())
-        guesses = drafter.guess([()], 1)[0]
-        times, eights = [], []
-        for _ in range(NUM_WARM + NUM_TIMED):
-            drafter.extend([guesses[0].token if guesses else 1])
-            start = time.perf_counter()
-            guesses = drafter.guess([()], 1)[0]
-            times.append(1e3 * (time.perf_counter() - start))
-            start = time.perf_counter()
-            drafter.guess([(1 + index,) for index in range(NUM_NODES)], 2)
-            eights.append(1e3 * (time.perf_counter() - start))
-    finally:
-        drafter.close()
-    timed = times[NUM_WARM:]
-    return {
-        "words": draft.placement.words,
-        "open_s": opened - began,
-        "token_ms": median(timed),
-        "worst_ms": max(timed),
-        "eight_ms": median(eights[NUM_WARM:]),
-    }
+    with closing(draft.drafter) as drafter:
+        times = time_nodes(drafter)
+    return asdict(times) | {"words": draft.placement.words, "open_s": opened - began}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -147,6 +151,16 @@ def main(arguments: Sequence[str]) -> None:
             shelf, tokenizer, target, options = rest
             pulled = find_pulled(tokenizer, json.loads(target), DraftChoice(*json.loads(options)), Shelf(Path(shelf)))
             found = {"path": None if pulled is None else str(pulled.bundle.path)}
+        elif what == "openvino":
+            from outrider.edge.doctor.npu_steps import openvino_facts
+
+            found = openvino_facts(rest)
+        elif what == "npu":
+            from outrider.edge.doctor.npu_steps import run_step
+
+            step, place, bundle, options, num_threads, folder = rest
+            choice, threads = DraftChoice(*json.loads(options)), int(num_threads)
+            found = run_step(cast("Step", step), cast("Place", place), bundle, choice, threads, folder)
         else:
             bundle, options, num_threads = rest
             found = _profile(bundle, DraftChoice(*json.loads(options)), int(num_threads))

@@ -31,7 +31,8 @@ def child_process(
     secrets: Mapping[str, str] | None = None,
     on_end: Callable[[str], None] | None = None,
 ) -> Iterator[str]:
-    """Runs a module; gives what follows `ready_prefix` on the first line that begins with it.
+    """Runs a module; gives what follows `ready_prefix` on the first line that begins with it. Ours imports nothing from
+    the working directory, which may be somebody else's.
 
     arguments: of `python`: `-m`, the module, its own. secrets: variables of the child alone; other users see a command
     line, and not these. on_end: called from another thread, with its last lines, where it was ready and ends by itself.
@@ -40,9 +41,10 @@ def child_process(
     is killed. Raises RuntimeUnavailable with its last lines when it ends before it is ready, or is not ready within
     `start_timeout_s`.
     """
+    isolated = ["-P"] if arguments[1].startswith("outrider.") else []
     with running_on(cores):
         process = subprocess.Popen(
-            [python, "-m", with_parent.__name__, *arguments[1:]],
+            [python, *isolated, "-m", with_parent.__name__, *arguments[1:]],
             stdin=subprocess.PIPE,  # ends when this process does
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -49,7 +49,7 @@ def export_reference_pair(
     """
     arguments = export_arguments(widen_mb, draft_device, draft_runtime, draft_shapes)
     printed = run_child_command(
-        ["-m", "outrider.export.cli", *arguments], "the reference pair was not exported; the lines above say why"
+        ["-P", "-m", "outrider.export.cli", *arguments], "the reference pair was not exported; the lines above say why"
     )
     places = json.loads(printed)
     return ReferencePair(Path(places["draft"]), Path(places["target"]))

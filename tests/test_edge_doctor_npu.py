@@ -1,0 +1,395 @@
+"""Tests `outrider doctor --npu`: the block for an issue, the steps in it, and what stands in no block."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.serving import fake_tokenizer
+from tests.test_bundle import make_manifest
+from tests.test_edge_config import config, run_main
+from tests.tiny_models import export_openvino, make_tiny_model
+
+from outrider.edge.cli.doctor_screen import draft_for_npu
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.doctor import npu
+from outrider.edge.doctor.npu import MAX_LINES, NOT_HARDWARE, WIDTH, NpuReport, examine_npu, system_npu, without_names
+from outrider.edge.doctor.npu_steps import LEAST_POSITIONS, POSITIONS, PROMPT, Place, Step, fixed_tokens, fork, scores
+from outrider.edge.doctor.probe import ProbeFailed
+from outrider.edge.store.shelf import PulledFor, Shelf
+from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.bundle.manifest import StaticShapes
+from outrider.models.errors import BundleError, ConfigError
+from outrider.models.runtimes.base import ModelLimits
+
+__all__ = ["config"]  # a fixture
+
+EMULATED = DraftChoice(device="npu", emulate_npu=True)
+REAL = DraftChoice(device="npu")
+SHAPES = StaticShapes(prompt_len=64, response_len=128, step_len=4)
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A random model in FP32, as a draft for an NPU with the fake server's tokenizer."""
+    root, tokenizer = tmp_path_factory.mktemp("npu draft"), fake_tokenizer()
+    ir = export_openvino(make_tiny_model("llama", root / "model", vocab_size=tokenizer.size), root / "ir")
+    return write_draft(root / "bundle", ir)
+
+
+def write_draft(place: Path, ir: Path | None = None, **changes: Any) -> Bundle:
+    """A draft bundle for an NPU. ir: its model; None: one that nothing can run. changes: of its manifest."""
+    tokenizer = fake_tokenizer()
+    with BundleWriter(place) as writer:
+        shutil.copytree(tokenizer.directory, writer.directory, dirs_exist_ok=True)
+        for name in ("openvino_model.xml", "openvino_model.bin"):
+            (writer.directory / name).write_bytes((ir / name).read_bytes() if ir is not None else b"<net/>")
+        if ir is not None:
+            shutil.copy(ir / "config.json", writer.directory)
+        manifest = make_manifest(writer.list_files(), tokenizer.fingerprint, "tiny-draft")
+        sizes = {"vocab_size": tokenizer.size, "tokenizer_size": tokenizer.size}
+        bounds = manifest.report.parity.model_copy(update={"max_relative_delta": 0.05, "max_own_delta": 0.05})
+        new = {
+            "device": "npu",
+            "static_shapes": SHAPES,
+            "architecture": manifest.architecture.model_copy(update=sizes),
+            "report": manifest.report.model_copy(update={"parity": bounds}),
+        }
+        return writer.commit(manifest.model_copy(update=new | changes))
+
+
+def lines_of(text: str) -> dict[str, str]:
+    """The block's lines by their names; checks what holds for every block."""
+    first, *lines, last = text.splitlines()
+    assert (first, last) == ("```text", "```") and len(lines) + 2 <= MAX_LINES
+    assert max(map(len, lines)) <= WIDTH and text.isascii() and "`" not in "".join(lines)
+    for name in (str(Path.home()), getpass.getuser() if getpass.getuser() != "root" else "/root", platform.node()):
+        assert not re.search(rf"\b{re.escape(name)}\b", text)
+    named = [line for line in lines if line[0] != " "]
+    return {line[:18].strip(): line[18:].strip() for line in named}
+
+
+def test_the_block_of_an_emulated_npu(
+    draft: Bundle, config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    """Every step runs, and the block says first that it is no hardware; nothing else goes to standard output."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    code = run_main(monkeypatch, "doctor", "--npu", "--emulate-npu", "--draft", str(draft.path), "--threads", "1")
+    shown = capsys.readouterr()
+    assert "fork on the NPU" in shown.err
+    found = lines_of(shown.out.rstrip("\n"))
+    assert code == 0 and "FAILED" not in shown.out, shown.out
+    assert NOT_HARDWARE in shown.out.splitlines()[2]
+    for name in ("load, first time", "load again", "1 node(s)", "4 node(s)", f"prompt of {SHAPES.prompt_len}"):
+        assert re.match(r"[\d.]+ m?s", found[name]), name
+    assert found["equal picks"].startswith(f"{POSITIONS} of {POSITIONS} greedy")
+    assert found["fork, cut back"].startswith("7 of 7 best tokens equal")
+    assert draft.manifest.digest[:16] in shown.out and "step_len 4" in found["static shapes"]
+    assert list((tmp_path / "cache").iterdir()) == []  # compiled models are gone
+
+
+def test_without_an_npu_the_block_says_why_and_times_the_cpu(draft: Bundle) -> None:
+    """OpenVINO's advice for this machine, and what is there."""
+    report = examine_npu(draft, REAL, 1)
+    found = lines_of(report.text)
+    assert report.is_faulty and found["NPU"].startswith("FAILED: OpenVINO finds none.")
+    assert found["load, first time"].split() == ["-", "-"]
+    assert re.fullmatch(r"- +[\d.]+ ms", found["1 node(s)"]) and "equal picks" not in found
+
+
+@dataclass(slots=True)
+class Steps:
+    """Answers of the steps, in place of processes. failing: steps that raise. rows: scores by place."""
+
+    failing: dict[tuple[Step, Place], str] = field(default_factory=dict)
+    rows: dict[Place, NDArray[np.float32]] = field(default_factory=dict)
+    fork: dict[str, Any] = field(default_factory=dict)
+    asked: list[tuple[Step, Place]] = field(default_factory=list)
+
+    def __call__(self, step: Step, place: Place, bundle: str, *rest: Any) -> dict[str, Any]:
+        folder = Path(rest[2])
+        self.asked.append((step, place))
+        if (step, place) in self.failing:
+            raise ProbeFailed(self.failing[step, place].format(bundle=bundle, folder=folder))
+        if step == "scores":
+            flat = np.zeros((POSITIONS, 300), np.float32)
+            flat[:, 5] = 9.0
+            np.save(folder / place, self.rows.get(place, flat))
+        times = {"prompt_tokens": 64, "prompt_ms": 3.0, "calls_ms": {"1": 18.49, "16": 22.84}}
+        right = {"num_equal": 7, "num_rows": 7, "delta": 0.01, "scale": 9.0}
+        loaded = {"open_s": 2.0, "memory_mb": 100.0, "max_branches": 16, "max_positions": 192}
+        return loaded | times | right | self.fork
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    """Steps of a machine with a working NPU."""
+    found = Steps()
+    properties = dict.fromkeys(npu.PROPERTIES) | {"FULL_DEVICE_NAME": "Intel(R) AI Boost", "NPU_DRIVER_VERSION": "32.0"}
+    facts = {"version": "2026.4.1", "devices": ["CPU", "NPU"], "processor": "Ultra", "npus": {"NPU": properties}}
+    monkeypatch.setattr(npu, "ask_openvino", lambda properties: facts)
+    monkeypatch.setattr(npu, "run_npu_step", found)
+    return found
+
+
+def test_what_openvino_says_of_an_npu_is_in_the_block(draft: Bundle, steps: Steps) -> None:
+    """Each property, and which of them the driver does not report."""
+    report = examine_npu(draft, REAL, 0)
+    found = lines_of(report.text)
+    assert not report.is_faulty and NOT_HARDWARE not in report.text
+    assert (found["NPU name"], found["NPU driver"], found["NPU compiler"]) == (
+        "Intel(R) AI Boost",
+        "32.0",
+        "not reported",
+    )
+    assert found["16 node(s)"].split() == ["22.84", "ms", "22.84", "ms"]
+
+
+@pytest.mark.parametrize("step", ["times", "scores", "fork"])
+def test_a_step_that_fails_is_named_and_the_others_run(step: Step, draft: Bundle, steps: Steps) -> None:
+    """With its reason in the block, without any path in it."""
+    steps.failing[step, "npu"] = "the driver ended: `{bundle}/openvino_model.xml`, {folder}/x.blob " + 400 * "so "
+    report = examine_npu(draft, REAL, 0)
+    found = lines_of(report.text)
+    assert report.is_faulty and found[f"{step}, NPU"].startswith("FAILED: the driver ended: '<path>', <path> so so")
+    assert str(draft.path.parent) not in report.text and "npu-report" not in report.text
+    assert len(steps.asked) == 6  # all of them
+
+
+def test_a_draft_that_does_not_load_is_not_tried_again(draft: Bundle, steps: Steps) -> None:
+    """Its compiler may have taken minutes."""
+    steps.failing["load", "npu"] = "no answer within 1800 s"
+    assert examine_npu(draft, REAL, 0).is_faulty
+    assert [place for _, place in steps.asked] == ["npu", "cpu", "cpu"]
+
+
+def test_an_npu_that_computes_something_else_is_a_fault(draft: Bundle, steps: Steps) -> None:
+    """Beyond what the draft's check allows; below it the difference is only told."""
+    rows = np.zeros((POSITIONS, 300), np.float32)
+    rows[:, 5] = 9.0
+    steps.rows["npu"] = rows + np.float32(0.2)
+    assert "largest difference 0.2" in lines_of(examine_npu(draft, REAL, 0).text)["logits"]
+    steps.rows["npu"] = np.roll(rows, 1, axis=1)
+    report = examine_npu(draft, REAL, 0)
+    found = lines_of(report.text)
+    assert report.is_faulty and found["logits"].startswith("FAILED: largest difference 9")
+    assert found["equal picks"].startswith(f"0 of {POSITIONS} greedy")
+    steps.rows["npu"] = np.full_like(rows, np.nan)
+    assert lines_of(examine_npu(draft, REAL, 0).text)["equal picks"].startswith("FAILED")
+
+
+@pytest.mark.parametrize("delta", [3.0, None])
+def test_a_wrong_fork_is_a_fault(delta: float | None, draft: Bundle, steps: Steps) -> None:
+    """Also where its logits are not finite."""
+    steps.fork = {"delta": delta, "num_equal": 2}
+    report = examine_npu(draft, REAL, 0)
+    assert report.is_faulty and "FAILED: 2 of 7 best tokens" in lines_of(report.text)["fork, cut back"]
+
+
+class Cutting:
+    """A runtime whose logits follow from all tokens; after a cut it may forget that it was cut."""
+
+    def __init__(self, *, forgets: bool, max_branches: int = 1) -> None:
+        self.limits = ModelLimits(50, 1000)
+        self.tokens: list[int] = []
+        self.forgets, self.max_branches, self._extra = forgets, max_branches, 0
+        self.longest = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    def _row(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        seed = hash((tuple(tokens), self._extra)) % 2**32
+        return np.random.default_rng(seed).normal(size=self.limits.vocab_size).astype(np.float32)
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        self.tokens += tokens
+        self.longest = max(self.longest, len(self.tokens))
+        return self._row(self.tokens)
+
+    def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        return np.stack([self._row([*self.tokens, *branch]) for branch in branches])
+
+    def truncate(self, length: int) -> None:
+        self._extra = len(self.tokens) if self.forgets and length else 0
+        del self.tokens[length:]
+
+    def close(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("max_branches", [1, 16])
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_cut_that_leaves_a_trace_is_found(forgets: bool, max_branches: int) -> None:
+    """By comparing each row with a run from the start."""
+    found = fork(Cutting(forgets=forgets, max_branches=max_branches), list(range(1, PROMPT + 20)))
+    assert found["num_rows"] == 7 and (found["num_equal"] == 7) != forgets
+    assert (found["delta"] > 0.0) == forgets
+
+
+def test_scores_are_those_after_each_place_of_the_fixed_text(draft: Bundle) -> None:
+    """POSITIONS of them, the first after the prompt."""
+    tokens, runtime = fixed_tokens(draft), Cutting(forgets=False)
+    rows = scores(runtime, tokens)
+    assert rows.shape == (POSITIONS, 50) and len(tokens) == PROMPT + POSITIONS
+    assert np.array_equal(rows[0], runtime._row(tokens[:PROMPT]))
+    assert np.array_equal(rows[-1], runtime._row(tokens[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("cannot open /home/ann/x.xml, it is gone", "cannot open <path>, it is gone"),
+        (r"C:\Users\Ann\x.xml (5) and \\nas\models\y", "<path> (5) and <path>"),
+        ("~/x.bin: 3 of 4 ms/token, 1 / 2", "<path> 3 of 4 ms/token, 1 / 2"),
+        ("https://docs.openvino.ai/2024/x.html and /dev/accel/accel0", None),
+        ("github.com/intel/linux-npu-driver/releases", None),
+        ("see file:///home/ann/x.bin, file:///C:/Users/Ann%20M/x", "see <path>, <path>"),
+        (r"C:\Users\Ann Müller\bundles\x.bin is gone", "<path> is gone"),
+        (r"\\?\C:\Users\Ann Maria Müller\x.bin is gone", "<path> is gone"),
+        ("/data/secret dir/x.xml is gone", "<path> is gone"),
+        ("No such file: '/data/secret dir/my x.xml' [2]", "No such file: '<path>' [2]"),
+        ("~ann/secret dir/x", "<path>"),
+    ],
+)
+def test_no_path_stays_in_a_reason(text: str, left: str | None) -> None:
+    """Addresses and the NPU's device node are no such paths."""
+    assert without_names(text) == (text if left is None else left)
+
+
+def test_no_name_of_user_or_machine_stays_in_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As whole words only."""
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    monkeypatch.setattr("platform.node", lambda: "anns-laptop.home")
+    left = without_names("ann on anns-laptop.home, or anns-laptop: planned")
+    assert left == "<name> on <name>, or <name>: planned"
+
+
+def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> None:
+    """Both places compare the positions that the draft has."""
+    short = replace(
+        draft,
+        manifest=draft.manifest.model_copy(
+            update={"static_shapes": StaticShapes(prompt_len=16, response_len=16, step_len=4)}
+        ),
+    )
+    tokens = fixed_tokens(short)
+    assert len(tokens) == LEAST_POSITIONS == 32
+    runtime = Cutting(forgets=False)
+    assert scores(runtime, tokens).shape == (16, 50) and len(runtime.tokens) < 32
+    runtime.truncate(0)
+    assert fork(runtime, tokens)["num_equal"] == 7 and runtime.longest <= 32
+
+
+def test_a_draft_of_too_short_texts_is_said_to_be_one(draft: Bundle, steps: Steps) -> None:
+    """That is no fault of the device: nothing has FAILED."""
+    short = replace(
+        draft,
+        manifest=draft.manifest.model_copy(
+            update={"static_shapes": StaticShapes(prompt_len=16, response_len=8, step_len=4)}
+        ),
+    )
+    report = examine_npu(short, REAL, 0)
+    found = lines_of(report.text)
+    assert not report.is_faulty and steps.asked == [("load", "npu")]
+    assert found["load, first time"].split()[0] == "2.00"
+    assert found["other steps"] == "not run: the draft takes texts of at most 24 tokens, and they need 32"
+
+
+def test_what_is_too_much_for_the_block_is_counted() -> None:
+    """A device's properties go first; what has FAILED stays, and so does all else that has room."""
+    report = NpuReport()
+    for index in range(30):
+        report.add(f"NPU {index}", "property", importance=0)
+        report.add(f"time {index}", "5 ms")
+    report.fail("fork, cut back", "why")
+    lines = report.text.splitlines()
+    assert len(lines) == MAX_LINES and lines[-2] == "... 4 lines left out" and "FAILED: why" in lines[-3]
+    assert sum("property" in line for line in lines) == 26 and sum("5 ms" in line for line in lines) == 30
+    for index in range(40):
+        report.add(f"more {index}", "9 ms")
+    lines = report.text.splitlines()
+    assert len(lines) == MAX_LINES and lines[-2] == "... 44 lines left out" and "property" not in report.text
+    assert "FAILED: why" in report.text and sum("9 ms" in line for line in lines) == 26
+
+
+def test_the_block_stays_small() -> None:
+    """Whatever fails, and however long the reasons are; fences and control characters do no harm."""
+    report = NpuReport()
+    for index in range(40):
+        report.fail(f"step {index}", "```\x1b[2J é " + "x" * 5000)
+        report.add(f"line {index}", "word " * 100)
+    lines = report.text.splitlines()
+    assert len(lines) <= MAX_LINES and max(map(len, lines)) <= WIDTH and lines[-2].endswith("lines left out")
+    assert report.text.isascii() and report.text.isprintable() is False and "\x1b" not in report.text
+    assert [line for line in lines if "`" in line] == ["```text", "```"]
+
+
+def test_what_the_system_shows_of_an_npu(tmp_path: Path) -> None:
+    """The node, whether this user may open it, the module."""
+    assert system_npu(tmp_path) == "no /dev/accel/accel0"
+    node = tmp_path / "dev" / "accel" / "accel0"
+    node.parent.mkdir(parents=True)
+    node.touch()
+    assert system_npu(tmp_path) == "/dev/accel/accel0: this user may open it; intel_vpu is not loaded"
+    (tmp_path / "sys" / "module" / "intel_vpu").mkdir(parents=True)
+    assert system_npu(tmp_path).endswith("intel_vpu is loaded")
+
+
+def test_the_draft_is_the_named_one_or_the_latest_pulled_for_an_npu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for another device is refused; where none is here and none can be made, the block says why."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr("outrider.edge.cli.draft_source.is_installed", lambda name: name != "torch")
+    assert "'torch' is not installed" in str(draft_for_npu("auto", REAL))
+    shelf = Shelf()
+    for sha256, device, at_s in (("a" * 64, "npu", 1.0), ("b" * 64, "npu", 2.0), ("c" * 64, "cpu", 3.0)):
+        shapes: dict[str, Any] = {"static_shapes": SHAPES if device == "npu" else None}
+        write_draft(shelf.place(sha256), device=device, **shapes)
+        shelf.note(sha256, "t", PulledFor(model="m", server="http://127.0.0.1", name=device, at_s=at_s))
+    found = draft_for_npu("auto", REAL)
+    assert isinstance(found, Bundle) and found.path == shelf.place("b" * 64)
+    assert isinstance(draft_for_npu(str(found.path), DraftChoice(device="npu.1")), Bundle)
+    assert isinstance(draft_for_npu("reference", REAL), str)
+    with pytest.raises(ConfigError, match="--device npu"):
+        draft_for_npu(str(shelf.place("c" * 64)), REAL)
+    with pytest.raises(BundleError, match="expected a bundle"):
+        draft_for_npu(str(tmp_path / "none"), REAL)
+
+
+def test_a_block_without_a_draft_says_so(steps: Steps) -> None:
+    """Nothing is measured then."""
+    report = examine_npu("the reference draft cannot be exported; run `outrider pull`", REAL, 0)
+    assert report.is_faulty and "FAILED: the reference draft" in lines_of(report.text)["draft"] and not steps.asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json"], "--npu prints a block of text, and --json a document"),
+        (["--cloud", "http://x", "--api-key", "k"], "--npu asks no cloud, so --cloud and --api-key would have no"),
+        (["--draft-device", "cpu"], "--npu runs OpenVINO on an NPU"),
+        (["--draft", "a", "--draft", "b"], "--npu measures one draft, and 2 are named; name one with --draft"),
+        (["--runtime", "ngram"], "--npu runs OpenVINO on an NPU"),
+        (["--draft-device", "QNNExecutionProvider"], "--npu runs OpenVINO on an NPU"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    arguments: list[str], message: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Before anything is measured."""
+    assert run_main(monkeypatch, "doctor", "--npu", *arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
