@@ -191,6 +191,11 @@ class CallTimes:
         """Whether a single node was last run long ago."""
         return self._num_calls - self._last.get(1, (0, 0))[0] > self._LONG
 
+    def added(self, num_nodes: int) -> float:
+        """What each node of a call beyond its first adds to it, over a call of one; at least 0."""
+        one = self.ms(1)
+        return max(0.0, self.ms(num_nodes) - one) / (max(1e-6, one) * max(1, num_nodes - 1))
+
     def ms(self, num_nodes: int) -> float:
         """Predicted milliseconds."""
         if not self._seen:

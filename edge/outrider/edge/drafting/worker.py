@@ -188,7 +188,12 @@ class DraftWorker:
             # A change of size is dear where a runtime prepares for it.
             if self._size not in rates or rates[best] > _CLEARLY * rates[self._size]:
                 self._size = best
-        return tree.take_best(min(most, self._size), self._floor(), depth)
+        floor, size = self._floor(), min(most, self._size)
+        nodes = tree.take_best(1, floor, depth)
+        if nodes and size > 1:  # the others cost what they add to the call: on an NPU next to nothing
+            added = self._estimates.calls.added(size) * floor
+            nodes += tree.take_best(size - 1, max(min(floor, LEAST_REACH), min(floor, added)), depth)
+        return nodes
 
     def _is_due(self, before: float, now: float) -> bool:
         """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""
