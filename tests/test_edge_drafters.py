@@ -487,3 +487,23 @@ def _above(node: GuessNode) -> list[GuessNode]:
         node = node.parent
         above.append(node)
     return above
+
+
+@pytest.mark.parametrize(("node_ms", "fullest"), [(0.0, 4), (20.0, 1)])
+def test_a_call_is_filled_where_further_nodes_cost_nothing(node_ms: float, fullest: int) -> None:
+    """The floor is for a call's first node; the others are priced by what they add to it, as a graph of several shows."""
+    now, sizes = [0.0], list[int]()
+
+    def tick(branches: Sequence[Sequence[int]]) -> None:
+        sizes.append(len(branches))
+        now[0] += (20.0 + node_ms * (len(branches) - 1)) / 1e3
+
+    async def scenario() -> None:
+        driven = Driven(Acting(tick), DraftPlan(6, floor=0.2), TreeLimits(), lambda: now[0])
+        for size in (1, 4, 8) * 8:
+            driven.worker._estimates.on_drafted(20.0 + node_ms * (size - 1), size)
+        await driven.worker.run()
+        driven.worker.close()
+
+    asyncio.run(scenario())
+    assert max(sizes) == fullest
