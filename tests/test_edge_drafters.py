@@ -491,7 +491,7 @@ def _above(node: GuessNode) -> list[GuessNode]:
 
 @pytest.mark.parametrize(("node_ms", "fullest"), [(0.0, 4), (20.0, 1)])
 def test_a_call_is_filled_where_further_nodes_cost_nothing(node_ms: float, fullest: int) -> None:
-    """The floor is for a call's first node; the others are priced by what they add to it, as a graph of several shows."""
+    """The floor is for the first node of a call; the others are priced by what they add to it."""
     now, sizes = [0.0], list[int]()
 
     def tick(branches: Sequence[Sequence[int]]) -> None:
