@@ -25,7 +25,8 @@ LEAST_REACH = 0.01
 class DraftPlan:
     """What to draft now. depth: tokens ahead of the last commit, 0 for none.
 
-    floor: no node is expanded that the target reaches with a smaller chance. silent: draft only to measure and send
+    floor: no node is expanded that the target reaches with a smaller chance; sending: the part of it that pays for
+    sending and verifying the node, not for drafting it. silent: draft only to measure and send
     nothing, so that a hopeless draft costs neither network nor server. answer: tokens that the server can use in one
     pass; after the device was out of sync they are sent together, as soon as all are drafted. 0: unknown, so send by
     time.
@@ -37,6 +38,7 @@ class DraftPlan:
     silent: bool = False
     answer: int = 0
     in_turns: bool = False
+    sending: float = 0.0
 
 
 class DepthController:
@@ -212,7 +214,9 @@ class CostModelDepth(DepthController):
         if self.is_on and e.turns.now:
             self._plan = DraftPlan(MAX_BLOCK, self._floor_in_turns(), in_turns=True)
         elif self.is_on:  # the next token at least: what an earlier text measured may be out of date
-            self._plan = DraftPlan(self._depth, min(1.0, self._floor()), answer=min(verified, self._depth))
+            answer = min(verified, self._depth)
+            sending = _TOKEN_COST_MS / max(1e-3, e.step_ms)
+            self._plan = DraftPlan(self._depth, min(1.0, self._floor()), answer=answer, sending=sending)
         else:
             probed = _PROBE_DEPTH if self._commits_to_probe == 0 else 0
             is_sent = probed > 0 and self._num_silent >= _MAX_SILENCE

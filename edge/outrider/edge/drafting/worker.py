@@ -190,9 +190,10 @@ class DraftWorker:
                 self._size = best
         floor, size = self._floor(), min(most, self._size)
         nodes = tree.take_best(1, floor, depth)
-        if nodes and size > 1:  # the others cost what they add to the call: on an NPU next to nothing
-            added = self._estimates.calls.added(size) * floor
-            nodes += tree.take_best(size - 1, max(min(floor, LEAST_REACH), min(floor, added)), depth)
+        if nodes and size > 1:  # drafting the others costs what they add to the call: on an NPU next to nothing
+            sending = min(floor, max(LEAST_REACH, self._plan().sending))
+            share = min(1.0, self._estimates.calls.added(size))
+            nodes += tree.take_best(size - 1, sending + share * (floor - sending), depth)
         return nodes
 
     def _is_due(self, before: float, now: float) -> bool:
