@@ -113,6 +113,7 @@ def make_source(directory: Path, megabytes: float) -> Path:
         num_attention_heads=hidden // 16 if hidden < 64 else hidden // 64,
         num_key_value_heads=hidden // 16 if hidden < 64 else hidden // 64,
         initializer_range=0.15 if hidden < 64 else 0.03,
+        max_parameters=1 << 30,
     )
 
 

@@ -39,7 +39,14 @@ from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 
 NODES: Final = (1, 4, 8, 16)
-SIZES: Final = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
+SIZES: Final = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.03,  # a larger one makes weights that INT8 cannot hold
+}
 """A Llama of 100M parameters, with 16,000 ids."""
 
 
