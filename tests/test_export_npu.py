@@ -421,7 +421,7 @@ def test_a_blob_made_ahead_is_taken_instead_of_the_ir(bundle: Path, tmp_path: Pa
         shutil.copyfile(bundle / name, tmp_path / name)
     assert NPU.static_shapes is not None
     blobs = compile_ahead(tmp_path, NPU.static_shapes, tmp_path, emulate_npu=True)
-    assert [blob.name for blob in blobs] == ["openvino_model.cpu-248-8.blob", "openvino_model.cpu-248-64.blob"]
+    assert [blob.name for blob in blobs] == ["openvino_model.cpu-312-8.blob", "openvino_model.cpu-312-64.blob"]
     of_ir, of_blob = OpenVinoNpuRuntime(bundle, NPU), OpenVinoNpuRuntime(tmp_path, NPU)
     assert of_ir.limits == of_blob.limits
     assert np.array_equal(of_ir.extend(TOKENS[:40]), of_blob.extend(TOKENS[:40]))
