@@ -502,9 +502,8 @@ def test_serving_the_reference_target_exports_it_first(
 
     monkeypatch.setattr("outrider.models.bundle.reference_export.run_child_command", run_child)
     assert embedded.export_reference_target() == Path("there/target")
-    assert ran == [
-        ["-P", "-m", "outrider.export.cli", *export_arguments(700.0, *draft_kind(DraftChoice()))]
-    ]  # as `run` asks
+    asked = export_arguments(700.0, *draft_kind(DraftChoice()))  # as `run` asks
+    assert ran == [["-P", "-m", "outrider.export.cli", *asked]]
     assert "takes one to three minutes" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(
