@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -644,9 +644,11 @@ slot_actions = st.lists(
 
 
 @given(slot_actions, st.integers(1, 3))
+@example([(each, 0, 0) for each in (*["wait"] * 4, "cancel", "run", "wait", "release", "release")], 2)
 def test_no_slot_is_lost(actions: list[tuple[str, int, int]], max_each: int) -> None:
     """Whatever is cancelled when: no more slots than allowed are taken, a free slot leaves nobody waiting, turns come
-    in order, and in the end all are free.
+    in order, and in the end all are free. Who finds a free slot needs no turn, and may go on before one whose turn has
+    come wakes up, as in the example.
     """
 
     async def run() -> None:
@@ -657,9 +659,12 @@ def test_no_slot_is_lost(actions: list[tuple[str, int, int]], max_each: int) -> 
         number = 0
 
         async def wait(index: int, own: int) -> None:
-            await slots.wait(bytes([index]))
+            owner = bytes([index])
+            needs_turn = owner in slots._waiting or slots.taken(owner) >= max_each
+            await slots.wait(owner)
             held[index] += 1
-            served[index].append(own)
+            if needs_turn:
+                served[index].append(own)
 
         async def settle() -> None:
             for _ in range(3):
