@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import psutil
@@ -39,7 +39,7 @@ from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 
 NODES: Final = (1, 4, 8, 16)
-SIZES: Final = {
+SIZES: Final[dict[str, Any]] = {
     "hidden_size": 768,
     "intermediate_size": 2048,
     "num_hidden_layers": 12,
