@@ -259,9 +259,9 @@ class RuntimeOptions:
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: size of the paged cache (BatchRuntime only).
     cache_dir: where compiled models are stored; None: not stored.
-    is_batch_invariant: OpenVINO on CPU with an f32 cache, BatchRuntime: a token's logits are the same, bit for bit,
-      however its sequence is cut into steps and whatever else those steps hold. Costs a few per cent of a step at short
-      contexts, more for a long prompt. Does not cover steps with a tree mask.
+    is_batch_invariant: OpenVINO on CPU with an f32 cache, or torch on CUDA, BatchRuntime: a token's logits are the
+      same, bit for bit, however its sequence is cut into steps and whatever else those steps hold. Costs a few per cent
+      of a step at short contexts, more for a long prompt. On OpenVINO it does not cover steps with a tree mask.
     max_positions: shortens the longest sequence, and with it a SequenceRuntime's cache; 0: the model's own.
     num_sequences: sequences that a SequenceRuntime's model may hold at a time, where it can hold several.
     keeps_hidden: a BatchRuntime keeps each row's last hidden state (`HiddenRuntime`).

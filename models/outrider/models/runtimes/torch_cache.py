@@ -13,7 +13,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -22,7 +23,15 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError, ModelFault
 
+if TYPE_CHECKING:
+    from outrider.models.runtimes.triton_attention import StepPages
+
 BLOCK_SIZE: Final = 32
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether attention runs in Triton. Else through SDPA, which gathers and masks all keys of a step."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +159,18 @@ class TorchCache:
 class AttentionPlan:
     """What every layer's attention needs in one step.
 
-    layers: the cache by layer; None for the first step of all, which only finds out `shapes`. attended: the layers
-    that have attended so far.
+    layers: the cache by layer; None for the first step of all, which only finds out `shapes`. pages: the same for the
+    kernels in Triton, which then take the place of groups. attended: the layers that have attended so far. heads: of
+    queries and of values, as the layers have them.
     """
 
     layers: dict[int, LayerCache] | None
     new_slots: torch.Tensor
     groups: list[Group]
+    pages: StepPages | None = None
     attended: set[int] = field(default_factory=set)
     shapes: dict[int, SlotShape] = field(default_factory=dict)
+    heads: set[tuple[int, int]] = field(default_factory=set)
 
     def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Records that `layer` attends with new keys and values, [G, kv_heads, n, size]."""
@@ -197,12 +209,19 @@ def attend(
         raise ModelFault("it makes attention masks of its own")
     plan = _PLAN.get()
     plan.note(module.layer_idx, key, value)
+    plan.heads.add((query.shape[1], value.shape[1]))
     repeats = query.shape[1] // value.shape[1]
     if plan.layers is None:  # the logits of this step are of no use
         return value.repeat_interleave(repeats, dim=1).transpose(1, 2).contiguous(), None
     layer = plan.layers[module.layer_idx]
     layer.write(plan.new_slots, key, value)
     packed = query[0].transpose(0, 1)  # [T, heads, key size]
+    scale = scaling or packed.shape[2] ** -0.5
+    if plan.pages is not None:
+        found = plan.pages.attend(
+            packed, layer.keys, layer.values, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+        return found[None], None
     attended = packed.new_empty((*packed.shape[:2], value.shape[3]))
     for group in plan.groups:
         queries = packed[group.rows].reshape(group.num_sequences, -1, *packed.shape[1:])
@@ -214,7 +233,7 @@ def attend(
         if softcap is None and s_aux is None:
             result = torch.nn.functional.scaled_dot_product_attention(*operands, scale=scaling, enable_gqa=True)
         else:
-            result = _plain_attention(*operands, scaling or packed.shape[2] ** -0.5, softcap, s_aux)
+            result = _plain_attention(*operands, scale, softcap, s_aux)
         attended[group.rows] = result.transpose(1, 2).flatten(0, 1)
     return attended[None], None
 

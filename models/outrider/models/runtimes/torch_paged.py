@@ -1,11 +1,12 @@
 """Runs a `BatchRuntime` on torch and transformers: the plain twin that tests compare with on CPU, the runtime for CUDA.
 
 All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention separates
-sequences: it writes the new keys and values to their slots, then sequences with the same number of new tokens attend
-together, their contexts padded to the longest. Padding reads a slot that stays zero: a masked key or value that is not
-finite would still reach the sum (0 * NaN is NaN), and every other slot may hold what a fault left. Layers may attend a
-sliding window, cap their logits (Gemma 2), have sinks (GPT-OSS), or keys and values of different sizes (multi-head
-latent attention).
+sequences: it writes the new keys and values to their slots, then attends. On CUDA that is a kernel in Triton
+(`triton_attention`), small steps are recorded as CUDA graphs (`torch_graphs`), and with `is_batch_invariant` every
+row's sums have one order (`triton_rows`). On the CPU, sequences with the same number of new tokens attend together
+through SDPA, their contexts padded to the longest: padding reads a slot that stays zero, for a masked key or value that
+is not finite would still reach the sum (0 * NaN is NaN). Layers may attend a sliding window, cap their logits (Gemma
+2), have sinks (GPT-OSS), or keys and values of different sizes (multi-head latent attention).
 
 This needs transformers' attention interface, which most families use. A family with attention of its own (GPT-J,
 Falcon, Nemotron) runs each group of sequences as a batch, with transformers' `Cache` over the same slots. Models that
@@ -18,8 +19,9 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -36,11 +38,14 @@ from outrider.models.runtimes.torch_cache import (
     AttentionPlan,
     Group,
     GroupCache,
-    SlotShape,
     TorchCache,
     attend,
     carried_out,
+    has_kernels,
 )
+
+if TYPE_CHECKING:
+    from outrider.models.runtimes.torch_graphs import KernelSteps, StepInputs
 
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -70,11 +75,17 @@ class TorchPagedRuntime(TorchCache):
             torch.set_num_threads(options.num_threads)
         self.faults_last = self._device.type == "cuda"  # an error in a kernel stays for the process's life
         super().__init__(self._device)
+        self._kernels: KernelSteps | None = None
+        self._until_closed = ExitStack()
         self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
-        shapes = self._load(dtype)
+        if is_bitwise := has_kernels(self._device) and options.is_batch_invariant:
+            from outrider.models.runtimes.triton_rows import row_by_row
+
+            self._until_closed.enter_context(row_by_row(self._device.type.upper()))
+        plan = self._load(dtype)
         config: Any = self._model.config.get_text_config()
-        self._allocate(shapes, dtype, options.kv_cache_bytes)
+        self._allocate(plan.shapes, dtype, options.kv_cache_bytes)
         self.why_no_trees: str | None = None
         if not self._is_packed:
             # Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does.
@@ -86,11 +97,28 @@ class TorchPagedRuntime(TorchCache):
             head = self._model.get_output_embeddings()
             self.hidden_size = int(head.weight.shape[1])
             head.register_forward_pre_hook(self._note_hidden)
+        if has_kernels(self._device) and self._is_packed:
+            self._kernels = self._with_kernels(plan, has_graphs=not options.keeps_hidden)
+        elif is_bitwise:
+            raise ConfigError(f"the model in {path} has attention of its own, which no step leaves bitwise equal")
 
-    def _load(self, dtype: torch.dtype) -> dict[int, SlotShape]:
+    def _with_kernels(self, plan: AttentionPlan, *, has_graphs: bool) -> KernelSteps:
+        from outrider.models.runtimes.torch_graphs import KernelSteps  # Triton: where there is a GPU
+
+        return KernelSteps(
+            self._pass,
+            self._device,
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks,
+            max_blocks=-(-self.limits.max_positions // BLOCK_SIZE),
+            heads=plan.heads,
+            has_graphs=has_graphs,
+        )
+
+    def _load(self, dtype: torch.dtype) -> AttentionPlan:
         """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
 
-        Returns the shapes of each layer's slots. Raises BundleError if neither way reaches every layer.
+        Returns what the layers noted. Raises BundleError if neither way reaches every layer.
         """
         transformers.AttentionInterface.register(_ATTENTION, attend)
         self._is_packed = True
@@ -108,7 +136,7 @@ class TorchPagedRuntime(TorchCache):
             why = f"{through_interface}; with its own attention: {through_cache}"
             raise BundleError(_unfit(self._path, why)) from through_cache
 
-    def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, SlotShape]:
+    def _try_load(self, dtype: torch.dtype, attention: str) -> AttentionPlan:
         """Loads the model and runs some tokens, which finds out which layers attend, and with what; else `_Unfit`."""
         try:
             model = load_causal_lm(self._path, dtype, attention)
@@ -135,7 +163,7 @@ class TorchPagedRuntime(TorchCache):
             raise _Unfit(f"{type(error).__name__}: {error}") from error
         if len(plan.attended) != config.num_hidden_layers:
             raise _Unfit(f"{len(plan.attended)} of {config.num_hidden_layers} layers attend through it")
-        return plan.shapes
+        return plan
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """Runs one step; returns logits [sum of num_rows, vocab_size] float32.
@@ -180,32 +208,43 @@ class TorchPagedRuntime(TorchCache):
             block_size=BLOCK_SIZE,
             num_blocks=self.num_blocks,
         )
+        if self._kernels is not None:
+            return self._kernels.logits(step)
         logits, plan = self._run(step)
+        self._require_all(plan)
+        return logits
+
+    def _require_all(self, plan: AttentionPlan) -> None:
+        """Raises ModelFault where a layer did not attend over the cache."""
         assert self._layers is not None
         if plan.attended != set(self._layers):
             raise ModelFault(
                 _unfit(self._path, f"{len(plan.attended)} of {len(self._layers)} layers attend through it")
             )
-        return logits
 
     @torch.inference_mode()
     def _run(self, step: RaggedStep) -> tuple[torch.Tensor, AttentionPlan]:
         """The logits of the step's rows, [R, vocab_size] float32, and what the layers noted."""
         num_new = np.diff(step.subsequence_begins)
-        plan = AttentionPlan(
-            layers=self._layers,
-            new_slots=self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new)),
-            groups=self._groups(step, num_new),
-        )
-        if self._is_packed:
-            return self._run_packed(step, plan), plan
-        return self._run_grouped(step, plan), plan
+        slots = self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new))
+        plan = AttentionPlan(self._layers, slots, self._groups(step, num_new))
+        if not self._is_packed:
+            return self._run_grouped(step, plan), plan
+        rows, ids, positions = map(self._tensor, (step.logit_rows, step.input_ids, step.position_ids))
+        return self._run_packed(plan, rows, ids, positions), plan
 
-    def _run_packed(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
-        rows = self._tensor(step.logit_rows)
+    def _run_packed(
+        self, plan: AttentionPlan, rows: torch.Tensor, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
         with carried_out(plan):
-            logits = self._forward(rows, input_ids=step.input_ids[None], position_ids=step.position_ids[None])
+            logits = self._forward(rows, input_ids=input_ids[None], position_ids=position_ids[None])
         self._hidden_rows = self._take_hidden(rows)
+        return logits
+
+    def _pass(self, inputs: StepInputs) -> torch.Tensor:
+        plan = AttentionPlan(self._layers, inputs.new_slots, [], inputs.pages)
+        logits = self._run_packed(plan, inputs.rows, inputs.input_ids, inputs.position_ids)
+        self._require_all(plan)
         return logits
 
     def _run_grouped(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
@@ -248,8 +287,7 @@ class TorchPagedRuntime(TorchCache):
             name: self._tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
         }
         given.setdefault("use_cache", False)
-        is_one = given["input_ids"].shape[0] == 1
-        if is_one and "logits_to_keep" in self._arguments:
+        if given["input_ids"].shape[0] == 1 and "logits_to_keep" in self._arguments:
             given["logits_to_keep"] = rows
         logits: torch.Tensor = self._model(**given).logits
         flat = logits.flatten(0, 1)
@@ -296,8 +334,9 @@ class TorchPagedRuntime(TorchCache):
 
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
-        self._model = None
+        self._model = self._kernels = None
         self._layers = {}
+        self._until_closed.close()
 
 
 def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:

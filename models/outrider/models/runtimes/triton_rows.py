@@ -1,0 +1,247 @@
+"""Products, means, norms and softmaxes whose rows do not depend on what else is in the step, bit for bit, in Triton.
+
+cuBLAS and torch choose kernels, tiles and split sums by a step's number of tokens, so a row's last bits change with its
+company. Here every sum has one order: tiles of a fixed size, one after the other, no split-K. `row_by_row` puts these
+kernels in the place of torch's own on a device, so that any model's code uses them (the way of He et al. 2025,
+"Defeating Nondeterminism in LLM Inference"). Not run on CUDA hardware; on the CPU it runs on Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+
+_ROWS: Final = 64
+"""Rows of a tile of a product: what Hopper's tensor cores take at least; fewer new tokens waste arithmetic only."""
+_COLUMNS: Final = 64
+_STRIDE: Final = 64
+"""Numbers of a row that one sum adds at a time, in a product."""
+_WIDE: Final = 1024
+"""The same in a mean, a norm or a softmax."""
+
+
+@triton.jit
+def _multiply(
+    left,
+    right,
+    bias,
+    out,
+    num_rows,
+    num_columns,
+    size,
+    left_row,
+    left_column,
+    right_row,
+    right_column,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """A tile of left [M, K] times right [K, N], plus bias [N]: out [M, N], contiguous."""
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(0, size, STRIDE):
+        inner = at + tl.arange(0, STRIDE)
+        a = tl.load(
+            left + row[:, None] * left_row + inner[None, :] * left_column,
+            mask=(row < num_rows)[:, None] & (inner < size)[None, :],
+            other=0.0,
+        )
+        b = tl.load(
+            right + inner[:, None] * right_row + column[None, :] * right_column,
+            mask=(inner < size)[:, None] & (column < num_columns)[None, :],
+            other=0.0,
+        )
+        total = tl.dot(a, b, total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + row[:, None] * num_columns + column[None, :],
+        total,
+        mask=(row < num_rows)[:, None] & (column < num_columns)[None, :],
+    )
+
+
+def matmul(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """left [M, K] times right [K, N], plus bias [N] if given: [M, N] of left's dtype; sums in float32."""
+    (num_rows, size), num_columns = left.shape, right.shape[1]
+    out = left.new_empty((num_rows, num_columns))
+    if not out.numel():
+        return out
+    launch: Any = _multiply[(triton.cdiv(num_columns, _COLUMNS), triton.cdiv(num_rows, _ROWS))]
+    launch(
+        left,
+        right,
+        out if bias is None else bias.contiguous(),
+        out,
+        num_rows,
+        num_columns,
+        size,
+        *left.stride(),
+        *right.stride(),
+        HAS_BIAS=bias is not None,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        STRIDE=_STRIDE,
+    )
+    return out
+
+
+@triton.jit
+def _sum_row(values, size, WIDE: tl.constexpr):
+    """The sum of a row, in float32: WIDE sums side by side, then joined."""
+    total = tl.zeros([WIDE], tl.float32)
+    for at in range(0, size, WIDE):
+        place = at + tl.arange(0, WIDE)
+        total += tl.load(values + place, mask=place < size, other=0.0).to(tl.float32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _mean(values, out, size, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row, _sum_row(values + row * size, size, WIDE) / size)
+
+
+@triton.jit
+def _layer_norm(values, weight, bias, out, means, scales, size, eps, WIDE: tl.constexpr):
+    """out: (values - mean) * scale * weight + bias, with scale 1 / sqrt(variance + eps)."""
+    row = tl.program_id(0).to(tl.int64)
+    mean = _sum_row(values + row * size, size, WIDE) / size
+    total = tl.zeros([WIDE], tl.float32)
+    for at in range(0, size, WIDE):
+        place = at + tl.arange(0, WIDE)
+        off = tl.load(values + row * size + place, mask=place < size, other=0.0).to(tl.float32) - mean
+        total += tl.where(place < size, off * off, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(total, axis=0) / size + eps)
+    tl.store(means + row, mean)
+    tl.store(scales + row, scale)
+    for at in range(0, size, WIDE):
+        place = at + tl.arange(0, WIDE)
+        is_in = place < size
+        normed = (tl.load(values + row * size + place, mask=is_in, other=0.0).to(tl.float32) - mean) * scale
+        normed = normed * tl.load(weight + place, mask=is_in, other=0.0).to(tl.float32)
+        normed = normed + tl.load(bias + place, mask=is_in, other=0.0).to(tl.float32)
+        tl.store(out + row * size + place, normed, mask=is_in)
+
+
+@triton.jit
+def _softmax(values, out, size, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.full([WIDE], float("-inf"), tl.float32)
+    for at in range(0, size, WIDE):
+        place = at + tl.arange(0, WIDE)
+        most = tl.maximum(most, tl.load(values + row * size + place, mask=place < size, other=float("-inf")))
+    peak = tl.max(most, axis=0)
+    total = tl.zeros([WIDE], tl.float32)
+    for at in range(0, size, WIDE):
+        place = at + tl.arange(0, WIDE)
+        read = tl.load(values + row * size + place, mask=place < size, other=float("-inf")).to(tl.float32)
+        total += tl.exp(read - peak)
+    weight = tl.sum(total, axis=0)
+    for at in range(0, size, WIDE):
+        place = at + tl.arange(0, WIDE)
+        read = tl.load(values + row * size + place, mask=place < size, other=float("-inf")).to(tl.float32)
+        tl.store(out + row * size + place, tl.exp(read - peak) / weight, mask=place < size)
+
+
+def mean(values: torch.Tensor, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The mean over the last dimension, summed in float32."""
+    read = values.contiguous()
+    out = read.new_empty((*read.shape[:-1], 1), dtype=dtype or read.dtype)
+    launch: Any = _mean[(out.numel(),)]
+    launch(read, out, read.shape[-1], WIDE=_WIDE)
+    return out if keepdim else out.squeeze(-1)
+
+
+def layer_norm(
+    values: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Layer norm over the last dimension; with it each row's mean and 1 / sqrt(variance + eps), float32."""
+    read, size = values.contiguous(), values.shape[-1]
+    out = torch.empty_like(read)
+    means, scales = read.new_empty((2, *read.shape[:-1], 1), dtype=torch.float32)
+    weight = read.new_ones(size) if weight is None else weight.contiguous()
+    bias = read.new_zeros(size) if bias is None else bias.contiguous()
+    launch: Any = _layer_norm[(means.numel(),)]
+    launch(read, weight, bias, out, means, scales, size, eps, WIDE=_WIDE)
+    return out, means, scales
+
+
+def softmax(values: torch.Tensor) -> torch.Tensor:
+    """The softmax over the last dimension, computed in float32."""
+    read = values.contiguous()
+    out = torch.empty_like(read)
+    launch: Any = _softmax[(read.numel() // read.shape[-1],)]
+    launch(read, out, read.shape[-1], WIDE=_WIDE)
+    return out
+
+
+@contextmanager
+def row_by_row(key: str) -> Iterator[None]:
+    """Puts the kernels in the place of torch's own for a dispatch key ("CUDA", "CPU"), inside.
+
+    What a kernel does not cover (a mean over other dimensions, say) goes on as before: model code takes it over a
+    token's own numbers, or not at all, which the comparison of whole models at start shows.
+    """
+    library = torch.library.Library("aten", "IMPL")
+
+    def mean_dim(
+        values: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if dim is not None and [each % values.dim() for each in dim] == [values.dim() - 1]:
+            return mean(values, keepdim, dtype)
+        axes = dim or list(range(values.dim()))
+        count = math.prod(values.shape[each] for each in axes)
+        return torch.sum(values, dim=axes, keepdim=keepdim, dtype=dtype) / count
+
+    def addmm(
+        bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1.0, alpha: float = 1.0
+    ) -> torch.Tensor:
+        if beta == alpha == 1.0 and bias.dim() == 1 and bias.shape[0] == right.shape[1]:
+            return matmul(left, right, bias)
+        return beta * bias + alpha * matmul(left, right)
+
+    def native_layer_norm(
+        values: torch.Tensor, shape: list[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        flat = values.flatten(values.dim() - len(shape)) if len(shape) > 1 else values
+        weights = [None if each is None else each.flatten() for each in (weight, bias)]
+        out, means, scales = layer_norm(flat, weights[0], weights[1], eps)
+        return out.view(values.shape), means, scales
+
+    def softmax_dim(values: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+        last = values.movedim(dim, -1)
+        return softmax(last.float() if half_to_float else last).movedim(-1, dim)
+
+    def bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.stack([matmul(a, b) for a, b in zip(left, right, strict=True)])
+
+    def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return matmul(values.reshape(-1, values.shape[-1]), weight.t(), bias).view(*values.shape[:-1], -1)
+
+    for name, kernel in (
+        ("linear", linear),
+        ("mm", matmul),
+        ("addmm", addmm),
+        ("bmm", bmm),
+        ("mean.dim", mean_dim),
+        ("native_layer_norm", native_layer_norm),
+        ("_softmax", softmax_dim),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced: that is what it is for
+            library.impl(name, kernel, key)
+    try:
+        yield
+    finally:
+        library._destroy()
