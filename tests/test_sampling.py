@@ -1,10 +1,9 @@
-"""Tests sampling: golden vectors, the distribution of the noise, truncation against transformers, the torch twin."""
+"""Tests sampling: golden vectors, the distribution of the noise, truncation against transformers."""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -181,76 +180,6 @@ def test_survivors_are_the_likeliest_and_never_empty(logits: Logits, chosen: Sam
     assert (np.diff(ids) > 0).all()
     dropped = np.delete(logits, ids)
     assert dropped.size == 0 or dropped.max() <= logits[ids].min()
-
-
-@given(rows(), st.lists(params, min_size=1, max_size=4), st.integers(0, 10_000))
-@settings(max_examples=150, deadline=None)
-def test_torch_twin_picks_the_same(logits: Logits, chosen: list[SamplingParams], position: int) -> None:
-    """The vectorized torch version equals the numpy one, greedy rows among sampled ones."""
-    import torch
-
-    from outrider.models.picks.sampling_torch import pick_rows
-
-    chosen = [*chosen, SamplingParams()]
-    batch = torch.tensor(np.stack([logits] * len(chosen)))
-    positions = [position + i for i in range(len(chosen))]
-    expected = [pick(logits, p, i) for p, i in zip(chosen, positions, strict=True)]
-    assert pick_rows(batch, chosen, positions) == expected
-
-
-def test_torch_twin_works_on_a_bounded_number_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that do not fit one chunk get the same picks; no tensor is larger than a chunk; greedy rows make none."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from outrider.models.picks import sampling_torch
-
-    class Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        largest = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            made = func(*args, **(kwargs or {}))
-            for tensor in made if isinstance(made, tuple) else (made,):
-                if isinstance(tensor, torch.Tensor):
-                    self.largest = max(self.largest, tensor.numel())
-            return made
-
-    vocab, num_rows = 50, 23
-    monkeypatch.setattr(sampling_torch, "_CHUNK", 3 * vocab + 7)
-    logits = np.random.default_rng(1).standard_normal((num_rows, vocab)).round(1).astype(np.float32)
-    logits[4, 7] = np.nan
-    batch = torch.from_numpy(logits)
-    sampled = [
-        SamplingParams(
-            0.8 + i / 50, top_k=(0, 5)[i % 2], top_p=(1.0, 0.9, 0.5)[i % 3], min_p=(0.0, 0.05)[i % 2], seed=i
-        )
-        for i in range(num_rows)
-    ]
-    greedy = [SamplingParams()] * num_rows
-    mixed = [p if i % 4 else SamplingParams() for i, p in enumerate(sampled)]
-    positions = [977 * i for i in range(num_rows)]
-    for chosen, bound in [(sampled, 3 * vocab), (mixed, 3 * vocab), (greedy, max(num_rows, vocab))]:
-        with Sizes() as sizes:  # type: ignore[no-untyped-call]
-            picks = sampling_torch.pick_rows(batch, chosen, positions)
-        expected = [
-            pick(row, p, i) if np.isfinite(row).all() else None
-            for row, p, i in zip(logits, chosen, positions, strict=True)
-        ]
-        assert picks == expected
-        assert picks[4] is None
-        assert sizes.largest <= bound
-
-
-def test_torch_twin_hashes_bit_for_bit() -> None:
-    """All 32 bits agree, at ids and seeds that overflow a signed word."""
-    import torch
-
-    from outrider.models.picks import sampling_torch
-
-    tokens = np.array([0, 1, 77, 4095, 151_935, 2**31 - 1])
-    words = sampling_torch.noise_bits([0, MAX_SEED], [0, 123_456], torch.tensor(tokens))
-    assert words[0].tolist() == noise_bits(0, 0, tokens).tolist()
-    assert words[1].tolist() == noise_bits(MAX_SEED, 123_456, tokens).tolist()
 
 
 @given(rows(), params, st.integers(0, 1_000))

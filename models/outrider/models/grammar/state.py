@@ -69,13 +69,14 @@ class GrammarCost:
     free. is_timed: False ends no text.
     """
 
-    __slots__ = ("_excess_s", "_free_s", "_is_timed", "_note", "_on_excess")
+    __slots__ = ("_excess_s", "_free_s", "_is_drafting", "_is_timed", "_note", "_on_excess")
 
     def __init__(self, on_excess: Callable[[], None], note: Callable[[float], None], *, is_timed: bool = True) -> None:
         self._on_excess = on_excess
         self._is_timed = is_timed
         self._note = note
         self._free_s = FREE_S
+        self._is_drafting = False
         self._excess_s = 0.0
 
     @contextmanager
@@ -86,6 +87,15 @@ class GrammarCost:
             yield
         finally:
             self._free_s = before
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Takes nothing back inside: else cheap guesses would pay for a costly text."""
+        self._is_drafting = True
+        try:
+            yield
+        finally:
+            self._is_drafting = False
 
     def add(self, began_s: float) -> None:
         """Counts a call that began at this time of the thread's processor clock.
@@ -99,7 +109,7 @@ class GrammarCost:
 
     def spend(self, seconds: float) -> None:
         """Counts time beyond what is free, or takes back what is left of it; raises as `add`."""
-        self._excess_s = max(0.0, self._excess_s + seconds)
+        self._excess_s = max(0.0, self._excess_s + (max(0.0, seconds) if self._is_drafting else seconds))
         if self._excess_s > MAX_EXCESS_S and self._is_timed:
             self._on_excess()
             raise TookTooLong(
@@ -189,6 +199,18 @@ class GrammarState:
         if not apply_mask(self._bits(), row):
             raise _dead_end(self.length)
 
+    def mask(self, size: int) -> NDArray[np.uint8]:
+        """What `apply` leaves of a row: [(size + 7) // 8], one bit an id, lowest first. Raises as `apply`."""
+        allowed = self._vocabulary.own_bits if self._is_waiting else self._bits()
+        found = np.zeros(-(-size // 8), np.uint8)
+        packed = np.frombuffer(allowed, np.uint8)[: found.size]
+        found[: packed.size] = packed
+        if size % 8:
+            found[-1] &= (1 << size % 8) - 1
+        if not found.any():
+            raise _dead_end(self.length)
+        return found
+
     def accept(self, token: int) -> bool:
         """Consumes a token; False, and nothing changes, where the grammar forbids it.
 
@@ -216,11 +238,7 @@ class GrammarState:
     def advance(self, token: int) -> None:
         """As `accept`, but raises RequestError `grammar_excluded` for a token outside."""
         if not self.accept(token):
-            raise RequestError(
-                "grammar_excluded",
-                f"token {token} after {self.length} tokens of text is outside the grammar; compare the "
-                "text and the request's logit processors with it",
-            )
+            raise excluded(token, self.length)
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Goes on by the tokens of a text that is resumed; raises RequestError as `advance`."""
@@ -342,6 +360,15 @@ class GrammarState:
     def _too_complex(self) -> str:
         reason = " ".join(self._matcher.get_error().split())[:120]
         return f"the grammar is too costly after {self.length} tokens: {reason}; make it simpler"
+
+
+def excluded(token: int, length: int) -> RequestError:
+    """For a text whose token, after `length` others, its grammar forbids."""
+    return RequestError(
+        "grammar_excluded",
+        f"token {token} after {length} tokens of text is outside the grammar; compare the "
+        "text and the request's logit processors with it",
+    )
 
 
 def _dead_end(length: int) -> RequestError:

@@ -39,6 +39,11 @@ class Vocabulary:
         return bytes(self._bits(self.stop_ids))
 
     @cached_property
+    def own_bits(self) -> bytes:
+        """The mask that allows the tokenizer's ids only."""
+        return bytes(self._bits(range(self.num_tokens)))
+
+    @cached_property
     def _foreign_bits(self) -> Any:
         """The mask of the library's own end tokens where the model has no stop ids, else None."""
         return None if self.stop_ids else self._bits(self.backend.eos_tokens)

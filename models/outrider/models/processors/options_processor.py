@@ -35,7 +35,12 @@ _Ids = NDArray[np.intp]
 
 
 class OptionsProcessor:
-    """A request's `LogitProcessor`. `advance` is O(1), `truncate` O(tokens dropped)."""
+    """A request's `LogitProcessor`. `advance` is O(1), `truncate` O(tokens dropped).
+
+    `rows_torch` reads what is public, and applies it to rows in torch. biased, biases: ids and addends. allowed: ids;
+    None: all. bad_ids: those of bad words of one token. stop_ids: those that `is_short` forbids. num_prompt: of the
+    `slots`, those of the prompt; they count wherever the text has them.
+    """
 
     def __init__(
         self, processors: ProcessorOptions, prompt: Sequence[int], vocab_size: int, stop_ids: Collection[int] = ()
@@ -43,27 +48,28 @@ class OptionsProcessor:
         """vocab_size: of the rows. Ids beyond it change nothing: a draft's rows may be shorter."""
         self._vocab_size = vocab_size
         self._is_counted = processors.penalizes
-        self._repetition = np.float32(processors.repetition_penalty)
-        self._frequency = np.float32(processors.frequency_penalty)
-        self._presence = np.float32(processors.presence_penalty)
+        self.repetition = np.float32(processors.repetition_penalty)
+        self.frequency = np.float32(processors.frequency_penalty)
+        self.presence = np.float32(processors.presence_penalty)
         biases = [(token, addend) for token, addend in processors.logit_bias if token < vocab_size]
-        self._biased = self._known([token for token, _ in biases])
-        self._biases = np.array([addend for _, addend in biases], dtype=np.float32)
-        self._allowed = None if processors.allowed_ids is None else self._known(frozenset(processors.allowed_ids))
+        self.biased = self._known([token for token, _ in biases])
+        self.biases = np.array([addend for _, addend in biases], dtype=np.float32)
+        allowed = self._known(frozenset(processors.allowed_ids or ()))
+        self.allowed = allowed if allowed.size else None
         # Words of several tokens, by the last one before the forbidden one.
         self._words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
         for word in processors.bad_words:
             if len(word) > 1 and word[-1] < vocab_size:
                 self._words[word[-2]].append((list(word[:-1]), word[-1]))
-        self._bad_ids = sorted({word[0] for word in processors.bad_words if len(word) == 1 and word[0] < vocab_size})
-        self._min_tokens = processors.min_tokens
-        self._stop_ids = self._known(stop_ids if processors.min_tokens else ())
+        self.bad_ids = self._known({word[0] for word in processors.bad_words if len(word) == 1})
+        self.min_tokens = processors.min_tokens
+        self.stop_ids = self._known(stop_ids if processors.min_tokens else ())
         self._text: list[int] = []
         # Distinct ids, in the order of their first occurrence, and how often each occurs in the text: the prompt's,
         # where they count, and behind them those that only the text has.
-        repeated = self._known(dict.fromkeys(prompt if self._repetition != 1.0 else ()))
-        self._slots: dict[int, int] = {token: slot for slot, token in enumerate(repeated.tolist())}
-        self._num_prompt = repeated.size
+        repeated = self._known(dict.fromkeys(prompt if self.repetition != 1.0 else ()))
+        self.slots: dict[int, int] = {token: slot for slot, token in enumerate(repeated.tolist())}
+        self.num_prompt = repeated.size
         self._ids: _Ids = np.concatenate([repeated, np.zeros(_ROOM, dtype=np.intp)])
         self._counts = np.zeros(self._ids.size, dtype=np.float32)  # exact up to 2^24
 
@@ -76,12 +82,34 @@ class OptionsProcessor:
         """Tokens of the text that it has seen."""
         return len(self._text)
 
+    @property
+    def ids(self) -> _Ids:
+        """The id of each slot: those in prompt or text, each once. A view, until it changes."""
+        return self._ids[: len(self.slots)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        """How often the text has each of `ids`. A view, until it changes."""
+        return self._counts[: len(self.slots)]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether stop ids are forbidden."""
+        return len(self._text) < self.min_tokens
+
+    def word_ends(self) -> list[int]:
+        """The last ids of bad words of several tokens, where the text ends with those before."""
+        text = self._text
+        if not self._words or not text:
+            return []
+        return [last for before, last in self._words.get(text[-1], ()) if text[-len(before) :] == before]
+
     def advance(self, token: int) -> None:
         """Goes on by a token of the text."""
         self._text.append(token)
         if not self._is_counted or token >= self._vocab_size:
             return
-        slot = self._slots.setdefault(token, len(self._slots))
+        slot = self.slots.setdefault(token, len(self.slots))
         if slot == self._ids.size:
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
@@ -92,44 +120,40 @@ class OptionsProcessor:
         """Goes back to its first `length` tokens."""
         while len(self._text) > length:
             token = self._text.pop()
-            slot = self._slots.get(token)
+            slot = self.slots.get(token)
             if slot is None:
                 continue
             self._counts[slot] -= 1.0
-            if self._counts[slot] == 0.0 and slot >= self._num_prompt:
+            if self._counts[slot] == 0.0 and slot >= self.num_prompt:
                 # Its first occurrence goes, so every id that came later is gone: it has the last slot.
-                del self._slots[token]
+                del self.slots[token]
 
     def apply(self, row: NDArray[np.float32]) -> None:
         """Changes the row of the token after those seen, [vocab_size] float32, in place."""
-        if self._biased.size:
-            row[self._biased] += self._biases
-        if self._slots:
-            ids, counts = self._ids[: len(self._slots)], self._counts[: len(self._slots)]
+        if self.biased.size:
+            row[self.biased] += self.biases
+        if self.slots:
+            ids, counts = self.ids, self.counts
             found = row[ids]
-            if self._repetition != 1.0:
-                found = np.where(found < 0.0, found * self._repetition, found / self._repetition)
-            if self._frequency != 0.0 or self._presence != 0.0:
-                found -= self._frequency * counts
-                found -= self._presence * (counts > 0.0)
+            if self.repetition != 1.0:
+                found = np.where(found < 0.0, found * self.repetition, found / self.repetition)
+            if self.frequency != 0.0 or self.presence != 0.0:
+                found -= self.frequency * counts
+                found -= self.presence * (counts > 0.0)
             row[ids] = found
-        if self._allowed is not None and self._allowed.size:
-            kept = row[self._allowed]
+        if self.allowed is not None:
+            kept = row[self.allowed]
             if not np.isfinite(kept.max()):
                 kept = np.zeros_like(kept)
             row.fill(-np.inf)
-            row[self._allowed] = kept
+            row[self.allowed] = kept
         self._forbid(row)
 
     def _forbid(self, row: NDArray[np.float32]) -> None:
         """Steps 5 and 6."""
-        text, bad = self._text, self._bad_ids
-        if self._words and text:
-            ends = self._words.get(text[-1], ())
-            bad = [*bad, *(last for before, last in ends if text[-len(before) :] == before)]
         undo: list[tuple[_Ids, NDArray[np.float32]]] = []
-        stops = self._stop_ids if len(text) < self._min_tokens else self._stop_ids[:0]
-        for ids in (np.array(bad, dtype=np.intp), stops):
+        bad = np.concatenate([self.bad_ids, np.array(self.word_ends(), dtype=np.intp)])
+        for ids in (bad, self.stop_ids if self.is_short else self.stop_ids[:0]):
             if ids.size:
                 undo.append((ids, row[ids]))
                 row[ids] = -np.inf

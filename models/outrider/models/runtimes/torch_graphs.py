@@ -25,7 +25,7 @@ SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _MOST_TAIL: Final = 64
 """Levels of a tree below the last committed token; deeper trees go without graphs."""
 
-_log = logging.getLogger("outrider.cloud")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

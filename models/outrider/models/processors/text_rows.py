@@ -1,0 +1,161 @@
+"""Follows a text on the host, and says before the logits are there what changes the rows of its next step.
+
+A row counts only if the drafted tokens before it were right, so what changes it follows from the text and these tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.grammar.state import GrammarState, TookTooLong
+from outrider.models.processors.options_processor import OptionsProcessor
+from outrider.models.processors.processor_plan import ProcessorPlan
+
+_FEW: Final = 8192
+"""Ids of 152,000 that are listed in less time than the others are masked in."""
+_Ids = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class RowChange:
+    """What changes one row, in the order in which it acts; each step as in `options_processor`.
+
+    mask: the ids that grammar and options allow, [(V + 7) // 8], one bit an id, lowest first; None: all. ids, counts:
+    that are penalized, and how often the text has each. bad, stops: forbidden ids; of those that the
+    options, or else a grammar, do not allow, none.
+    """
+
+    mask: NDArray[np.uint8] | None
+    ids: _Ids
+    counts: NDArray[np.float32]
+    bad: _Ids
+    stops: _Ids
+
+    def allows(self, token: int) -> bool:
+        """Whether the mask does. Where a model masks all that the options allow, others are picked than a grammar's."""
+        return self.mask is None or bool(self.mask[token // 8] >> token % 8 & 1)
+
+
+@dataclass(slots=True)
+class TextPath:
+    """The rows of one text in a step: the one after the text, then one after each drafted token.
+
+    rows: those that can be reached: the path ends with the text, and before a drafted token that the grammar forbids.
+    error: what the row behind the last one raises if it is reached. length: tokens of the text before the first row.
+    allowed: by the options: ids, ascending, and a mask. factors: repetition, frequency, presence.
+    """
+
+    length: int
+    biased: _Ids
+    biases: NDArray[np.float32]
+    factors: tuple[np.float32, np.float32, np.float32]
+    allowed: tuple[_Ids, NDArray[np.uint8]] | None
+    rows: list[RowChange] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def few(self, row: int) -> _Ids | None:
+        """The ids that a row's mask allows, ascending, where they are few; None where options and a grammar make it."""
+        mask = self.rows[row].mask
+        if mask is None:
+            return None
+        if self.allowed is not None:
+            ids, own = self.allowed
+            return ids if mask is own else None
+        filled = np.flatnonzero(mask)
+        if filled.size > _FEW:
+            return None
+        inside = np.unpackbits(mask[filled], bitorder="little").view(np.bool_)
+        ids = (filled[:, None] * 8 + np.arange(8)).ravel()[inside]
+        return ids if ids.size <= _FEW else None
+
+
+class TextRows:
+    """The states of one text. Between two calls they have seen what is committed, and nothing else."""
+
+    def __init__(self, plan: ProcessorPlan, prompt: Sequence[int], vocab_size: int) -> None:
+        """prompt: all before the first token to generate. vocab_size: of the rows.
+
+        Raises RequestError `grammar_excluded` where what of the prompt belongs to the text is outside the grammar.
+        """
+        self._vocab_size = vocab_size
+        self._first = max(0, len(prompt) - plan.num_generated)
+        self._stop_ids = plan.stop_ids
+        self._grammar: GrammarState | None = None
+        self._options = OptionsProcessor(plan.processors, (), vocab_size)
+        self._states = plan.states(prompt, vocab_size)
+        for state in self._states:
+            if isinstance(state, GrammarState):
+                self._grammar = state
+            elif isinstance(state, OptionsProcessor):
+                self._options = state
+        self._allowed: tuple[_Ids, NDArray[np.uint8]] | None = None
+        if self._options.allowed is not None:
+            is_allowed = np.zeros(vocab_size, np.bool_)
+            is_allowed[self._options.allowed] = True
+            self._allowed = np.flatnonzero(is_allowed), np.packbits(is_allowed, bitorder="little")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text that the states have seen."""
+        return self._states[0].length if self._states else 0
+
+    def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Has the states see the text: what of the prompt belongs to it, and `output`. Raises RequestError."""
+        own = len(prompt) - self._first
+        for state in self._states:
+            if state.length > own + len(output):
+                state.truncate(own + len(output))
+            length = state.length
+            missing = [*prompt[self._first + length :], *output] if length < own else output[length - own :]
+            for token in missing:
+                state.advance(token)
+
+    def walk(self, drafted: Sequence[int]) -> TextPath:
+        """What changes the rows after the text and after each drafted token. The states stay where they are.
+
+        Raises what the first row raises; and TookTooLong, as what drafted tokens cost counts as well.
+        """
+        options, grammar = self._options, self._grammar
+        factors = options.repetition, options.frequency, options.presence
+        path = TextPath(self.length, options.biased, options.biases, factors, self._allowed)
+        length = options.length
+        path.rows.append(self._row(None if grammar is None else grammar.mask(self._vocab_size)))
+        try:
+            walker = grammar.fork() if grammar is not None and drafted else None  # a guess's limits are not the text's
+            for token in drafted:
+                if token in self._stop_ids:
+                    break
+                mask = None
+                if walker is not None:
+                    with walker.cost.drafting():
+                        if not walker.accept(token):
+                            break
+                        mask = walker.mask(self._vocab_size)
+                options.advance(token)
+                path.rows.append(self._row(mask))
+        except (KeyboardInterrupt, SystemExit, TookTooLong):
+            raise
+        except BaseException as error:  # a library's bugs are raised past Exception, too
+            path.error = error
+        finally:
+            options.truncate(length)
+        return path
+
+    def _row(self, mask: NDArray[np.uint8] | None) -> RowChange:
+        """The row that the options are before. mask: of the grammar."""
+        options, among = self._options, mask
+        if self._allowed is not None:
+            _, among = self._allowed
+            mask = among if mask is None else mask & among
+        bad = options.bad_ids
+        if ends := options.word_ends():
+            bad = np.concatenate([bad, np.array(ends, dtype=np.intp)])
+        stops = options.stop_ids if options.is_short else options.stop_ids[:0]
+        if among is not None:
+            bad, stops = (ids[(among[ids >> 3] >> (ids & 7) & 1) == 1] for ids in (bad, stops))
+        return RowChange(mask, options.ids.copy(), options.counts.copy(), bad, stops)
