@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from outrider.cloud.engine.cache import ParkedPrefix
@@ -21,9 +22,6 @@ from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks
-from outrider.cloud.pending.lookup import RecentTextSource
-from outrider.cloud.pending.sources import Sources
-from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
 from outrider.cloud.seam import EndEvent, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
@@ -84,21 +82,16 @@ class Intake(EngineState):
         before = held.tokens if held else spilled
         check_request(request, len(before), self.limits)
         tokens = [*before, *request.prompt]
+        hints = replace(request.hints, recent=usable_recent(request, self.limits))
         drafts = self._drafting.pending(
             request.asker.client,
             [],
             min(request.max_tokens, self.limits.max_positions - len(tokens)),
-            lag_ms=request.hints.lag_ms,
-            patience_ms=request.hints.patience_ms,
-            num_own=len(request.hints.draft) if request.once else None,
+            hints,
+            num_own=len(hints.draft) if request.once else None,
         )
-        drafts.evidence = request.hints.evidence
-        own = [] if request.once else list(own_sources(self._config, tokens, request.pick.params))
-        if earlier := usable_recent(request, self.limits):
-            kinds = PREDICTED_KINDS if request.hints.is_predicted else EARLIER_KINDS
-            own.append(RecentTextSource(earlier, drafts.committed, is_repeat=request.hints.is_repeat, kinds=kinds))
-        drafts.sources = Sources(own)
-        drafts.trie.merge(request.hints.draft, prefer=True)
+        own = () if request.once else own_sources(self._config, tokens, request.pick.params)
+        self._drafting.begin(drafts, hints, own)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         sequence.chooser = chooser_of(request, tokens, self.limits.vocab_size)
         if request.asker.deadline_ms is not None:

@@ -14,16 +14,16 @@ import itertools
 import math
 from bisect import insort_left, insort_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-PLAIN_STEPS: Final = 64
+_PLAIN_STEPS: Final = 64
 """One step of so many has no prompts that delay others: what they add is measured by it."""
-MAX_REFUSED: Final = 16
+_MAX_REFUSED: Final = 16
 """Queued sequences without room that a step looks at: looking at those of a thousand owners would cost 0.2 s."""
 _TURN_STEPS: Final = 32
 """Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
@@ -123,7 +123,7 @@ class Owner(Generic[M]):
 
 
 class Owners(Generic[M]):
-    """The clients that have sequences in the engine. step: how many have begun; the caller counts.
+    """The clients that have sequences in the engine. step: how many have begun.
 
     num_queued: sequences that wait for blocks. step_tokens: token budget of a step.
     """
@@ -133,7 +133,9 @@ class Owners(Generic[M]):
         self._step_tokens = step_tokens
         self._owners: dict[bytes, Owner[M]] = {}
         self._turns = itertools.count()
+        self._num_sequences = 0
         self._level = math.inf  # places that an owner may have at most, were all its sequences ready
+        self._num_divided: int | None = None  # the places that it is of; None: it is out of date
 
     @property
     def by_age(self) -> bool:
@@ -167,6 +169,25 @@ class Owners(Generic[M]):
         """
         return -sequence.priority, len(self.of(sequence).running), self.step - (sequence.turn_began or 0)
 
+    def givers_to(self, candidate: M, running: Iterable[M], *, spares_lower: bool = True) -> list[M]:
+        """Who gives blocks to a queued sequence, in order.
+
+        Of those that had their turn: those with a lower priority; those with the same one, or of all in a step that
+        goes by age, which are of owners with more sequences that have blocks, or of the candidate's own owner.
+
+        spares_lower: whether those with a lower priority have their turn first; else one token.
+        """
+        own = self.of(candidate)
+
+        def is_eligible(sequence: M) -> bool:
+            if not self.by_age and sequence.priority != candidate.priority:
+                is_lower = sequence.priority < candidate.priority
+                return is_lower and (self.had_turn(sequence) if spares_lower else sequence.turn_began is not None)
+            owner = self.of(sequence)
+            return self.had_turn(sequence) and (owner is own or len(owner.running) > len(own.running))
+
+        return sorted(filter(is_eligible, running), key=self.precedence, reverse=True)
+
     def of(self, sequence: M) -> Owner[M]:
         """The owner of a sequence that was added."""
         return self._owners[sequence.owner]
@@ -177,8 +198,11 @@ class Owners(Generic[M]):
         if owner is None:
             owner = self._owners[sequence.owner] = Owner([next(self._turns), next(self._turns)])
         sequence.turn = next(self._turns)
+        sequence.queued_at = self.step
         owner.enqueue(sequence)
         self.num_queued += 1
+        self._num_sequences += 1
+        self._num_divided = None
 
     def remove(self, sequence: M) -> None:
         """Forgets a sequence, and its owner with its last one."""
@@ -190,15 +214,40 @@ class Owners(Generic[M]):
         elif sequence in owner.queue:
             owner.queue.remove(sequence)
             self.num_queued -= 1
+        else:
+            return
+        self._num_sequences -= 1
+        self._num_divided = None
         if not owner.running and not owner.queue:
             del self._owners[sequence.owner]
 
-    def admitted(self, sequence: M) -> None:
-        """Moves a queued sequence to those that have blocks."""
-        owner = self.of(sequence)
-        owner.queue.remove(sequence)
-        owner.running[sequence] = None
-        self.num_queued -= 1
+    def admit(self, take: Callable[[M], bool], most: float = math.inf) -> list[M]:
+        """Begins a step, and gives queued sequences blocks: owners in turn, each owner's in order. Gives who got some.
+
+        take: whether there is room for a sequence; it takes that. most: sequences that may get some.
+        """
+        self.step += 1
+        num_refused, found = 0, list[M]()
+        for sequence in self._candidates() if self.num_queued else ():
+            if take(sequence):
+                owner = self.of(sequence)
+                owner.queue.remove(sequence)
+                owner.running[sequence] = None
+                self.num_queued -= 1
+                sequence.turn_began = None
+                found.append(sequence)
+                if len(found) >= most:
+                    break
+                continue
+            num_refused += 1
+            if self.is_overdue(sequence) or num_refused == _MAX_REFUSED:
+                break  # nobody overtakes one that is overdue
+        return found
+
+    def gave_way(self, sequence: M) -> None:
+        """Queues a sequence again, whose blocks were taken."""
+        self.returned(sequence, is_first=not self.had_turn(sequence))
+        sequence.queued_at = self.step
 
     def returned(self, sequence: M, *, is_first: bool) -> None:
         """Moves a sequence back to its owner's queue: before its equals, or behind those that have waited longer."""
@@ -207,7 +256,7 @@ class Owners(Generic[M]):
         owner.enqueue(sequence, is_first=is_first)
         self.num_queued += 1
 
-    def candidates(self) -> Iterator[M]:
+    def _candidates(self) -> Iterator[M]:
         """The heads of the owners' queues, until the caller has enough: the highest priority first, unless `by_age`.
 
         Then what is overdue, then owners with the fewest sequences that have blocks, then who
@@ -236,7 +285,9 @@ class Owners(Generic[M]):
 
         Places are shared evenly by the owners that can use them; an owner's go to those whose turn it is.
         """
-        self._level = even_level([owner.num_sequences for owner in self._owners.values()], num_places)
+        if self._num_divided != num_places:
+            self._num_divided = num_places
+            self._level = even_level([owner.num_sequences for owner in self._owners.values()], num_places)
         if len(ready) <= num_places:
             return list(ready)
         taking_part: set[M] = set()
@@ -261,8 +312,10 @@ class Owners(Generic[M]):
                 owner.turns[scarce] = next(self._turns)
         return [(of_owner[owner], share) for owner, share in zip(owners, shares, strict=True)]
 
-    def took_part(self, sequences: Iterable[M]) -> None:
+    def took_part(self, sequences: Collection[M]) -> None:
         """Puts sequences that ran tokens behind their owners' others, in the order that they had."""
+        if len(sequences) == self._num_sequences:
+            return  # there are no others
         for sequence in sorted(sequences, key=lambda s: s.turn):
             sequence.turn = next(self._turns)
 
@@ -270,8 +323,11 @@ class Owners(Generic[M]):
         """The prompts whose owners owe the others no time, in their order; and those that delay another's text.
 
         texts: sequences that decode. A prompt delays those of its own priority and above, of all unless `by_age`; what
-        delays none is always in time. Pays back an even part of what is owed: call it once for each step.
+        delays none is always in time, what delays some never in one step of many. Pays back an even part of what is
+        owed: call it once for each step.
         """
+        if not prompts and not any(owner.owed for owner in self._owners.values()):
+            return [], set()
         highest: dict[Owner[M], float] = {}
         for text in texts:
             owner = self.of(text)
@@ -291,7 +347,8 @@ class Owners(Generic[M]):
                 num_others = num_delayed(owner, lowest.get(owner, -math.inf))
                 owner.owed = max(0.0, owner.owed - 1.0 / num_others) if num_others else 0.0
         delaying = {s for s in prompts if num_delayed(self.of(s), s.priority)}
-        return [s for s in prompts if s not in delaying or self.of(s).owed < _LITTLE], delaying
+        is_plain = self.step % _PLAIN_STEPS == 0
+        return [s for s in prompts if s not in delaying or (self.of(s).owed < _LITTLE and not is_plain)], delaying
 
     def charge(self, given: Mapping[M, int], added: NDArray[np.float64]) -> None:
         """Notes what a step's prompt tokens added to it. added: by 1, 2, ... tokens, in steps."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
-from outrider.cloud.engine.owners import MAX_REFUSED, PLAIN_STEPS, Owners
+from outrider.cloud.engine.owners import Owners
 from outrider.cloud.engine.runner import Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
@@ -51,7 +51,6 @@ class Scheduler:
 
     def add(self, sequence: SequenceState) -> None:
         """Queues a new sequence."""
-        sequence.queued_at = self.owners.step
         self.owners.add(sequence)
         if sequence.blocks:
             self._holders[sequence] = None
@@ -69,13 +68,7 @@ class Scheduler:
         """Gives queued sequences blocks for their tokens and the next one: by priority; owners in turn, each owner's in
         order.
         """
-        self.owners.step += 1
-        num_refused = 0
-        for candidate in self.owners.candidates() if self.owners.num_queued else ():
-            if not self._admit(candidate):
-                num_refused += 1
-                if self.owners.is_overdue(candidate) or num_refused == MAX_REFUSED:
-                    return  # nobody overtakes one that is overdue
+        self.owners.admit(self._admit)
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Gives a queued sequence its blocks; others give way if that suffices. False if it has to wait."""
@@ -91,10 +84,8 @@ class Scheduler:
             self._give_way(givers[0])
         if sequence.stored is not None:
             self._on_admit(sequence)
-        self.owners.admitted(sequence)
         self._holders.pop(sequence, None)
         self.running.append(sequence)
-        sequence.turn_began = None
         if sequence.submitted_s is not None:
             self._drafting.distributions.queue_s.observe(self._clock() - sequence.submitted_s)
             sequence.submitted_s = None
@@ -106,23 +97,9 @@ class Scheduler:
         return True
 
     def _givers_to(self, candidate: SequenceState) -> list[SequenceState]:
-        """Who gives blocks to a queued sequence, in order.
-
-        First those queued with blocks; then, of the sequences that had their turn, those with a lower priority; those
-        with the same one, or any in a step that goes by age, where they are of owners that have more sequences in the
-        cache, or of the candidate's own owner.
-        """
-        own = self.owners.of(candidate)
-
-        def is_eligible(sequence: SequenceState) -> bool:
-            if not self.owners.by_age and sequence.priority != candidate.priority:
-                return sequence.priority < candidate.priority
-            owner = self.owners.of(sequence)
-            return owner is own or len(owner.running) > len(own.running)
-
-        eligible = [s for s in self.running if self.owners.had_turn(s) and is_eligible(s)]
-        eligible.sort(key=self.owners.precedence, reverse=True)
-        return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
+        """Who gives blocks to a queued sequence, in order: first those queued with blocks."""
+        holders = (s for s in reversed(self._holders) if s is not candidate)
+        return [*holders, *self.owners.givers_to(candidate, self.running)]
 
     def _reserve(self, sequence: SequenceState, length: int, taking_part: set[SequenceState]) -> bool:
         """Reserves blocks for `length` tokens; others that do not take part give way. False if this one had to."""
@@ -145,10 +122,8 @@ class Scheduler:
         if sequence in self._holders:
             del self._holders[sequence]
             return
-        had_turn = self.owners.had_turn(sequence)
         self.running.remove(sequence)
-        self.owners.returned(sequence, is_first=not had_turn)
-        sequence.queued_at = self.owners.step
+        self.owners.gave_way(sequence)
         self._totals.preempted += 1
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -162,7 +137,7 @@ class Scheduler:
         texts = [s for s in self.running if s.num_missing == 1]  # also those that wait for a draft, or for a place
         added_to = [*(s for s in ready if s.num_missing > 1), *items]
         punctual, delaying = self.owners.in_time(added_to, texts)
-        in_time = set(punctual) if self.owners.step % PLAIN_STEPS else set(punctual) - delaying
+        in_time = set(punctual)
         if items:
             late = self._late_items(ready, items, in_time, delaying)
             ready = [s for s in ready if s not in late]

@@ -5,7 +5,7 @@ All are ratios of sums, or medians where a shared machine causes outliers; never
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -94,12 +94,6 @@ class StepSize:
         return StepSize(self.tokens + other.tokens, self.attended + other.attended)
 
 
-@cache
-def _bucket(num_tokens: int) -> int:
-    """The nearest of these sizes; of two the smaller."""
-    return min(_SIZES, key=lambda size: abs(size - num_tokens))
-
-
 class StepTimeCurve:
     """Seconds of a step: by its number of tokens, plus a time for each position attended.
 
@@ -108,6 +102,9 @@ class StepTimeCurve:
     whoever chooses sizes tries it again (`untried`, `lacks`). By positions: the slope of a straight line
     (least squares on the steps of one size, with slow forgetting), which is 0 until contexts of different lengths were
     seen.
+
+    captured: sizes that the runtime has graphs of. A step of up to the largest runs as the next of them, whose padding
+    costs as much as tokens: further tokens up to it are free.
     """
 
     _RECENT = 25
@@ -117,22 +114,33 @@ class StepTimeCurve:
     _DOUBT = 1e6  # positions squared: the slope is drawn to 0 until steps differed by more than this
     _OUTLIER = 3.0  # a step this much longer than its median says nothing about positions
 
-    def __init__(self) -> None:
+    def __init__(self, captured: Iterable[int] = ()) -> None:
+        self._captured = sorted(set(captured))
+        largest = self._captured[-1] if self._captured else 0
+        self._sizes = [*self._captured, *([size for size in _SIZES if size > largest] or [2 * largest])]
+        self._bucket = cache(self._nearest)
         self._num_steps = 0
         # By size: the number of each step and its seconds at no position attended.
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._medians: dict[int, float] = {}
-        self._knots: tuple[list[int], list[float]] | None = None  # sizes and times; None: out of date
+        self._by_tokens: NDArray[np.float64] | None = None  # seconds of 1, 2, ... tokens; None: out of date
         self._means: dict[int, tuple[float, float, float]] = {}  # weight, mean positions, mean seconds, by size
         self._spread = self._slant = 0.0  # sums of squares and products around the means
         self._slope_s = 0.0
         self._context = 0.0  # positions that a token of late attended to
         self._step_and_extra: tuple[float, float] | None = None
 
+    def _nearest(self, num_tokens: int) -> int:
+        """The size whose time a step has: the next captured one; else the nearest, of two the smaller."""
+        at = bisect_left(self._captured, num_tokens)
+        if at < len(self._captured):
+            return self._captured[at]
+        return min(self._sizes[at:], key=lambda size: abs(size - num_tokens))
+
     def observe(self, size: StepSize, seconds: float) -> None:
         """Records one step: the model's time, without the engine around it."""
         seconds = max(seconds, _SHORTEST_S)
-        bucket = _bucket(size.tokens)
+        bucket = self._bucket(size.tokens)
         self._learn_slope(bucket, size.attended, seconds)
         seen = self._seen.setdefault(bucket, deque(maxlen=self._RECENT))
         seen.append((self._num_steps + 1, max(seconds - self._slope_s * size.attended, _SHORTEST_S)))
@@ -151,7 +159,7 @@ class StepTimeCurve:
             elif len(seen) > self._FEW and seen[0][0] <= oldest:
                 seen.popleft()
                 self._medians[bucket] = _median_s(seen)
-        self._knots = self._step_and_extra = None
+        self._by_tokens = self._step_and_extra = None
 
     def _learn_slope(self, bucket: int, attended: int, seconds: float) -> None:
         weight, mean_attended, mean_s = self._means.get(bucket, (0.0, 0.0, 0.0))
@@ -182,14 +190,14 @@ class StepTimeCurve:
 
     def lacks(self, num_tokens: int) -> bool:
         """Whether only larger steps than this were run of late. The times of these then seem to be a step's own."""
-        return self._num_steps >= self._LONG and min(self._seen) > _bucket(num_tokens)
+        return self._num_steps >= self._LONG and min(self._seen) > self._bucket(num_tokens)
 
     def untried(self, num_tokens: int, most: int) -> int | None:
         """The next larger size, where neither it nor any size up to twice as large has recent times enough; None where
         it is known, or larger than `most`.
         """
-        above = bisect_right(_SIZES, _bucket(num_tokens))
-        if above == len(_SIZES) or (size := _SIZES[above]) > most:
+        above = bisect_right(self._sizes, self._bucket(num_tokens))
+        if above == len(self._sizes) or (size := self._sizes[above]) > most:
             return None
         is_known = any(size <= each <= 2 * size and len(seen) >= self._FEW for each, seen in self._seen.items())
         return None if is_known else size
@@ -202,24 +210,33 @@ class StepTimeCurve:
         """
         if not self._seen:
             return np.ones(max_tokens)
-        fixed = fixed or StepSize()
-        if self._knots is None:
-            sizes = sorted(self._medians)
-            weights = [len(self._seen[size]) for size in sizes]
-            self._knots = sizes, _rising([self._medians[size] for size in sizes], weights)
-        sizes, times = self._knots
-        wanted = np.arange(1, max_tokens + 1)
-        out = np.interp(wanted, sizes, times)
+        if self._by_tokens is None or len(self._by_tokens) < max_tokens:
+            self._by_tokens = self._predicted(max(_SIZES[-1], max_tokens))
+        out = self._by_tokens[:max_tokens]
+        if self._slope_s:
+            fixed = fixed or StepSize()
+            further = np.maximum(0, np.arange(1 - fixed.tokens, max_tokens + 1 - fixed.tokens))
+            return out + self._slope_s * (fixed.attended + context * further)
+        return out
+
+    def _predicted(self, most: int) -> NDArray[np.float64]:
+        """Seconds of 1, 2, ... `most` tokens that attend to nothing; not to be changed."""
+        sizes = sorted(self._medians)
+        times = _rising([self._medians[size] for size in sizes], [len(self._seen[size]) for size in sizes])
+        run_as = np.arange(1, most + 1)
+        if self._captured:
+            captured = np.array(self._captured)
+            at = np.searchsorted(captured, run_as)
+            run_as = np.where(at < len(captured), captured[np.minimum(at, len(captured) - 1)], run_as)
+        out = np.interp(run_as, sizes, times)
         slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else CHEAP * times[0]
         # Below the smallest size seen: cheaper by a little at least, so that no hopeless draft seems free.
-        below = slice(0, sizes[0] - 1)
-        out[below] -= np.minimum(0.5 * times[0], max(slope, _UNSEEN_DISCOUNT * times[0]) * (sizes[0] - wanted[below]))
-        if max_tokens > sizes[-1]:
-            # Beyond the largest: along the chord from the first knot.
-            beyond = wanted > sizes[-1]
-            out[beyond] = times[-1] + slope * (wanted[beyond] - sizes[-1])
-        if self._slope_s:
-            out += self._slope_s * (fixed.attended + context * np.maximum(0, wanted - fixed.tokens))
+        below = run_as < sizes[0]
+        least = max(slope, _UNSEEN_DISCOUNT * times[0])
+        out[below] -= np.minimum(0.5 * times[0], least * (sizes[0] - run_as[below]))
+        beyond = run_as > sizes[-1]  # along the chord from the first knot
+        out[beyond] = times[-1] + slope * (run_as[beyond] - sizes[-1])
+        out.flags.writeable = False
         return out
 
     def steps_added(self, most: int, fixed: StepSize, context: float) -> NDArray[np.float64]:

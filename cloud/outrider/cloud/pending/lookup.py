@@ -20,6 +20,11 @@ MAX_MATCH: Final = 4
 MIN_MATCH: Final = 2
 _PIECE: Final = 8192
 """Tokens that a call copies at most, 0.3 ms: so no long prompt holds up the engine."""
+_MARKS_FOR_PAIR: Final = 4
+"""At least: so one pair in four seems to have stood before by chance, and is searched for."""
+_HASH: Final = 40503
+_FEW: Final = 32
+"""Pairs that are marked one by one."""
 _LONG_MATCHES: Final = (4, 8)
 """A match of more tokens than these is one kind further."""
 
@@ -39,6 +44,7 @@ class PromptLookup(DraftSource):
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text
         self._lookup = NgramLookup(max_n=MAX_MATCH, min_n=MIN_MATCH)
+        self._pairs = _Pairs()
 
     def propose(self, most: int) -> tuple[list[int], list[int]]:
         """At most `most` tokens that followed the text's last tokens before, and their kinds; nothing without a match,
@@ -48,10 +54,40 @@ class PromptLookup(DraftSource):
         """
         length = self._lookup.length
         self._lookup.extend(self._text[length : length + _PIECE])
-        if self._lookup.length < len(self._text):
+        if self._lookup.length < len(self._text) or not self._pairs.may_repeat(self._text):
             return [], []
         matched, copied = self._lookup.match(most)
         return copied, [kind_of(matched + index) for index in range(len(copied))]
+
+
+assert MIN_MATCH == 2, "a match has the last pair of tokens"
+
+
+class _Pairs:
+    """The pairs of tokens that a text has, as marks by their hash: they tell that a last pair never stood before."""
+
+    def __init__(self) -> None:
+        self._marks = bytearray()
+        self._num = 0  # pairs that are marked
+
+    def may_repeat(self, text: Sequence[int]) -> bool:
+        """Whether the text's last pair may have stood in it before. The text only grows."""
+        last = len(text) - 2  # pairs before the last one
+        if last < 1:
+            return False
+        if _MARKS_FOR_PAIR * last > len(self._marks):
+            self._marks, self._num = bytearray(1 << (2 * _MARKS_FOR_PAIR * last).bit_length()), 0
+        marks, mask = self._marks, len(self._marks) - 1
+        if last - self._num > _FEW:
+            tokens = np.array(text[self._num : min(last, self._num + _PIECE) + 1], np.int64)
+            np.frombuffer(marks, np.uint8)[(tokens[:-1] * _HASH + tokens[1:]) & mask] = 1
+            self._num += len(tokens) - 1
+            if self._num < last:
+                return True  # nothing is known before all of it is marked
+        for at in range(self._num, last):
+            marks[(text[at] * _HASH + text[at + 1]) & mask] = 1
+        self._num = last
+        return bool(marks[(text[last] * _HASH + text[last + 1]) & mask])
 
 
 MAX_TOKENS: Final = 1 << 14

@@ -34,6 +34,7 @@ class PendingDrafts:
     turn_s: how long it was waited for.
     has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
     sources: the verifier's own, if any.
+    plan: the wait that would pay after the next commit, where `DraftWaits.prepare` has computed it.
     num_lookup_chosen: looked-up tokens chosen for the step. num_declined: guesses that were worse than the device's.
     """
 
@@ -51,6 +52,7 @@ class PendingDrafts:
     in_turns: bool = False
     turn_base: int = -1
     turn_s: float = 0.0
+    plan: Wait | None = None
     wait: Wait = NO_WAIT
     wait_started: float = 0.0
     wait_deadline: float = 0.0
@@ -59,6 +61,7 @@ class PendingDrafts:
     has_company: bool = False
     num_lookup_chosen: int = 0
     num_declined: int = 0
+    _teaches_path: bool = False
 
     @property
     def num_left(self) -> int:
@@ -88,22 +91,40 @@ class PendingDrafts:
 
         Returns how many of them, the last left out, were looked up.
         """
-        trie, num_looked_up, last = self.trie, 0, len(tokens) - 1
+        num_looked_up = self.follow(tokens, teaches_path=False)
+        self.settle()
+        return num_looked_up
+
+    def follow(self, tokens: Sequence[int], *, teaches_path: bool) -> int:
+        """The same, but learns and drops nothing before `settle`. teaches_path: then `acceptance` learns, too.
+
+        A choice needs no more than this; what it takes depends on the tokens only.
+        """
+        if self.trie.passed:
+            self.settle()
+        self._teaches_path = teaches_path
+        return self.trie.follow(tokens)
+
+    def settle(self) -> None:
+        """Learns from the tokens followed, and drops what they contradict."""
+        trie = self.trie
+        passed = trie.passed
+        if not passed:
+            return
+        if self._teaches_path:
+            path = trie.path_of_device(len(passed), passed[0][0])
+            self.acceptance.observe([node.token for node in path], [token for _, token in passed])
         tests: list[Test] = []
-        for index, token in enumerate(tokens):
-            root = trie.root
-            children = root.children
+        for node, token in passed:
+            children = node.children
             if children:
                 child = children.get(token)
                 # A path that goes on as guessed: `acceptance` alone learns from it.
                 if child is None or child.kind != UNHINTED or len(children) > 1:
-                    tests.append((tuple(children.values()), token, root.best))
-                    if child is not None and is_looked_up(child.kind) and index < last:
-                        num_looked_up += 1
-            trie.advance(token)
+                    tests.append((tuple(children.values()), token, node.best))
+        trie.settle()
         if tests:
             self.chances.observe(tests)
-        return num_looked_up
 
     def gain_of_device(self, max_draft: int) -> float:
         """Tokens that the likeliest path of the device's drafts is expected to gain."""
@@ -132,7 +153,8 @@ class PendingDrafts:
 class Candidates:
     """Pending nodes of a sequence in the order in which they are worth verifying: by falling survival.
 
-    parents: indices into the same lists, -1 for children of the last committed token. is_line: each follows the last.
+    parents: indices into the same lists, -1 for children of the last committed token. kinds: of a line's nodes only
+    where some are looked up. is_line: each follows the last.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -146,7 +168,7 @@ class Candidates:
         if count == 0:
             return NOTHING
         if self.is_line:
-            return SelectedDrafts.line(self.tokens[:count])
+            return SelectedDrafts(self.tokens[:count], range(-1, count - 1))
         path: list[int] = []
         for index in range(count):
             if self.parents[index] == (path[-1] if path else -1):  # the first child of its end, so the likeliest
@@ -159,30 +181,38 @@ class Candidates:
         return SelectedDrafts([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])
 
 
+_NO_LINE: Final = Candidates()
+
+
 def line_of(drafts: PendingDrafts, max_draft: int) -> Candidates:
-    """The likeliest path, of at most `max_draft` tokens."""
-    row = Candidates()
-    node, most = drafts.trie.root.best, min(max_draft, drafts.num_left - 1)
-    if node is None or most <= 0:
-        return row
-    rates = drafts.chances.rates()
-    by_position: list[float] = []  # of unhinted nodes
-    alive = 1.0
-    tokens, survivals, kinds = row.tokens, row.survivals, row.kinds
-    while node is not None and len(tokens) < most:
+    """The likeliest path, of at most `max_draft` tokens. Not to be changed: empty ones are one and the same."""
+    trie = drafts.trie
+    node = trie.root.best
+    if node is None:
+        return _NO_LINE
+    most = min(max_draft, drafts.num_left - 1)
+    if most <= 0:
+        return _NO_LINE
+    rates, by_position = drafts.chances.rates(), list[float]()  # the latter: of unhinted nodes
+    tokens, survivals, kinds = list[int](), list[float](), list[int]()
+    has_looked_up, alive = trie.num_looked_up, 1.0
+    for index in range(most):
         kind = node.kind
         if kind == UNHINTED:
             by_position = by_position or drafts.acceptance.rates(max_draft)
-            alive *= by_position[len(tokens)]
+            alive *= by_position[index]
         else:
             alive *= rates[kind]
         if alive < LEAST:
             break
         tokens.append(node.token)
         survivals.append(alive)
-        kinds.append(kind)
+        if has_looked_up:
+            kinds.append(kind)
         node = node.best
-    return row
+        if node is None:
+            break
+    return Candidates(tokens, (), survivals, kinds)
 
 
 def tree_of(drafts: PendingDrafts, max_draft: int, least: float) -> Candidates:

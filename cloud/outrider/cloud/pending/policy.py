@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -35,13 +36,13 @@ def choose_drafts(
     Takes tokens by falling probability and stops at the count where expected tokens per second is highest: the optimum,
     because a step's time depends on the number of its tokens, not on whose they are.
     """
-    likely = np.array([p for row in survivals for p in row])
+    likely = np.array(list(chain.from_iterable(survivals)))
     order = np.argsort(-likely, kind="stable")[: max(0, budget)]
     if not order.size or num_committing == 0:
         return [0] * len(survivals), num_committing / float(step_s[num_fixed - 1]) if num_fixed else 0.0
     gained = num_committing + np.concatenate([[0.0], np.cumsum(likely[order])])
     rate = gained / step_s[num_fixed - 1 : num_fixed + order.size]
-    whose = np.repeat(np.arange(len(survivals)), [len(row) for row in survivals])
+    whose = np.repeat(np.arange(len(survivals)), list(map(len, survivals)))
     best = int(rate.argmax())
     counts: list[int] = np.bincount(whose[order[:best]], minlength=len(survivals)).tolist()
     return counts, float(rate[best])

@@ -92,7 +92,7 @@ class _Asked:
 
 class Sources:
     """The verifier's own sources of one sequence. The engine's thread owns it. clock: for the time that a source takes.
-    learning: those that learn from each pass.
+    learning: those that learn from each pass. has_rivals: some are asked where the device has sent drafts, too.
 
     The chances of a guess are those of its kinds (`node_chances`), which every commit tests. So the guess with the most
     expected tokens is the one to verify. All that is kept of a source is what a question gains, and takes: it is left
@@ -103,6 +103,7 @@ class Sources:
         self._clock = clock
         self._asked = {source: _Asked() for source in sources}
         self.learning = [source for source in self._asked if isinstance(source, LearningSource)]
+        self.has_rivals = any(source.rivals_device or source.goes_first for source in self._asked)
 
     def __bool__(self) -> bool:
         return bool(self._asked)

@@ -1,9 +1,10 @@
 """Keeps a sequence's pending drafts in a trie rooted at the last committed token.
 
-A commit moves the root down: what is consistent with it stays pending, the rest is dropped. A device may number the
-nodes that it sends (`wire.tree_draft`): the trie keeps where the recent numbers are, pending, committed or dropped, so
-that a later message goes on below any of them. Merging is idempotent, and does not depend on the order in which
-messages arrive. No function recurses, and each node is merged once and dropped once: a client cannot make either dear.
+A commit moves the root down: what is consistent with it stays pending, the rest is dropped, at once (`advance`) or
+later (`follow`, then `settle`). A device may number the nodes that it sends (`wire.tree_draft`): the trie keeps where
+the recent numbers are, pending, committed or dropped, so that a later message goes on below any of them. Merging is
+idempotent, and does not depend on the order in which messages arrive. No function recurses, and each node is merged
+once and dropped once: a client cannot make either dear.
 """
 
 from __future__ import annotations
@@ -74,10 +75,13 @@ GONE: Final = PendingNode(ROOT, _DROPPED, UNHINTED)
 class DraftTrie:
     """Guesses of what follows the last committed token."""
 
-    __slots__ = ("_num_orphans", "_numbers", "_orphans", "num_looked_up", "num_nodes", "root")
+    __slots__ = ("_num_orphans", "_numbers", "_orphans", "num_looked_up", "num_nodes", "passed", "root")
 
     def __init__(self) -> None:
         self.root = PendingNode(ROOT, 0, UNHINTED)
+        # Nodes that commits have left and the token after each, until `settle`: they hold what is to be dropped, which
+        # is counted until then.
+        self.passed: list[tuple[PendingNode, int]] = []
         self.num_nodes = 0
         self.num_looked_up = 0  # of these
         self._numbers: dict[int, PendingNode] = {}
@@ -86,12 +90,22 @@ class DraftTrie:
         self._num_orphans = 0
 
     def __bool__(self) -> bool:
-        return self.num_nodes > 0
+        return bool(self.root.children)
 
     @property
     def has_device_nodes(self) -> bool:
         """Whether anything is pending that the device sent."""
-        return self.num_nodes > self.num_looked_up
+        if not self.num_looked_up:
+            return bool(self.root.children)
+        if not self.passed:
+            return self.num_nodes > self.num_looked_up
+        below = [self.root.children or {}]
+        for children in below:  # grows meanwhile
+            for node in children.values():
+                if not is_looked_up(node.kind):
+                    return True
+                below.append(node.children or {})
+        return False
 
     def merge(self, path: Sequence[int], kinds: Iterable[int] = repeat(UNHINTED), *, prefer: bool = False) -> None:
         """Adds a path. With `prefer` it becomes the likeliest; otherwise only where nothing of its kind, or of a higher
@@ -120,7 +134,8 @@ class DraftTrie:
     def merge_tree(self, message: TreeDraft, committed: Sequence[int]) -> int:
         """Adds a device's numbered nodes. Returns the position of its deepest node; 0 if none is pending or committed.
 
-        committed: the tokens generated so far; `message.base` of them at most were known to the device.
+        committed: the tokens generated so far; `message.base` of them at most were known to the device. All that was
+        passed has to be settled.
         """
         numbers, deepest = self._numbers, 0
         base_node = PendingNode(ROOT, message.base, UNHINTED)
@@ -202,18 +217,43 @@ class DraftTrie:
 
     def advance(self, token: int) -> None:
         """Commits one token: its subtree stays pending."""
-        old = self.root
-        children = old.children
-        new = None
-        if children is not None:
+        self.follow((token,))
+        self.settle()
+
+    def follow(self, tokens: Sequence[int]) -> int:
+        """Commits tokens: the subtree of the last one stays pending; nothing is dropped before `settle`.
+
+        Returns how many of them, the last left out, were looked up.
+        """
+        node, passed, num_looked_up = self.root, self.passed, 0
+        last = len(passed) + len(tokens)
+        for token in tokens:
+            passed.append((node, token))
+            children = node.children
+            child = children.get(token) if children is not None else None
+            if child is None:
+                node = PendingNode(token, node.position + 1, UNHINTED)
+            else:
+                node = child
+                if is_looked_up(child.kind) and len(passed) < last:
+                    num_looked_up += 1
+        self.root = node
+        return num_looked_up
+
+    def settle(self) -> None:
+        """Drops what the tokens followed contradict."""
+        for node, token in self.passed:
+            children = node.children
+            if children is None:
+                continue
             new = children.pop(token, None)
-            old.children = old.best = None
+            node.children = node.best = None
             if new is not None:
                 self.num_nodes -= 1
                 self.num_looked_up -= is_looked_up(new.kind)
             if children:
                 self._drop(children)
-        self.root = PendingNode(token, old.position + 1, UNHINTED) if new is None else new
+        self.passed.clear()
 
     def _drop(self, children: dict[int, PendingNode]) -> None:
         """Drops subtrees: each node once."""
@@ -246,10 +286,13 @@ class DraftTrie:
             return self.likeliest(limit)
         return [node.token for node in self.path_of_device(limit)]
 
-    def path_of_device(self, limit: int) -> list[PendingNode]:
-        """The nodes of that path. Where a looked-up node is preferred to the device's, it follows the device's."""
+    def path_of_device(self, limit: int, start: PendingNode | None = None) -> list[PendingNode]:
+        """The nodes of that path. Where a looked-up node is preferred to the device's, it follows the device's.
+
+        start: the node that it begins behind, if it is not the root.
+        """
         path: list[PendingNode] = []
-        node = _device_child(self.root)
+        node = _device_child(start or self.root)
         while node is not None and len(path) < limit:
             path.append(node)
             node = _device_child(node)

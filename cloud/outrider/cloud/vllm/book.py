@@ -1,7 +1,9 @@
 """Keeps the sequences of vLLM's engine process, their pending drafts, and what was measured: decides what to verify.
 
 The tries and the policy are those of the embedded engine (`pending`). Knows no vLLM, so that tests run it without one.
-Only the engine process's main thread calls it.
+Only the engine process's main thread calls it. Between two steps it books what was committed and chooses what is
+verified next; it learns while the model runs (`learn`), so a choice knows all commits, but has learned from those
+before the last one.
 
 An exception here would end vLLM's engine process, and all sequences with it. What raises on a sequence's drafts costs
 that sequence its drafts, which is always allowed.
@@ -18,13 +20,12 @@ from typing import Any, Final
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
-from outrider.cloud.pending.lookup import PromptLookup, RecentTextSource
+from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, Policy
-from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
-from outrider.cloud.pending.sources import DraftSource, Sources
-from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS
-from outrider.cloud.seam import CommitEvent, SequenceUsage, Totals
+from outrider.cloud.pending.selected_drafts import SelectedDrafts
+from outrider.cloud.seam import SequenceUsage, Totals
+from outrider.cloud.vllm.commits import Commit
 from outrider.cloud.vllm.terms import Refusal, Terms
 from outrider.models.faults import log_fault
 from outrider.models.processors.chooser import TokenLogprobs
@@ -84,19 +85,39 @@ class Served:
         return len(committed) > len(draft) or tuple(committed) != draft[: len(committed)]
 
 
-class Book:
-    """All sequences of the process. clock: the monotonic one, which the server shares."""
+def _alone(served: Served) -> float:
+    return 1.0
 
-    def __init__(self, *, max_draft: int, policy: Policy, looks_up: bool, clock: Callable[[], float]) -> None:
+
+class Book:
+    """All sequences of the process. clock: the monotonic one, which the server shares. crowding: sequences of the same
+    owner for each place that it may have. captured: as in StepTimeCurve.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_draft: int,
+        policy: Policy,
+        looks_up: bool,
+        clock: Callable[[], float],
+        crowding: Callable[[Served], float] = _alone,
+        captured: Sequence[int] = (),
+    ) -> None:
         self._max_draft = max_draft
         self._looks_up = looks_up
         self._clock = clock
+        self._crowding = crowding
+        self._lessons: list[Served] = []  # committed tokens since `learn`
+        # Since `count`: each with the tokens that it verified, and how many were chosen of those that were looked up.
+        self._passes: list[tuple[Served, Commit, Sequence[int], int]] = []
+        self._steps: list[tuple[StepSize, float]] = []  # since then, and their seconds
         self._served: dict[int, Served] = {}
         self._early: OrderedDict[int, tuple[float, list[Callable[[Served], None]]]] = OrderedDict()  # since when
         self._num_early = 0
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._logged_s = -_LOG_EVERY_S
-        self.drafting = Drafting(max_draft, policy)
+        self.drafting = Drafting(max_draft, policy, captured=captured)
         self.totals = Totals()
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -114,29 +135,17 @@ class Book:
 
     def _pending(self, terms: Terms, committed: list[int]) -> PendingDrafts:
         """No drafts yet."""
-        return self.drafting.pending(
-            terms.client,
-            committed,
-            terms.max_tokens,
-            lag_ms=terms.hints.lag_ms,
-            patience_ms=terms.hints.patience_ms,
-            num_own=min(len(terms.hints.draft), self._max_draft) if terms.once else None,
-        )
+        num_own = min(len(terms.hints.draft), self._max_draft) if terms.once else None
+        return self.drafting.pending(terms.client, committed, terms.max_tokens, terms.hints, num_own=num_own)
 
     def _begin(self, served: Served) -> None:
         """Takes the draft that the request brought, and its prompt for lookups."""
-        terms, hints, drafts = served.terms, served.terms.hints, served.drafts
-        own: list[DraftSource] = []
-        if self._looks_up and not terms.once and not terms.is_probe:
-            own.append(PromptLookup(served.tokens))
-        if hints.recent:
-            kinds = PREDICTED_KINDS if hints.is_predicted else EARLIER_KINDS
-            own.append(RecentTextSource(hints.recent, drafts.committed, is_repeat=hints.is_repeat, kinds=kinds))
-        drafts.sources = Sources(own)
-        drafts.trie.merge(hints.draft, prefer=True)
+        looks_up = self._looks_up and not served.terms.once and not served.terms.is_probe
+        self.drafting.begin(served.drafts, served.terms.hints, [PromptLookup(served.tokens)] if looks_up else [])
 
     def close(self, served: Served) -> None:
-        """Forgets a sequence."""
+        """Forgets a sequence, once all of it is counted."""
+        self.count()
         self._served.pop(served.terms.number, None)
         self._ended[served.terms.number] = None
         if len(self._ended) > _NUM_ENDED:
@@ -227,15 +236,28 @@ class Book:
         self, decoding: Sequence[Served], budget: int, fixed: StepSize, context: float
     ) -> dict[Served, list[int]]:
         """The drafted tokens, a path, that each decoding sequence verifies; at most `budget` in all."""
-        others = [served for served in decoding if not served.terms.is_probe]
-        probed = {
-            served: [_PROBE_TOKEN] * max(0, min(served.terms.probe or 0, served.drafts.num_left - 1))
-            for served in decoding
-            if served.terms.is_probe
-        }
-        chosen = self._chosen(others, max(0, budget), fixed, context)
-        paths = {served: list(chosen.get(served.drafts, NOTHING).tokens)[: self._max_draft] for served in others}
-        return paths | probed
+        paths: dict[Served, list[int]] = {}
+        others: list[Served] = []
+        for served in decoding:
+            if served.terms.probe is None:
+                others.append(served)
+            else:
+                num_left = served.drafts.num_left
+                paths[served] = [_PROBE_TOKEN] * max(0, min(served.terms.probe, num_left - 1))
+        chosen, most = self._chosen(others, max(0, budget), fixed, context), self._max_draft
+        for served in others:
+            found = chosen.get(served.drafts)
+            paths[served] = list(found.tokens[:most]) if found is not None else []
+        return paths
+
+    def is_open(self, number: int) -> bool:
+        """Whether a sequence is here."""
+        return number in self._served
+
+    def is_starved(self, number: int) -> bool:
+        """Whether a sequence waits for a draft, or has none to verify."""
+        served = self._served.get(number)
+        return served is not None and (served.drafts.wait is not NO_WAIT or not served.drafts.trie)
 
     def own_draft(self, served: Served, room: int) -> list[int]:
         """The drafted tokens that a verify item brought, at most `room`; none for a session."""
@@ -262,50 +284,77 @@ class Book:
             return {}  # this step verifies no drafts
 
     def committed(
-        self,
-        served: Served,
-        tokens: Sequence[int],
-        *,
-        is_over: bool,
-        crowding: float,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> CommitEvent:
-        """Books the tokens of a pass. is_over: the sequence ends with them. crowding: sequences for each place."""
-        drafts, accepted = served.drafts, len(tokens) - 1
-        base, proposed = len(drafts.committed), max(len(served.proposed), accepted)
+        self, served: Served, tokens: list[int], is_over: bool, logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> Commit:
+        """Books the tokens of a pass, and moves the drafts to behind them. is_over: the sequence ends with them.
+
+        A wait for the device's next draft begins here; what else is counted and learned waits for `learn`.
+        """
+        drafts, terms, accepted = served.drafts, served.terms, len(tokens) - 1
+        base, proposed, looked_up = len(drafts.committed), max(len(served.proposed), accepted), 0
         served.tokens += tokens
-        drafts.committed.extend(tokens)
-        num_lookup = min(drafts.num_lookup_chosen, proposed)
-        learn = partial(self._learn, served, tokens, is_over=is_over, crowding=crowding)
-        looked_up: int = self._try(served, learn) or 0
-        served.usage.count_pass(len(tokens), proposed, accepted, looked_up)
-        if not served.terms.is_probe:
+        drafts.committed += tokens
+        if not served.is_muted:
+            goes_on = not is_over and not terms.once and terms.probe is None
+            try:
+                looked_up = drafts.follow(tokens, teaches_path=goes_on)
+                self._lessons.append(served)
+                if goes_on and self.drafting.may_wait(drafts):
+                    self.drafting.start_wait(drafts, self._clock(), crowding=self._crowding(served))
+            except Exception as error:
+                self._mute(served, error)
+        done = Commit(terms.number, base, tokens, accepted, proposed, looked_up, logprobs)
+        self._passes.append((served, done, served.proposed, drafts.num_lookup_chosen))
+        served.proposed, served.is_rerun = (), False
+        return done
+
+    def count(self) -> None:
+        """Counts the passes since the last call."""
+        for served, done, drafted, num_lookup in self._passes:
+            num_tokens, accepted, proposed = len(done.tokens), done.accepted, done.proposed
+            served.usage.count_pass(num_tokens, proposed, accepted, done.looked_up)
+            if served.terms.probe is not None:
+                continue
             tested = 0
             if proposed:
-                tested = num_tested(accepted, tokens, served.proposed[accepted : accepted + 1])
+                tested = num_tested(accepted, done.tokens, drafted[accepted : accepted + 1])
                 self.drafting.distributions.verified(accepted, tested)
-            self.totals.count_pass(len(tokens), proposed, accepted, num_lookup, looked_up, tested=tested)
-        served.proposed, served.is_rerun = (), False
-        return CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, tuple(logprobs))
+            num_lookup = min(num_lookup, proposed)
+            self.totals.count_pass(num_tokens, proposed, accepted, num_lookup, done.looked_up, tested=tested)
+        self._passes.clear()
 
-    def _learn(self, served: Served, tokens: Sequence[int], *, is_over: bool, crowding: float) -> int:
-        """Moves the drafts to behind the committed `tokens`, and learns from these. Returns how many were looked up."""
-        drafts = served.drafts
-        pending = drafts.trie.likeliest_of_device(self._max_draft)
-        looked_up = drafts.advance(tokens)
-        if not (served.terms.is_probe or is_over or served.terms.once):
-            self.drafting.committed(drafts, pending, tokens, self._clock(), crowding=crowding)
-        return looked_up
+    def learn(self) -> None:
+        """Counts and learns what was committed, and learns from steps, since the last call: while the model runs."""
+        self.count()
+        lessons, self._lessons = self._lessons, []
+        steps, self._steps = self._steps, []
+        for size, seconds in steps:
+            self.drafting.stepped(size, seconds, False)
+        for served in lessons:
+            self._try(served, partial(self._learn, served))
+
+    def _learn(self, served: Served) -> None:
+        served.drafts.settle()
+        if served.terms.number in self._served:
+            self.drafting.prepare(served.drafts, crowding=self._crowding(served))
 
     def stepped(
         self, size: StepSize, seconds: float, overhead_s: float, *, num_sequences: int = 1, is_probe: bool = False
     ) -> None:
-        """Records a step: from its order to its tokens, and the time spent on choosing. is_probe: counted nowhere."""
-        self.drafting.stepped(size, seconds, False)
+        """Counts a step: from its order to its tokens, and the time spent on choosing. is_probe: counted nowhere.
+
+        How long it took is learned later, by `learn`.
+        """
+        self._steps.append((size, seconds))
         if not is_probe:
             self.totals.count_step(size.tokens, model_s=seconds, overhead_s=overhead_s)
             self.totals.draft_nodes = self.drafting.num_nodes
             self.drafting.distributions.stepped(num_sequences, size.tokens, seconds + overhead_s)
+
+    def expected_s(self, size: StepSize) -> float:
+        """Seconds that the model will likely take for a step; 0 where nothing is known."""
+        curve = self.drafting.curve
+        return float(curve.seconds(size.tokens, size)[-1]) if size.tokens and curve.is_known else 0.0
 
     def patience_ms(self) -> float:
         """The longest wait for a draft that is chosen now."""

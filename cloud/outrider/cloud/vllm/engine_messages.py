@@ -13,7 +13,8 @@ import msgspec
 import zmq
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.seam import CommitEvent, SequenceUsage, Totals
+from outrider.cloud.seam import SequenceUsage, Totals
+from outrider.cloud.vllm.commits import Commit as Commit
 from outrider.cloud.vllm.terms import Refusal
 from outrider.models.wire.tree_draft import TreeDraft
 
@@ -21,6 +22,11 @@ SETTINGS_NAME: Final = "engine.json"
 """The file with the engine's `VllmConfig`, for the engine process."""
 MAX_ORDERS: Final = 4096
 """Drafts that each side keeps unread; what comes beyond is dropped, as a draft may be at any time."""
+
+
+_SHORT_ARRAY: Final = 0x9
+_SHORT_TEXT: Final = 0b101
+_UINT8: Final = 0xCC  # 16, 32 and 64 bits follow
 
 
 class PathsOrder(msgspec.Struct, tag="paths", array_like=True):
@@ -41,13 +47,6 @@ class TreeOrder(msgspec.Struct, tag="tree", array_like=True):
 
 
 Order = PathsOrder | TreeOrder
-
-
-class Commit(msgspec.Struct, array_like=True):
-    """A pass of a sequence."""
-
-    number: int
-    event: CommitEvent
 
 
 class End(msgspec.Struct, array_like=True):
@@ -78,16 +77,32 @@ class Gauges(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct, array_like=True):
-    """What a step, or a cancellation, did."""
+    """What a step, or a cancellation, did. gauges: None where only tokens were committed: they follow by themselves."""
 
     commits: list[Commit]
     ends: list[End]
-    gauges: Gauges
+    gauges: Gauges | None = None
 
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_order: Final = msgspec.msgpack.Decoder(Order).decode
 decode_report: Final = msgspec.msgpack.Decoder(Report).decode
+
+
+def number_of(order: bytes) -> int:
+    """The sequence that an encoded order is for; of a long one too, without reading it. Raises ValueError, IndexError.
+
+    It is behind the array's head and the tag: a byte, or a byte that tells how many follow.
+    """
+    if order[0] >> 4 != _SHORT_ARRAY or order[1] >> 5 != _SHORT_TEXT:
+        raise ValueError("no order begins like this")
+    at = 2 + (order[1] & 31)
+    head = order[at]
+    if head < 128:
+        return head
+    if not 0 <= head - _UINT8 <= 3:
+        raise ValueError("an order's number is a whole number from 0")
+    return int.from_bytes(order[at + 1 : at + 1 + (1 << head - _UINT8)], "big")
 
 
 def orders_address(place: Path) -> str:

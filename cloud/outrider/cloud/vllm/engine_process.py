@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import zmq
@@ -14,14 +13,24 @@ from vllm.v1.engine import core
 
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.book import Book
+from outrider.cloud.vllm.draft_inbox import DraftInbox
 from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.parent import PLACE_VARIABLE
 from outrider.models.faults import log_fault
 
 _log = logging.getLogger("outrider.cloud")
 
-_READ_S: Final = 0.02
-"""How long drafts are read before a step: a flood of them holds up no step for longer."""
+
+def read_order(book: Book, message: bytes) -> None:
+    """Has the book merge the drafts of a message."""
+    try:
+        order = wire.decode_order(message)
+        if isinstance(order, wire.PathsOrder):
+            book.take_paths(order.number, order.base, order.paths, order.arrived)
+        else:
+            book.take_tree(order.number, order.message, order.arrived)
+    except Exception as error:  # as in `ServerLink.receive`
+        log_fault(error)
 
 
 class ServerLink:
@@ -36,20 +45,23 @@ class ServerLink:
         self._reports = wire.open_socket(self._context, zmq.PUSH)
         self._reports.connect(wire.reports_address(place))
 
-    def read_orders(self, book: Book, wait_s: float) -> None:
-        """Merges the drafts that have arrived; waits up to `wait_s` for the first."""
-        wait_ms, until = round(wait_s * 1e3), time.monotonic() + wait_s + _READ_S
-        while time.monotonic() < until and self._orders.poll(wait_ms):
-            wait_ms = 0
-            message = self._orders.recv()
+    def receive(self, inbox: DraftInbox, most: int, wait_s: float) -> bool:
+        """Moves drafts that have arrived to the inbox, at most so many; waits up to `wait_s` for the first.
+
+        Whether there may be more.
+        """
+        if wait_s > 0.0 and not self._orders.poll(max(1, int(wait_s * 1e3))):
+            return False
+        for _ in range(most):
             try:
-                order = wire.decode_order(message)
-                if isinstance(order, wire.PathsOrder):
-                    book.take_paths(order.number, order.base, order.paths, order.arrived)
-                else:
-                    book.take_tree(order.number, order.message, order.arrived)
+                message = self._orders.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            try:
+                inbox.put(wire.number_of(message), message)
             except Exception as error:  # only a bug of ours; no message may end the engine, and a draft may be lost
                 log_fault(error)
+        return True
 
     def report(self, report: wire.Report) -> None:
         """Sends a report."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from outrider.cloud.distributions import Distributions
+from outrider.cloud.distributions import AdapterCounts, Distributions
 from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, require_room
 from outrider.cloud.seam import EndEvent, GenerateRequest, SequenceEndReason, SequenceUsage, Sink
 from outrider.cloud.vllm import engine_messages as wire
@@ -63,6 +63,7 @@ class OpenSequences:
         self.by_number: dict[int, OpenSequence] = {}
         self.kept = KeptPrefixes(config.max_kept, time.monotonic, max_s=config.max_kept_s)
         self.distributions = Distributions()
+        self.distributions.adapters = {name: AdapterCounts() for name in config.adapters}
         self.gauges = wire.Gauges()
         self._abort = abort
         self._heard = heard
@@ -104,7 +105,8 @@ class OpenSequences:
     def take(self, report: wire.Report) -> None:
         """Gives each sequence what is reported of it; a bug of ours ends this sequence, and no other."""
         self._heard()
-        self.gauges = report.gauges
+        if report.gauges is not None:
+            self.gauges = report.gauges
         reported: list[wire.Commit | wire.End] = [*report.commits, *report.ends]
         for what in reported:
             sequence = self.by_number.get(what.number)
@@ -117,8 +119,13 @@ class OpenSequences:
 
     def _take(self, sequence: OpenSequence, what: wire.Commit | wire.End) -> None:
         if isinstance(what, wire.Commit):
-            sequence.generated.extend(what.event.tokens)
-            sequence.sink(what.event)
+            event, adapter = what.event, sequence.request.adapter
+            sequence.generated.extend(event.tokens)
+            if adapter is not None:
+                self.distributions.committed_with(
+                    adapter, len(event.tokens), proposed=event.proposed, accepted=event.accepted
+                )
+            sequence.sink(event)
             return
         fault = None
         if what.reason == "fault":

@@ -6,12 +6,13 @@ decided here. Only the engine process's main thread calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.engine.owners import MAX_REFUSED, PLAIN_STEPS, Owners
+from outrider.cloud.engine.owners import Owners
 from outrider.cloud.pending.estimators import tokens_within_a_step
 from outrider.cloud.vllm.book import Served
 
@@ -23,7 +24,11 @@ class StepShares:
         self._num_places = num_places
         self.owners = Owners[Served](step_tokens)
         self._running: dict[Served, None] = {}
-        self.num_queued = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences without blocks."""
+        return self.owners.num_queued
 
     @property
     def num_running(self) -> int:
@@ -34,16 +39,11 @@ class StepShares:
 
     def open(self, served: Served) -> None:
         """Queues a new sequence."""
-        served.queued_at = self.owners.step
         self.owners.add(served)
-        self.num_queued += 1
 
     def close(self, served: Served) -> None:
         """Forgets a sequence."""
-        if served in self._running:
-            del self._running[served]
-        else:
-            self.num_queued -= 1
+        self._running.pop(served, None)
         self.owners.remove(served)
 
     def committed(self, served: Served) -> None:
@@ -53,14 +53,8 @@ class StepShares:
 
     def returned(self, served: Served) -> None:
         """Queues a sequence again, whose blocks were taken."""
-        had_turn = self.owners.had_turn(served)
-        self._leave(served, is_first=not had_turn)
-        served.queued_at = self.owners.step
-
-    def _leave(self, served: Served, *, is_first: bool) -> None:
         del self._running[served]
-        self.num_queued += 1
-        self.owners.returned(served, is_first=is_first)
+        self.owners.gave_way(served)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -70,38 +64,27 @@ class StepShares:
         make_room: whether there is room for a sequence; it may take the blocks of those that the second argument
         gives, in their order, if they suffice.
         """
-        self.owners.step += 1
-        found: list[Served] = []
-        if not self.num_queued:
-            return found
-        num_refused = 0
-        for served in self.owners.candidates():
-            if served.queued_at == self.owners.step:
-                continue  # it has just given way
-            if make_room(served, lambda served=served: self._givers_to(served)):  # type: ignore[misc]
-                self.owners.admitted(served)
-                self._running[served] = None
-                self.num_queued -= 1
-                served.turn_began = None
-                found.append(served)
-                if len(found) == self._num_places:
-                    break
-            else:
-                num_refused += 1
-                if self.owners.is_overdue(served) or num_refused == MAX_REFUSED:
-                    break  # nobody overtakes one that is overdue
-        return found
+
+        def take(served: Served) -> bool:
+            # None that has just given way.
+            if served.queued_at == self.owners.step or not make_room(served, partial(self._givers_to, served)):
+                return False
+            self._running[served] = None
+            return True
+
+        return self.owners.admit(take, self._num_places)
 
     def not_admitted(self, newcomers: Sequence[Served]) -> None:
         """Queues newcomers as before: the step has no place, or vLLM had no blocks for them."""
         for served in reversed(newcomers):
-            self._leave(served, is_first=True)
+            del self._running[served]
+            self.owners.returned(served, is_first=True)
 
-    def take_part(self, ready: Sequence[Served]) -> set[Served]:
+    def take_part(self, ready: Sequence[Served]) -> Sequence[Served]:
         """Those of the running sequences that take part; owners share the places evenly."""
-        return set(self.owners.take_places(ready, self._num_places))
+        return self.owners.take_places(ready, self._num_places)
 
-    def took_part(self, sequences: Iterable[Served]) -> None:
+    def took_part(self, sequences: Collection[Served]) -> None:
         """Puts sequences that ran tokens behind their owners' others."""
         self.owners.took_part(sequences)
 
@@ -114,10 +97,10 @@ class StepShares:
         it, for at most one step, and no tokens while their owners owe the others time.
         """
         in_time, delaying = self.owners.in_time(prompts, decoding)
+        if not prompts:
+            return {}
         if not delaying:
             return self.owners.split_tokens(prompts, total)
-        if self.owners.step % PLAIN_STEPS == 0:
-            in_time = [s for s in prompts if s not in delaying]
         num_free = sum(s.num_wanted for s in prompts if s not in delaying)
         total = min(total, max(tokens_within_a_step(added), num_free))
         given = self.owners.split_tokens(in_time, total)
@@ -127,22 +110,9 @@ class StepShares:
     # -- who gives way -----------------------------------------------------------------------------------------------
 
     def _givers_to(self, candidate: Served) -> list[Served]:
-        """Sequences with a lower priority that have committed a token since they have blocks. Of those that had their
-        turn: those with the same priority, or of all in a step that goes by age, which are of owners with more running
-        sequences or of the candidate's own owner.
+        """As `Owners.givers_to`, but those with a lower priority have one token and no turn.
 
         The embedded engine's places have no such limit as vLLM's `max_num_seqs`, so there who has priority seldom needs
         another's blocks; here it would wait for the end of a turn.
         """
-        own = self.owners.of(candidate)
-        eligible = []
-        for served in self._running:
-            if not self.owners.by_age and served.priority != candidate.priority:
-                is_eligible = served.priority < candidate.priority and served.turn_began is not None
-            else:
-                owner = self.owners.of(served)
-                is_eligible = self.owners.had_turn(served) and (owner is own or len(owner.running) > len(own.running))
-            if is_eligible:
-                eligible.append(served)
-        eligible.sort(key=self.owners.precedence, reverse=True)
-        return eligible
+        return self.owners.givers_to(candidate, self._running, spares_lower=False)

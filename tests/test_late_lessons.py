@@ -1,0 +1,247 @@
+"""A commit may be learned from later: what is chosen next, and what is learned in the end, is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.lookup import PromptLookup, kind_of
+from outrider.cloud.pending.pending_drafts import LEAST, PendingDrafts, line_of
+from outrider.cloud.pending.policy import Policy, choose_drafts
+from outrider.cloud.pending.trie import PROMPT_KINDS, UNHINTED, DraftTrie, PendingNode, is_looked_up
+from outrider.cloud.seam import DraftHints
+from outrider.models.runtimes.ngram import NgramLookup
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
+
+token = st.integers(1, 3)
+
+
+def shape_of(node: PendingNode) -> tuple[object, ...]:
+    """A node and what is below it."""
+    below = tuple(shape_of(child) for _, child in sorted((node.children or {}).items()))
+    return node.token, node.position, node.kind, node.best and node.best.token, below
+
+
+def nodes_below(node: PendingNode) -> Iterator[PendingNode]:
+    for child in (node.children or {}).values():
+        yield child
+        yield from nodes_below(child)
+
+
+@st.composite
+def messages(draw: st.DrawFn, committed: Sequence[int], first: int) -> TreeDraft | list[int]:
+    """A tree of a device that is not far behind, or a path."""
+    base = draw(st.integers(max(0, len(committed) - 2), len(committed)))
+    count = draw(st.integers(1, 6))
+    if draw(st.booleans()):
+        return [*committed[base:], *(draw(token) for _ in range(count))]
+    parents = [draw(st.sampled_from([ROOT, *range(first, first + i)])) for i in range(count)]
+    levels = [draw(st.integers(5, 15)) for _ in range(count)]
+    return TreeDraft(base, first, [draw(token) for _ in range(count)], parents, levels)
+
+
+class Side:
+    """A session, whose commits are learned from at once or later."""
+
+    def __init__(self, is_late: bool) -> None:
+        self.drafting = Drafting(8, Policy.AUTO)
+        self.drafts = self.drafting.pending(b"", [], 1000, DraftHints(lag_ms=5.0))
+        self.is_late = is_late
+
+    def take(self, message: TreeDraft | list[int], base: int) -> None:
+        if isinstance(message, TreeDraft):
+            self.drafting.merge_tree(self.drafts, message, 1.0)
+        else:
+            self.drafting.merge(self.drafts, base, [message], 1.0)
+
+    def look_up(self, path: Sequence[int]) -> None:
+        self.drafts.trie.merge(path, [PROMPT_KINDS[2]] * len(path))
+
+    def commit(self, tokens: list[int]) -> int:
+        drafts = self.drafts
+        pending = drafts.trie.likeliest_of_device(8)
+        drafts.committed += tokens
+        if self.is_late:
+            return drafts.follow(tokens, teaches_path=True)
+        looked_up = drafts.advance(tokens)
+        drafts.acceptance.observe(pending, tokens)
+        return looked_up
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_what_is_learned_later_is_the_same(data: st.DataObject) -> None:
+    """Messages, lookups and commits in any order: the pending nodes at once, counts and rates once it is settled."""
+    now, late = Side(False), Side(True)
+    first = 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        for _ in range(data.draw(st.integers(0, 2))):
+            message = data.draw(messages(now.drafts.committed, first))
+            first += len(message.tokens) if isinstance(message, TreeDraft) else 0
+            base = len(now.drafts.committed) - data.draw(st.integers(0, min(1, len(now.drafts.committed))))
+            for side in (now, late):
+                side.take(message, base)
+        if data.draw(st.booleans()):
+            path = [data.draw(token) for _ in range(3)]
+            late.drafts.settle()
+            for side in (now, late):
+                side.look_up(path)
+        tokens = [data.draw(token) for _ in range(data.draw(st.integers(1, 4)))]
+        assert now.commit(tokens) == late.commit(list(tokens))
+        assert shape_of(now.drafts.trie.root) == shape_of(late.drafts.trie.root)
+        assert bool(now.drafts.trie) == bool(late.drafts.trie)
+        assert now.drafts.trie.has_device_nodes == late.drafts.trie.has_device_nodes
+        if data.draw(st.booleans()):
+            late.drafts.settle()
+    late.drafts.settle()
+    late.drafts.settle()  # a second time changes nothing
+    a, b = now.drafts, late.drafts
+    assert (a.trie.num_nodes, a.trie.num_looked_up) == (b.trie.num_nodes, b.trie.num_looked_up)
+    here = list(nodes_below(b.trie.root))
+    assert b.trie.num_nodes == len(here) and b.trie.num_looked_up == sum(is_looked_up(node.kind) for node in here)
+    assert [a.trie.position_of(n) for n in range(first)] == [b.trie.position_of(n) for n in range(first)]
+    assert a.chances.rates() == b.chances.rates() and a.chances.beta == b.chances.beta
+    assert a.acceptance.rates(8) == b.acceptance.rates(8)
+    learned = [side.drafting.learned(b"") for side in (now, late)]
+    assert learned[0].acceptance.rate == learned[1].acceptance.rate
+    assert learned[0].chances.rates() == learned[1].chances.rates()
+
+
+def test_a_second_commit_settles_the_first() -> None:
+    """Each step's lesson is learned, even where nothing ran between two commits."""
+    drafts = Side(True).drafts
+    drafts.trie.merge([1, 2, 3])
+    drafts.follow([1], teaches_path=True)
+    before = drafts.acceptance.rate
+    drafts.follow([2], teaches_path=True)
+    assert drafts.acceptance.rate > before and len(drafts.trie.passed) == 1
+    drafts.settle()
+    assert drafts.trie.num_nodes == 1 and not drafts.trie.passed
+
+
+def test_a_dropped_node_takes_no_message_after_its_commit() -> None:
+    """Its siblings are dropped late, but before anything is merged below them."""
+    side = Side(True)
+    side.take(TreeDraft(0, 0, [1, 2], [ROOT, ROOT], [15, 9]), 0)
+    side.commit([1])
+    side.take(TreeDraft(0, 2, [3], [1], [15]), 0)  # below the one that the commit contradicts
+    assert side.drafts.trie.num_nodes == 0 and side.drafts.trie.position_of(2) == -1
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def plain_line(drafts: PendingDrafts, max_draft: int) -> tuple[list[int], list[float]]:
+    """The likeliest path and its survivals, step by step."""
+    tokens: list[int] = []
+    survivals: list[float] = []
+    node = drafts.trie.root.best
+    while node is not None and len(tokens) < min(max_draft, drafts.num_left - 1):
+        unhinted = drafts.acceptance.rates(max_draft)[len(tokens)]
+        chance = unhinted if node.kind == UNHINTED else drafts.chances.rates()[node.kind]
+        alive = (survivals[-1] if survivals else 1.0) * chance
+        if alive < LEAST:
+            break
+        tokens.append(node.token)
+        survivals.append(alive)
+        node = node.best
+    return tokens, survivals
+
+
+def plain_counts(survivals: Sequence[Sequence[float]], fixed: int, step_s: Sequence[float], budget: int) -> list[int]:
+    """The best number of each, by trying every prefix of all tokens in order."""
+    order = sorted(((-p, row, i) for row, own in enumerate(survivals) for i, p in enumerate(own)), key=lambda e: e[0])
+    best, best_rate, gained = 0, len(survivals) / step_s[fixed - 1], float(len(survivals))
+    for count, (p, _, _) in enumerate(order[:budget], start=1):
+        gained -= p
+        if gained / step_s[fixed + count - 1] > best_rate + 1e-12:
+            best, best_rate = count, gained / step_s[fixed + count - 1]
+    counts = [0] * len(survivals)
+    for _, row, _ in order[:best]:
+        counts[row] += 1
+    return counts
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_choice_is_the_plain_ones(data: st.DataObject) -> None:
+    """Of many sessions at once: each verifies the path that trying every number of tokens finds the best."""
+    drafting = Drafting(8, Policy.AUTO)
+    for size in (1, 2, 4, 8, 16, 32, 48, 64, 96, 128):
+        for _ in range(3):
+            drafting.stepped(StepSize(size, 0), 0.010 + 0.0003 * size, False)
+    everyone = []
+    for number in range(data.draw(st.integers(1, 6))):
+        drafts = drafting.pending(b"%d" % (number % 2), [], data.draw(st.integers(2, 20)), DraftHints())
+        message = data.draw(messages([], 0))
+        if isinstance(message, TreeDraft):
+            drafting.merge_tree(drafts, message, 0.0)
+        else:
+            drafting.merge(drafts, 0, [message], 0.0)
+        tokens = [data.draw(token) for _ in range(data.draw(st.integers(0, 2)))]
+        drafts.committed += tokens
+        drafts.follow(tokens, teaches_path=True)
+        everyone.append(drafts)
+    budget, fixed = data.draw(st.integers(0, 40)), StepSize(len(everyone), 0)
+    lines = [plain_line(drafts, 8) for drafts in everyone]
+    found = drafting.choose(everyone, budget, fixed, 0.0)
+    step_s = drafting.curve.seconds(fixed.tokens + budget + 50).tolist()
+    counts = plain_counts([survivals for _, survivals in lines], fixed.tokens, step_s, budget)
+    for drafts, (tokens, survivals), count in zip(everyone, lines, counts, strict=True):
+        row = line_of(drafts, 8)
+        assert list(row.tokens) == tokens and row.survivals == pytest.approx(survivals)
+        assert list(found[drafts].tokens) == tokens[:count]
+
+
+@given(st.lists(st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda row: sorted(row, reverse=True)), max_size=8))
+@settings(max_examples=150, deadline=None)
+def test_flat_times_are_filled(survivals: list[list[float]]) -> None:
+    """A step that costs the same with more tokens takes all that may gain anything."""
+    import numpy as np
+
+    number = sum(map(len, survivals))
+    counts, _ = choose_drafts(survivals, 1, max(1, len(survivals)), np.ones(1 + number), number)
+    assert all(sum(p > 1e-9 for p in row) <= count for row, count in zip(survivals, counts, strict=True))
+
+
+# -- prompt lookup -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 4), max_size=40), st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
+@settings(max_examples=200, deadline=None)
+def test_no_repetition_is_overlooked(text: list[int], more: list[list[int]]) -> None:
+    """Prompt lookup searches only where the last pair may have stood before: it finds what a search always finds."""
+    lookup, plain = PromptLookup(text), NgramLookup(max_n=4, min_n=2)
+    plain.extend(text)
+    for tokens in [[], *more]:
+        text += tokens
+        plain.extend(tokens)
+        matched, copied = plain.match(5)
+        assert lookup.propose(5) == (copied, [kind_of(matched + i) for i in range(len(copied))])
+
+
+def test_a_long_text_is_marked_in_pieces() -> None:
+    """Meanwhile everything may repeat; what does is found then, and nothing is missed afterwards."""
+    text = [n * 7919 % 100_003 for n in range(30_000)]
+    lookup = PromptLookup(text)
+    while lookup.propose(4) == ([], []) and lookup._lookup.length < len(text):
+        pass
+    text += text[100:104]
+    assert lookup.propose(4)[0] == text[104:108]
+    text += [100_004, 100_005]
+    assert lookup.propose(4) == ([], [])
+
+
+def test_settling_costs_what_the_commit_passed() -> None:
+    """The rest of the trie is not walked: a following node keeps its children."""
+    trie = DraftTrie()
+    trie.merge(range(1, 500))
+    trie.follow([1, 2])
+    below = trie.root.children
+    trie.settle()
+    assert trie.root.children is below and trie.num_nodes == 497
