@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -23,7 +23,7 @@ import zmq
 import zmq.asyncio
 
 from outrider.cloud.vllm import engine_messages as wire
-from outrider.cloud.vllm.checks import refuse, require_vllm
+from outrider.cloud.vllm.checks import ENGINE_STATE, missing_attributes, refuse, refuse_picks, require_vllm
 from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.parent import PLACE_VARIABLE
 from outrider.models.errors import ConfigError, RuntimeUnavailable
@@ -96,11 +96,27 @@ class VllmProcesses:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
+        refuse(f"{self.version}'s AsyncLLM", missing_attributes(self.llm, ENGINE_STATE))
         for found in await self.call_workers("outrider_install", ()):
             self.runner = str(found["runner"])
             refuse(f"{self.version} with {self.runner}", found["missing"])
+            refuse_picks(f"{self.version} with {self.runner}", found["differs"])
+        self.adapters = await self._load_adapters(config.adapters)
         model = self.llm.model_config
         return ModelLimits(model.get_vocab_size(), model.max_model_len)
+
+    async def _load_adapters(self, directories: Mapping[str, str]) -> dict[str, Any]:
+        """vLLM's names of the adapters, by ours; each is loaded, and stays. Raises ConfigError."""
+        from vllm.lora.request import LoRARequest
+
+        found = {}
+        for number, (name, directory) in enumerate(directories.items(), 1):
+            found[name] = LoRARequest(name, number, directory)
+            try:
+                await self.llm.add_lora(found[name])
+            except Exception as error:  # of each kind; vLLM words what an adapter has that it does not know
+                raise ConfigError(f"vLLM cannot load the adapter {name} in {directory}: {error}") from error
+        return found
 
     def _listen(self) -> None:
         """Opens the socket for `read_reports`. On the loop."""

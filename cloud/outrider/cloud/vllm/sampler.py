@@ -1,14 +1,13 @@
 """Puts Outrider's position-keyed pick in the place of vLLM's samplers (V1 model runner, synchronous scheduling).
 
 A drafted token is accepted if and only if it is the pick at its position; the first that is not is replaced by the
-pick. It runs on the device that the logits are on. Temperature, top-k, top-p and min-p are ours; vLLM's own processing
-of logits is skipped: penalties and the like are our engine's (`worker_choosers`), and read their rows on the host.
+pick. vLLM's own processing of logits is skipped: all of it is ours (`worker_choosers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm.v1.outputs import SamplerOutput
@@ -16,46 +15,44 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
 from outrider.cloud.vllm.terms import Terms, terms_of
-from outrider.cloud.vllm.worker_choosers import RequestChoosers, WorkerGrammars, report_found
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.picks.sampling_torch import pick_rows
-
-_NONE: Final = -1
-"""No token: vLLM's placeholder, and `faulty_rows.FAULTY` for a row that is not finite."""
+from outrider.cloud.vllm.worker_choosers import Asked, RequestChoosers, WorkerGrammars, report_found
+from outrider.models.processors.rows_torch import DraftedRows
 
 
-class Rows:
-    """Which request, at which position, each row of the present batch samples for."""
+class Batch:
+    """Tells for what the rows of the present step are, from what the runner's host has of it."""
 
     def __init__(self, runner: Any, grammars: WorkerGrammars) -> None:
         self._runner = runner
         self._terms: dict[str, Terms | None] = {}
         self.choosers = RequestChoosers(grammars)
 
-    def chosen(self, index: int, logits: torch.Tensor, drafted: Sequence[int]) -> list[int] | None:
-        """The tokens of the batch's request at `index`, from its rows [len(drafted) + 1, V]; None: picks are enough.
+    def choose(self, logits: torch.Tensor, counts: Sequence[int], width: int) -> SamplerOutput:
+        """The committed tokens, int32 [requests, width], -1 behind them and for a row that is not finite.
 
-        [_NONE] where a row is not finite.
+        logits: [rows, V]; changed where they are float32. counts: of the drafted tokens of each request.
         """
-        if index >= self._runner.input_batch.num_reqs:  # vLLM's profiling run
-            return None
-        name = self._runner.input_batch.req_ids[index]
-        terms = self._terms_of(name)
-        if terms is None or not terms.needs_chooser:
-            return None
-        state = self._runner.requests[name]
-        prompt = state.prompt_token_ids
-        rows, tokens = logits.float().cpu().numpy(), [*prompt, *state.output_token_ids]
-        return self.choosers.choose(name, terms, rows, drafted, tokens, len(prompt)) or [_NONE]
+        asked = [self._asked(index, count) for index, count in enumerate(counts)]
+        drafted = DraftedRows([each.drafted for each in asked], width, logits.device)
+        step = self.choosers.prepare(asked, logits.shape[1], logits.device)
+        tokens = drafted.committed(step.picks(logits.to(torch.float32).contiguous()))
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
-    def batch(self, count: int) -> tuple[list[SamplingParams], list[int]]:
-        """For each of `count` requests: its parameters, and the position of its next token."""
-        batch = self._runner.input_batch
-        if batch.num_reqs < count:  # vLLM's profiling run has no requests
-            return [SamplingParams()] * count, [0] * count
-        found = [self._terms_of(each) for each in batch.req_ids[: batch.num_reqs]]
-        positions = [int(n) for n in batch.num_tokens_no_spec[: batch.num_reqs]]
-        return [SamplingParams() if terms is None else terms.params for terms in found], positions
+    def _asked(self, index: int, count: int) -> Asked:
+        runner, batch = self._runner, self._runner.input_batch
+        if index >= batch.num_reqs:  # vLLM's profiling run has no requests
+            return Asked("", None, 0, (-1,) * count)
+        name = batch.req_ids[index]
+        state = runner.requests[name]
+        return Asked(
+            name,
+            self._terms_of(name),
+            int(batch.num_tokens_no_spec[index]),
+            batch.spec_token_ids[index][:count],
+            state.prompt_token_ids,
+            state.output_token_ids,
+            bool(runner.discard_request_mask.np[index]),
+        )
 
     def _terms_of(self, name: str) -> Terms | None:
         if name not in self._terms:
@@ -66,71 +63,33 @@ class Rows:
         return self._terms[name]
 
 
-def until_wrong(picks: Sequence[int | None], drafted: Sequence[int]) -> list[int]:
-    """The picks up to the first that is not the drafted token, or before the first that is None."""
-    tokens: list[int] = []
-    for pick, guess in zip(picks, [*drafted, None], strict=True):
-        if pick is None:
-            break
-        tokens.append(pick)
-        if pick != guess:
-            break
-    return tokens
-
-
 class OutriderSampler(Sampler):
     """One pick a request, where nothing was drafted."""
 
-    def __init__(self, rows: Rows, logprobs_mode: Any) -> None:
+    def __init__(self, batch: Batch, logprobs_mode: Any) -> None:
         super().__init__(logprobs_mode)
-        self._rows = rows
+        self._batch = batch
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *_: Any, **__: Any) -> SamplerOutput:
-        """The picks, int32 [requests, 1]."""
-        params, positions = self._rows.batch(logits.shape[0])
-        picks = [_NONE if token is None else token for token in pick_rows(logits.float(), params, positions)]
-        for index in range(len(picks)):
-            chosen = self._rows.chosen(index, logits[index : index + 1], ())
-            if chosen is not None:
-                picks[index] = chosen[0]
-        ids = torch.tensor(picks, dtype=torch.int32, device=logits.device).unsqueeze(1)
-        return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
+        """As `Batch.choose`."""
+        return self._batch.choose(logits, [0] * logits.shape[0], 1)
 
 
 class OutriderVerifier(RejectionSampler):
     """The picks of drafted rows, up to the first that is not the drafted token."""
 
-    def __init__(self, rows: Rows, sampler: OutriderSampler, speculative_config: Any, device: torch.device) -> None:
+    def __init__(self, batch: Batch, sampler: OutriderSampler, speculative_config: Any, device: torch.device) -> None:
         super().__init__(sampler, speculative_config, device)
-        self._rows = rows
+        self._batch = batch
 
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
-        """The committed tokens, int32 [requests, most drafted + 1], the rest _NONE; logits: [drafted + requests, V]."""
-        counts: list[int] = metadata.num_draft_tokens
-        params, positions = self._rows.batch(len(counts))
-        row_params: list[SamplingParams] = []
-        row_positions: list[int] = []
-        for own, position, count in zip(params, positions, counts, strict=True):
-            row_params += [own] * (count + 1)
-            row_positions += range(position, position + count + 1)
-        picks = pick_rows(logits.float(), row_params, row_positions)
-        drafts: list[int] = metadata.draft_token_ids.tolist()
-        out = torch.full((len(counts), metadata.max_spec_len + 1), _NONE, dtype=torch.int32)
-        row = drafted = 0
-        for request, count in enumerate(counts):
-            guesses = drafts[drafted : drafted + count]
-            chosen = self._rows.chosen(request, logits[row : row + count + 1], guesses)
-            if chosen is None:
-                chosen = until_wrong(picks[row : row + count + 1], guesses)
-            out[request, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-            row += count + 1
-            drafted += count
-        return SamplerOutput(sampled_token_ids=out.to(logits.device), logprobs_tensors=None)
+        """As `Batch.choose`; logits: [drafted + requests, V]."""
+        return self._batch.choose(logits, metadata.num_draft_tokens, metadata.max_spec_len + 1)
 
 
 def install(runner: Any, grammars: WorkerGrammars) -> None:
     """Replaces the runner's samplers."""
-    rows = Rows(runner, grammars)
-    runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
-    runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
-    report_found(runner, rows.choosers)
+    batch = Batch(runner, grammars)
+    runner.sampler = OutriderSampler(batch, runner.sampler.logprobs_mode)
+    runner.rejection_sampler = OutriderVerifier(batch, runner.sampler, runner.speculative_config, runner.device)
+    report_found(runner, batch.choosers)

@@ -11,12 +11,13 @@ from typing import Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from outrider.cloud.seam import DraftHints, GenerateRequest, PickOptions
+from outrider.cloud.seam import DraftHints
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Elsewhere
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.processor_plan import ProcessorPlan
 
 KEY: Final = "outrider"
 Mark = Literal["", "slow", "worn"]
@@ -59,28 +60,18 @@ class Terms:
         return self.probe is not None
 
     @property
-    def needs_chooser(self) -> bool:
-        """Whether a plain pick is not enough."""
-        return self.processors != PLAIN or self.num_logprobs is not None or self.grammar is not None
+    def changes_rows(self) -> bool:
+        """Whether rows of logits may change before the pick."""
+        return self.processors.changes_rows or self.grammar is not None
 
     def extra_args(self) -> dict[str, str]:
         """The form that vLLM carries. One text: lists would take up to 1 MB in each process that they go through."""
         return {KEY: _terms.dump_json(self, exclude_defaults=True).decode()}
 
-    def request(self, compiled: Callable[[int], CompiledGrammar]) -> GenerateRequest:
-        """What a worker chooses tokens by. compiled: gives the grammar of a number."""
-        return GenerateRequest(
-            prompt=(),
-            pick=PickOptions(
-                self.params,
-                self.processors,
-                None if self.grammar is None else compiled(self.grammar),
-                self.num_logprobs,
-            ),
-            max_tokens=1,
-            stop_ids=self.stop_ids,
-            num_generated=self.num_generated,
-        )
+    def plan(self, compiled: Callable[[int], CompiledGrammar]) -> ProcessorPlan:
+        """What changes its rows. compiled: gives the grammar of a number."""
+        grammar = None if self.grammar is None else compiled(self.grammar)
+        return ProcessorPlan(self.processors, self.stop_ids, self.num_generated, grammar)
 
 
 _terms: Final = TypeAdapter(Terms)

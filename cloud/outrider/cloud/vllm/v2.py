@@ -3,32 +3,99 @@
 The pick is a logits processor of the runner's public interface: it leaves only the picked token of each row standing,
 so that the stock argmax and the stock greedy verification (accept if and only if equal) do the rest. The runner takes
 the number of drafts from the scheduler, and their values from `req_states.draft_tokens` on the device: one copy before
-each step joins the two. Not public: what `extension.V2_RUNNER_ATTRIBUTES` names.
-
-vLLM loads this module in the server's process too, to validate requests: torch is imported where it is needed.
+each step joins the two. It keeps a request's tokens on the device only, so they are kept here for the host: those that
+it began with, and what vLLM reads of each step. Not public: what `extension.V2_RUNNER_ATTRIBUTES` names.
 """
 
 from __future__ import annotations
 
-from itertools import groupby
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import numpy as np
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from outrider.cloud.vllm.terms import Terms, terms_of
-from outrider.cloud.vllm.worker_choosers import RequestChoosers, WorkerGrammars, report_found
-from outrider.models.picks.sampling import SamplingParams
+from outrider.cloud.vllm.worker_choosers import Asked, RequestChoosers, WorkerGrammars, report_found
+from outrider.models.processors.rows_torch import to_device
 
-_choosers: Final = RequestChoosers()
-"""By slot. They get the worker's grammars from `install`: vLLM makes the logits processors itself, before."""
+
+@dataclass(slots=True)
+class _Request:
+    """A request of the runner. num_first: tokens that it began with; none is picked before they have all run."""
+
+    terms: Terms | None
+    prompt: Sequence[int]
+    output: list[int]
+    num_first: int
+
+
+class Batch:
+    """Tells for what the rows of the present step are, from what is kept here of the runner's requests."""
+
+    def __init__(self, runner: Any, grammars: WorkerGrammars) -> None:
+        self.choosers = RequestChoosers(grammars)
+        self._states = runner.req_states
+        self._requests: dict[str, _Request] = {}
+        self._drafts: dict[str, list[int]] = {}  # of the present step
+
+    def begin(self, scheduler_output: Any) -> None:
+        """Takes the requests and the drafts of a step, and brings the drafts to where the runner reads them."""
+        for name in scheduler_output.finished_req_ids:
+            self._requests.pop(name, None)
+            self.choosers.forget(name)
+        for new in scheduler_output.scheduled_new_reqs:  # those that get blocks again, too
+            terms = None if new.sampling_params is None else terms_of(new.sampling_params.extra_args)
+            tokens, length = new.prefill_token_ids, new.prompt_len
+            self._requests[new.req_id] = _Request(terms, tokens[:length], tokens[length:], len(tokens))
+            self.choosers.forget(new.req_id)
+        # vLLM pads some requests with -1, which is no row of the embeddings: verified as 0, as the runner has it.
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self._drafts = {name: [max(0, token) for token in tokens] for name, tokens in drafts.items()}
+        if self._drafts:
+            target = self._states.draft_tokens
+            width = target.shape[1]
+            slots = [self._states.req_id_to_index[name] for name in self._drafts]
+            rows = [(own + [-1] * width)[:width] for own in self._drafts.values()]
+            index, values = to_device([np.array(slots, np.int64), np.array(rows, np.int64)], target.device)
+            target[index] = values.to(target.dtype)
+
+    def took(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """Takes what vLLM has read of a step."""
+        for name, own in tokens.items():
+            if name in self._requests:
+                self._requests[name].output += own
+
+    def choose(self, logits: Any, slots: Sequence[int], lengths: Sequence[int]) -> Any:
+        """Leaves the picks standing; logits: float32 [rows, V]. lengths: tokens of each request with this step's."""
+        import torch
+
+        asked = [self._asked(slot, length) for slot, length in zip(slots, lengths, strict=True)]
+        step = self.choosers.prepare(asked, logits.shape[1], logits.device)
+        picks = step.picks(logits)
+        step.report_faults(picks)
+        logits.fill_(-torch.inf)
+        return logits.scatter_(1, picks.clamp(min=0).unsqueeze(1), 0.0)
+
+    def _asked(self, slot: int, length: int) -> Asked:
+        name = self._states.index_to_req_id.get(slot, "")
+        drafted = self._drafts.get(name, ())
+        request = self._requests.get(name)
+        if request is None:  # vLLM's own runs have no requests
+            return Asked(name, None, 0, drafted)
+        is_dropped = length < request.num_first
+        position = length - len(drafted)
+        return Asked(name, request.terms, position, drafted, request.prompt, request.output, is_dropped)
 
 
 class OutriderPick(LogitsProcessor):
-    """Computes the pick of every row, drafted ones included."""
+    """Computes the pick of every row, drafted ones included.
 
-    def __init__(self, vllm_config: Any, req_states: Any) -> None:
-        self._states = req_states
-        self._terms: list[Terms | None] = [None] * req_states.max_num_reqs
+    batch: of this worker's runner, once `install` has made it: vLLM makes the logits processors itself, before.
+    """
+
+    batch: ClassVar[Batch | None] = None
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -36,75 +103,28 @@ class OutriderPick(LogitsProcessor):
         if sampling_params.temperature != 0.0:
             raise ValueError("temperature has to be 0: the pick adds the noise")
 
-    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Takes a slot for a request."""
-        self._terms[req_idx] = terms_of(sampling_params.extra_args)
-        _choosers.forget(req_idx)
-        return True
-
     def apply(self, logits: Any, ctx: Any) -> Any:
-        """Leaves the picks standing; logits: float32 [rows, V]."""
-        import torch
-
-        from outrider.models.picks.sampling_torch import pick_rows
-
-        slots: list[int] = ctx.expanded_idx_mapping.tolist()
-        # Of the row's input token; the pick is for the position after it.
-        positions = [position + 1 for position in ctx.pos.tolist()]
-        terms = [self._terms[slot] for slot in slots]
-        found = pick_rows(logits, [SamplingParams() if each is None else each.params for each in terms], positions)
-        self._choose(logits, ctx, slots, positions, found)
-        faults = _choosers.found.faults
-        for slot, position, token in zip(slots, positions, found, strict=True):
-            if token is None:
-                faults[slot] = min(position, faults.get(slot, position))
-        picks = torch.tensor([token or 0 for token in found], device=logits.device)
-        logits.fill_(-torch.inf)
-        return logits.scatter_(1, picks.unsqueeze(1), 0.0)
-
-    def _choose(self, logits: Any, ctx: Any, slots: list[int], positions: list[int], picks: list[int | None]) -> None:
-        """Replaces the picks of requests whose tokens a chooser chooses. Rows behind a wrong guess keep any token."""
-        end = 0
-        for slot, own_rows in groupby(slots):
-            row = end
-            end += len(list(own_rows))
-            terms, position = self._terms[slot], positions[row]
-            length = int(self._states.prompt_len.np[slot])
-            # Before the prompt's end vLLM drops the token.
-            if terms is not None and terms.needs_chooser and position >= length:
-                drafted = ctx.input_ids[row + 1 : end].tolist()
-                tokens: list[int] = self._states.all_token_ids.gpu[slot, :position].tolist()
-                own = logits[row:end].float().cpu().numpy()
-                chosen = _choosers.choose(slot, terms, own, drafted, tokens, length)
-                if chosen is None:
-                    picks[row] = None
-                else:
-                    picks[row : row + len(chosen)] = chosen
+        """As `Batch.choose`. In vLLM's warm-up it changes nothing."""
+        if self.batch is None:
+            return logits
+        slots = ctx.idx_mapping_np.tolist()
+        return self.batch.choose(logits, slots, ctx.seq_lens_upper_bound_np[: len(slots)].tolist())
 
 
 def install(runner: Any, grammars: WorkerGrammars) -> None:
-    """Joins the scheduler's drafts with the runner's, and reports rows that are not finite."""
+    """Joins the scheduler's drafts with the runner's, and reports what is found beside the tokens."""
     import torch
 
-    _choosers.grammars = grammars
-    states, speculator = runner.req_states, runner.speculator
-    update_requests = runner.update_requests
+    batch = Batch(runner, grammars)
+    OutriderPick.batch = batch
+    end = report_found(runner, batch.choosers, batch.took)
+    update_requests, speculator = runner.update_requests, runner.speculator
     nothing = torch.full_like(speculator.drafts, -1)
 
     def with_drafts(scheduler_output: Any) -> None:
+        end()
         update_requests(scheduler_output)  # after it the runner knows new requests, too
-        drafts = {
-            states.req_id_to_index[request]: tokens
-            for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
-        }
-        if drafts:
-            target = states.draft_tokens
-            width = target.shape[1]
-            # vLLM pads some requests with -1, which is no row of the embeddings: verified as 0, as the runner has it.
-            rows = [([max(0, token) for token in tokens] + [-1] * width)[:width] for tokens in drafts.values()]
-            index = torch.tensor(list(drafts), device=target.device)
-            target[index] = torch.tensor(rows, dtype=target.dtype, device=target.device)
+        batch.begin(scheduler_output)
 
     runner.update_requests = with_drafts
-    report_found(runner, _choosers, lambda: {slot: request for request, slot in states.req_id_to_index.items()})
     speculator.propose = lambda input_batch, *args, **kwargs: nothing[: input_batch.num_reqs]

@@ -1,8 +1,8 @@
-"""Keeps the choosers of a vLLM worker's requests: for logit processors, grammars and logprobs.
+"""Chooses a vLLM worker's tokens: all rows of a step at once, on the device that their logits are on.
 
-vLLM's own are never used: these are our engine's, so that a text is the same on both. A worker sees tokens that vLLM
-drops later (of a part of a prompt, of a step that is run again), so before each step a chooser's states are brought to
-what vLLM has kept.
+vLLM's own sampling is never used: this is our engine's, so that a text is the same on both. What the host has to do
+for a step's rows, grammars included, it does before it touches their logits (`RequestChoosers.prepare`): on CUDA the
+model still runs then. Nothing waits for the device before vLLM itself reads the tokens (`settle`).
 """
 
 from __future__ import annotations
@@ -10,24 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
-from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.vllm.terms import Mark, Refusal, Terms
-from outrider.models.errors import ModelFault, RequestError
+from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Built, build, deep_pool
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.grammar.state import TookTooLong, WornOut
+from outrider.models.grammar.state import TookTooLong, WornOut, excluded
 from outrider.models.grammar.vocabulary import Vocabulary
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.heap import HeapTrimmer
-from outrider.models.processors.chooser import TokenChooser, TokenLogprobs
+from outrider.models.processors.choices_torch import RowChoices
+from outrider.models.processors.chooser import TokenLogprobs
+from outrider.models.processors.logprobs_torch import RowLogprobs, token_logprobs
+from outrider.models.processors.options import ProcessorOptions
+from outrider.models.processors.rows_torch import HostCopy, RowChanges, to_device
+from outrider.models.processors.text_rows import TextPath, TextRows
 from outrider.models.text.tokenizer import Tokenizer
 
 FOUND: Final = "outrider_found"
@@ -36,27 +43,28 @@ FIRST_WAIT_S: Final = 0.01
 """That a worker waits for a grammar, once: nearly all take less, and another look costs a step."""
 
 
+_NOT_OURS: Final = Terms(0, SamplingParams(), 0)
+
+
 @dataclass(slots=True)
 class Found:
-    """What a step's choosers found, by request (V2: by its slot).
+    """What a step has found beside the tokens, by request.
 
     logprobs: of each token. refusals: of requests whose processors leave no token, or whose grammar is too costly.
     faults: of the V2 runner, the first position whose logits are not finite.
     """
 
-    logprobs: dict[Any, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    refusals: dict[Any, Refusal] = field(default_factory=dict)
-    faults: dict[Any, int] = field(default_factory=dict)
+    logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    refusals: dict[str, Refusal] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
 
-    def refuse(self, key: Any, error: RequestError) -> None:
-        """Notes that a request ends with this error."""
+    def refuse(self, key: str, error: BaseException) -> None:
+        """Notes that a request ends with this error; one of ours or a library's is logged."""
+        if not isinstance(error, RequestError):
+            log_fault(error)
+            error = RequestError("internal_error", "the server failed on this request; its log has the details")
         mark: Mark = "slow" if isinstance(error, TookTooLong) else "worn" if isinstance(error, WornOut) else ""
         self.refusals[key] = error.code, str(error), mark
-
-    def by_name(self, names: Mapping[Any, str]) -> Found:
-        """The same by the requests' names; what has none is left out."""
-        everything: tuple[dict[Any, Any], ...] = (self.logprobs, self.refusals, self.faults)
-        return Found(*({names[key]: each for key, each in found.items() if key in names} for found in everything))
 
 
 class WorkerGrammars:
@@ -70,7 +78,7 @@ class WorkerGrammars:
     def __init__(self, model: str, vocab_size: int, *, is_judge: bool = True) -> None:
         self._model = model
         self._is_judge = is_judge
-        self._texts: dict[int, WeakSet[RequestChooser]] = {}
+        self._texts: dict[int, WeakSet[RequestText]] = {}
         self._vocab_size = vocab_size
         self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -98,7 +106,7 @@ class WorkerGrammars:
             if work is not None:
                 work.cancel()
             for text in self._texts.pop(number, ()):
-                text.chooser = None
+                text.rows = None
         if self._pool is not None:
             self._pool.submit(self._trimmer.trim)
 
@@ -115,7 +123,7 @@ class WorkerGrammars:
             raise _let_go()
         return grammar
 
-    def follow(self, number: int, text: RequestChooser) -> None:
+    def follow(self, number: int, text: RequestText) -> None:
         """Notes a text of a grammar."""
         self._texts.setdefault(number, WeakSet()).add(text)
 
@@ -133,89 +141,217 @@ class WorkerGrammars:
 
 
 @dataclass(eq=False)
-class RequestChooser:
-    """One request's chooser, None once its text is over, and where its text begins in its tokens."""
+class RequestText:
+    """What changes the rows of one request's text; None once the server has let it go."""
 
-    chooser: TokenChooser | None
-    first: int
+    rows: TextRows | None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The rows of one request in a step: the one after its text, and one after each drafted token.
+
+    terms: None for one that is not ours, such as vLLM's warm-up. position: of the token that the first row is for.
+    prompt, output: its tokens so far. is_dropped: whether vLLM drops what is picked, as within a prompt.
+    """
+
+    key: str
+    terms: Terms | None
+    position: int
+    drafted: Sequence[int] = ()
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    is_dropped: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Its rows."""
+        return len(self.drafted) + 1
+
+    def text_of(self, tokens: Sequence[int]) -> Sequence[int]:
+        """What of its picks becomes text: up to one that ends it, or before one that is none."""
+        stops = () if self.terms is None else self.terms.stop_ids
+        for index, token in enumerate(tokens):
+            if token < 0 or token in stops:
+                return tokens[: index + (token >= 0)]
+        return tokens
 
 
 class RequestChoosers:
-    """The choosers of a worker, by request (V2: by its slot), and what they found in the present step."""
+    """What a worker keeps of its requests between steps, by name, and what it found in the present one."""
 
-    def __init__(self, grammars: WorkerGrammars | None = None) -> None:
+    def __init__(self, grammars: WorkerGrammars) -> None:
         self.grammars = grammars
         self.found = Found()
-        self._choosers: dict[Any, RequestChooser] = {}
+        self.steps: list[StepChoices] = []
+        """Of the present step; several where vLLM samples its rows in parts."""
+        self._texts: dict[str, RequestText] = {}
 
-    def forget(self, key: Any) -> None:
+    def forget(self, key: str) -> None:
         """Lets a request's go."""
-        self._choosers.pop(key, None)
+        self._texts.pop(key, None)
 
-    def choose(
-        self,
-        key: Any,
-        terms: Terms,
-        rows: NDArray[np.float32],
-        drafted: Sequence[int],
-        tokens: Sequence[int],
-        first: int,
-    ) -> list[int] | None:
-        """The tokens that follow `tokens`, prompt and text; None if a row is not finite, or there is a refusal.
+    def prepare(self, asked: Sequence[Asked], vocab_size: int, device: torch.device) -> StepChoices:
+        """All that the choice of some rows needs besides their logits: of the host's work nothing is left then."""
+        paths: list[tuple[int, Asked, TextPath]] = []
+        first = 0
+        for each in asked:
+            if not each.is_dropped and each.terms is not None and each.terms.changes_rows:
+                path = self._path(each, each.terms, vocab_size)
+                if path is not None:
+                    paths.append((first, each, path))
+            first += each.num_rows
+        step = StepChoices(asked, paths, vocab_size, device)
+        self.steps.append(step)
+        return step
 
-        rows: [len(drafted) + 1, V]. first: tokens of the request's prompt.
-        """
+    def settle(self, tokens: Mapping[str, Sequence[int]]) -> Found:
+        """What the present step has found; ends it. tokens: that vLLM took from each request's rows."""
+        for step in self.steps:
+            step.settle(tokens, self.found)
+        found, self.found = self.found, Found()
+        self.steps.clear()
+        return found
+
+    def _path(self, asked: Asked, terms: Terms, vocab_size: int) -> TextPath | None:
+        """What changes a request's rows; None, and a refusal, where its first row has no token."""
         try:
-            kept = self._choosers.get(key) or self._make(key, terms, tokens[:first], rows.shape[1])
-            if (chooser := kept.chooser) is None:
+            kept = self._texts.get(asked.key) or self._make(asked, terms, vocab_size)
+            if kept.rows is None:
                 raise _let_go()
-            chooser.follow(tokens, kept.first)
-            parents = range(-1, len(drafted) - 1)
-            branch = chooser.choose(rows, drafted, parents, len(tokens), stop_ids=terms.stop_ids)
-        except ModelFault:
-            return None
-        except RequestError as error:
-            self.found.refuse(key, error)
-            return None
+            kept.rows.follow(asked.prompt, asked.output)
+            return kept.rows.walk(asked.drafted)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a library's bugs are raised past Exception, too
-            # Ours or a library's: it ends that text only, and not vLLM's engine.
-            log_fault(error)
-            said = "the server failed on this request; its log has the details"
-            self.found.refuse(key, RequestError("internal_error", said))
+            self.found.refuse(asked.key, error)
             return None
-        if chooser.logprobs:
-            self.found.logprobs[key] = tuple(chooser.logprobs)
-        return branch.tokens
 
-    def _make(self, key: Any, terms: Terms, prompt: Sequence[int], vocab_size: int) -> RequestChooser:
+    def _make(self, asked: Asked, terms: Terms, vocab_size: int) -> RequestText:
         """Raises RequestError for a grammar that was let go, or excludes the text so far."""
-        assert self.grammars is not None, "`install` comes first"
-        chooser = chooser_of(terms.request(self.grammars.compiled), prompt, vocab_size)
-        assert chooser is not None, "`Terms.needs_chooser`"
-        made = self._choosers[key] = RequestChooser(chooser, len(prompt) - terms.num_generated)
+        made = RequestText(TextRows(terms.plan(self.grammars.compiled), asked.prompt, vocab_size))
+        self._texts[asked.key] = made
         if terms.grammar is not None:
             self.grammars.follow(terms.grammar, made)
         return made
 
 
-def report_found(runner: Any, choosers: RequestChoosers, names: Callable[[], Mapping[Any, str]] | None = None) -> None:
-    """Has each step's output carry what choosers found beside the tokens.
+class StepChoices:
+    """Chooses tokens of some rows of a step, on their device, and keeps what is reported of them."""
 
-    names: the requests' names by the choosers' keys; None where these are the names.
+    def __init__(
+        self,
+        asked: Sequence[Asked],
+        paths: Sequence[tuple[int, Asked, TextPath]],
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """paths: with the first row of each, those that change rows."""
+        self._asked, self._paths = asked, paths
+        params: list[SamplingParams] = []
+        positions: list[int] = []
+        narrowings: list[ProcessorOptions | None] = []
+        self._reported: list[tuple[Asked, int, int]] = []  # with its first row among those, and its tokens to report
+        rows: list[int] = []
+        for each in asked:
+            terms = _NOT_OURS if each.terms is None or each.is_dropped else each.terms
+            if terms.num_logprobs is not None:
+                self._reported.append((each, len(rows), terms.num_logprobs))
+                rows += range(len(params), len(params) + each.num_rows)
+            params += [terms.params] * each.num_rows
+            positions += range(each.position, each.position + each.num_rows)
+            narrowings += [terms.processors if terms.processors.narrows else None] * each.num_rows
+        changes = [(first, path) for first, _, path in paths]
+        is_cpu = device.type == "cpu"
+        self._changes = RowChanges(changes, len(params), vocab_size, device, may_list=is_cpu) if paths else None
+        self._choices = RowChoices(params, positions, narrowings, self._changes, device)
+        self._rows = to_device([np.array(rows, np.int64)], device)[0]
+        self._logprobs: HostCopy | None = None
+        self._picks: HostCopy | None = None
+
+    def picks(self, logits: torch.Tensor) -> torch.Tensor:
+        """The token of each row, int64 [rows]; -1 where its logits are not finite. Does not wait for the device.
+
+        logits: float32 [rows, V], contiguous; changed.
+        """
+        logprobs = None
+        if self._reported:
+            logprobs = RowLogprobs(logits, self._rows, max(count for _, _, count in self._reported))
+        picks = self._choices.choose(logits)
+        if logprobs is not None:
+            tokens = picks[self._rows].clamp_(min=0)
+            changes = self._changes
+            own = logits[self._rows, tokens] if changes is None else changes.own(logits, self._rows, tokens)
+            self._logprobs = HostCopy(logprobs.of(own))
+        return picks
+
+    def report_faults(self, picks: torch.Tensor) -> None:
+        """Has `settle` name the rows that are not finite: for a runner that takes a token from them, too."""
+        self._picks = HostCopy(picks)
+
+    def settle(self, tokens: Mapping[str, Sequence[int]], found: Found) -> None:
+        """Notes what these rows have found, once vLLM has read the tokens."""
+        texts = {each.key: each.text_of(tokens.get(each.key, ())) for each in self._asked}
+        if self._picks is not None:
+            picks = iter(self._picks.tolist())
+            for each in self._asked:
+                num_fine = next((row for row, pick in enumerate(list(islice(picks, each.num_rows))) if pick < 0), None)
+                if num_fine is not None:
+                    found.faults[each.key] = each.position + num_fine
+                    texts[each.key] = texts[each.key][:num_fine]
+        for _, each, path in self._paths:
+            for row, token in enumerate(texts[each.key]):
+                if row >= len(path.rows):
+                    if path.error is not None:
+                        found.refuse(each.key, path.error)
+                    break
+                if not path.rows[row].allows(token):
+                    found.refuse(each.key, excluded(token, path.length + row))
+                    break
+        if self._logprobs is not None:
+            rows = self._logprobs.tolist()
+            for each, first, count in self._reported:
+                found.logprobs[each.key] = tuple(
+                    token_logprobs(token, row, count) for token, row in zip(texts[each.key], rows[first:], strict=False)
+                )
+
+
+def report_found(
+    runner: Any, choosers: RequestChoosers, took: Callable[[Mapping[str, Sequence[int]]], None] | None = None
+) -> Callable[[], None]:
+    """Has each step's output carry what was found beside the tokens, once vLLM has read these.
+
+    took: gets each step's tokens by request. Returns what ends the step that vLLM has not read the output of, as on all
+    ranks but one: for the beginning of the next.
     """
     sample_tokens = runner.sample_tokens
+    unread: list[Callable[[], Any]] = []
 
-    def with_found(grammar_output: Any) -> Any:
-        found = choosers.found = Found()
-        output = sample_tokens(grammar_output)
-        if output is not None:
-            found = found if names is None else found.by_name(names())
-            setattr(getattr(output, "model_runner_output", output), FOUND, found)
+    def settled(output: Any) -> Any:
+        unread.clear()
+        tokens = dict(zip(output.req_ids, output.sampled_token_ids, strict=True)) if choosers.steps else {}
+        setattr(output, FOUND, choosers.settle(tokens))
+        if took is not None:
+            took(tokens)
         return output
 
+    def with_found(grammar_output: Any) -> Any:
+        output = sample_tokens(grammar_output)
+        if output is None:
+            return None
+        read = getattr(output, "get_output", None)
+        if read is None:
+            return settled(output)
+        output.get_output = cache(lambda: settled(read()))
+        unread.append(output.get_output)
+        return output
+
+    def end() -> None:
+        for read in tuple(unread):
+            read()
+
     runner.sample_tokens = with_found
+    return end
 
 
 def _let_go() -> RequestError:
