@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from bench.attacks.adapters import other_adapters, other_names
 from bench.attacks.admission import audit_flood, borrowed_priority, deadline_flood, little_budget
 from bench.attacks.bodies import local_bodies, local_documents, wrong_elements
 from bench.attacks.caches import guessed_hash, kept_sessions, others_prompts, recent_texts, session_hash
@@ -127,6 +128,8 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (50, generated_requests),
     (51, generated_local),
     (52, long_requests),
+    (53, other_names),
+    (53, other_adapters),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

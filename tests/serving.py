@@ -13,7 +13,7 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -176,18 +176,20 @@ def serve_fake(
     upstream: str | None = None,
     upstream_key: str | None = None,
     upstream_retry: UpstreamRetry | None = None,
+    adapters: Mapping[str, str] | None = None,
 ) -> Iterator[FakeServer]:
     """Serves the fake model `name`. gate: opened at the end; drain_s, limits, tls: see VerifierServer.
 
     drafts: directory of bundles that are offered for download. shares_tokenizer: the target's, too. recent: as
     create_app takes it; the caller closes it.
-    upstream: URL of the target's verifier; the fake model here verifies first.
+    upstream: URL of the target's verifier; the fake model here verifies first. adapters: names and identities; their
+    texts are the model's.
     Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
     """
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
     runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=gate)
     own = EngineThread(runtime, config)
-    model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}")
+    model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}", adapters=adapters or {})
     engine: ServingEngine = own
     if upstream is not None:
         facts = fetch_facts(upstream, upstream_key)

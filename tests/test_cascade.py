@@ -474,7 +474,7 @@ def test_every_parameter_of_a_text_goes_upstream(usual: Cascade) -> None:
     """A new field of a request must be sent upstream, or stand here as one that changes no token."""
     sent = {"prompt", "params", "max_tokens", "stop_ids", "salt", "draft", "once"}
     sent |= {"processors", "num_generated", "num_logprobs", "grammar"}
-    refused = {"terms", "evidence"}
+    refused = {"terms", "evidence", "adapter"}
     no_token = {"patience_ms", "prefix_hash", "lag_ms", "owner", "keep", "priority", "deadline_ms"}
     no_token |= {"recent", "is_repeat", "is_predicted", "stored", "provisional"}
     parts = (GenerateRequest, PickOptions, DraftHints, Asker)

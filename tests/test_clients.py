@@ -116,12 +116,12 @@ def test_models_are_listed(client: Any) -> None:
 
 
 def test_a_chat_answer_has_openais_schema(cloud: FakeServer, client: Any) -> None:
-    """Strictly, with all fields that the schema requires; `seed` is the one addition."""
+    """Strictly, with all fields that the schema requires; `seed` and `metrics` are the additions."""
     before_s = int(time.time())
     raw = client.chat.completions.with_raw_response.create(messages=MESSAGES, **ASKED)
     whole = json.loads(raw.content)
     chat = ChatCompletion.model_validate(whole, strict=True)
-    assert unknown(chat) == {"seed"} and whole["seed"] == 7
+    assert unknown(chat) == {"seed", "metrics"} and whole["seed"] == 7
     (choice,) = whole["choices"]
     assert choice == {
         "index": 0,
@@ -141,7 +141,7 @@ def test_a_completion_has_openais_schema(cloud: FakeServer, client: Any) -> None
     raw = client.completions.with_raw_response.create(prompt="zip", **ASKED)
     whole = json.loads(raw.content)
     completion = Completion.model_validate(whole, strict=True)
-    assert unknown(completion) == {"seed"} and completion.id.startswith("cmpl-")
+    assert unknown(completion) == {"seed", "metrics"} and completion.id.startswith("cmpl-")
     assert whole["choices"] == [
         {"index": 0, "text": plain_text(cloud), "logprobs": None, "finish_reason": "length"},
     ]
@@ -164,7 +164,7 @@ def test_a_stream_has_openais_schema(cloud: FakeServer, client: Any) -> None:
     assert lines.pop() == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
     parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
-    assert all(unknown(chunk) == {"seed"} for chunk in parsed)
+    assert [unknown(chunk) for chunk in parsed] == [{"seed"}] * (len(parsed) - 1) + [{"seed", "metrics"}]
     assert len({(each.id, each.created, each.model, each.system_fingerprint) for each in parsed}) == 1
     assert parsed[0].system_fingerprint == cloud.core.model.target
     *pieces, usage = parsed
@@ -261,7 +261,7 @@ ERRORS: list[tuple[Call, type[openai.APIStatusError], str, str | None, str]] = [
         openai.NotFoundError,
         "model_not_found",
         "model",
-        "this server serves fake only",
+        "this server serves fake, and no model",
     ),
     (lambda c: c.models.retrieve("gpt-4"), openai.NotFoundError, "model_not_found", "model", "this server serves fake"),
     (
@@ -708,7 +708,7 @@ def test_the_lines_of_the_document(local: LocalEndpoint, capsys: pytest.CaptureF
     assert program is not None
     done = subprocess.run([program, "-sS", *shlex.split(line)[1:]], capture_output=True, check=False)
     completion = Completion.model_validate_json(done.stdout, strict=True)
-    assert completion.choices[0].text and unknown(completion) == {"seed"}
+    assert completion.choices[0].text and unknown(completion) == {"seed", "metrics"}
     (block,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
     exec(block.replace("stream=True", "stream=True, temperature=0.8, seed=7"), {})
     assert capsys.readouterr().out == completion.choices[0].text

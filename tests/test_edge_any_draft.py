@@ -34,7 +34,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.mapped_sequence import MappedSequence
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.text.vocabulary_map import VocabularyMap
-from outrider.models.wire.protocol import OfferedDraft, OfferedFile, TokenizerFiles
+from outrider.models.wire.offered import OfferedDraft, OfferedFile, TokenizerFiles
 
 FOREIGN = "gpt2"
 

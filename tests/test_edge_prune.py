@@ -17,7 +17,7 @@ from tests.test_edge_cli import run_main
 from outrider.edge.store.prune import find_outdated, prune
 from outrider.edge.store.shelf import PulledFor, Shelf, in_use
 from outrider.models.bundle.bundle import hash_file
-from outrider.models.wire.protocol import DraftList, OfferedDraft, OfferedFile
+from outrider.models.wire.offered import DraftList, OfferedDraft, OfferedFile
 
 Capture = pytest.CaptureFixture[str]
 

@@ -41,7 +41,8 @@ from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
-from outrider.models.wire.protocol import DraftList, ModelFacts, OfferedDraft, OfferedFile
+from outrider.models.wire.offered import DraftList, OfferedDraft, OfferedFile
+from outrider.models.wire.protocol import ModelFacts
 
 CONTENT = bytes(range(251)) * 6000  # about 1.5 MB: several pieces of an answer
 SHA = "0" * 64

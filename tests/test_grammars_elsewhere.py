@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
 from outrider.cloud.vllm.grammars import GrammarsInWorkers, note_refusal
 from outrider.cloud.vllm.terms import Terms, number_of
-from outrider.cloud.vllm.worker_choosers import RequestChoosers, WorkerGrammars
+from outrider.cloud.vllm.worker_choosers import Asked, RequestChoosers, WorkerGrammars
 from outrider.models.errors import RequestError, RuntimeUnavailable, TokenizerError
 from outrider.models.grammar import matchers as matchers_module
 from outrider.models.grammar.compiler import (
@@ -232,12 +232,14 @@ def test_what_is_let_go_frees_its_texts(tokenizer: Tokenizer, compiler: GrammarC
     terms = Terms(1, SamplingParams(), 9, stop_ids=frozenset(grammar.stop_ids), grammar=number_of(grammar))
     worker = workers.workers[0]
     choosers = RequestChoosers(worker)
-    rows = np.zeros((1, tokenizer.size), np.float32)
-    assert choosers.choose("request", terms, rows, [], [1, 2], 2) and not choosers.found.refusals
+    rows = [Asked(name, terms, 2, (), [1, 2]) for name in ("request", "one that begins later")]
+    choosers.prepare(rows[:1], tokenizer.size, torch.device("cpu"))
+    assert not choosers.settle({}).refusals
     worker.forget([number_of(grammar)])
-    for name in ("request", "one that begins later"):
-        assert choosers.choose(name, terms, rows, [], [1, 2], 2) is None
-        code, message, _ = choosers.found.refusals[name]
+    choosers.prepare(rows, tokenizer.size, torch.device("cpu"))
+    refusals = choosers.settle({}).refusals
+    for each in rows:
+        code, message, _ = refusals[each.key]
         assert code == "internal_error" and "let go" in message
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
+from outrider.cloud.vllm.terms import Terms
+from outrider.cloud.vllm.worker_choosers import Asked, Found, RequestChoosers, WorkerGrammars
 from outrider.export.check.runner import where_to_check
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import RECIPES, ExportOptions, RuntimeName
 from outrider.models.bundle.manifest import Precision, Role
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.options import PLAIN, ProcessorOptions
+from outrider.models.processors.rows_torch import DraftedRows
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice, TreeRuntime
 
@@ -58,3 +65,56 @@ def test_a_tree_on_cuda_has_the_logits_of_its_lines(family: str, tmp_path: Path)
     line = runtime.forward([SequenceSlice([*text, 8, 9, 11], 0, [1, 2], 3)])
     assert np.abs(np.concatenate([rows[1:3], moved]) - line).max() < 1e-3
     runtime.close()
+
+
+def test_a_vllm_workers_step_on_cuda_waits_for_nothing() -> None:
+    """Picks, rules and logprobs of all rows: the CPU's, and no operation waits for the device before they are read."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    size, rng = 5000, np.random.default_rng(0)
+    rules = ProcessorOptions(
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.7,
+        logit_bias=((5, 2.0), (40, -3.0)),
+        bad_words=((7,), (8, 9)),
+        min_tokens=9,
+        typical_p=0.9,
+    )
+    listing = replace(rules, allowed_ids=tuple(range(0, size, 7)), typical_p=1.0)
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
+    asked = [
+        Asked(
+            str(index), Terms(index, replace(params, seed=index), 9, processors=own, num_logprobs=3), 4, [8, 9], [1, 5]
+        )
+        for index, own in enumerate((PLAIN, rules, listing, PLAIN))
+    ]
+    logits = torch.from_numpy(rng.standard_normal((12, size)).astype(np.float32) * 4)
+    logits[5] = torch.nan
+
+    def step(device: Any) -> tuple[list[list[int]], Found]:
+        choosers = RequestChoosers(WorkerGrammars("", size))
+        own = logits.to(device)
+        torch.cuda.synchronize()
+        for mode in ("default", "error"):  # the first makes kernels, and reserves memory
+            rows = own.clone()
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                drafted = DraftedRows([each.drafted for each in asked], 3, device)
+                choices = choosers.prepare(asked, size, device)
+                picks = choices.picks(rows)
+                choices.report_faults(picks)
+                committed = drafted.committed(picks)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            tokens = [[token for token in row if token >= 0] for row in committed.tolist()]
+            found = choosers.settle({each.key: row for each, row in zip(asked, tokens, strict=True)})
+        return tokens, found
+
+    (here, of_here), (there, of_there) = step(torch.device("cuda")), step(torch.device("cpu"))
+    assert here == there and of_here.faults == of_there.faults == {"1": 6}
+    for key, logprobs in of_there.logprobs.items():
+        for one, other in zip(of_here.logprobs[key], logprobs, strict=True):
+            assert one.token == other.token and abs(one.logprob - other.logprob) < 1e-4
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]

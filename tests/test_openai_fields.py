@@ -442,6 +442,25 @@ def test_a_predicted_output_is_drafted_from(is_local: bool) -> None:
             parts = [{"type": "text", "text": predicted[:10]}, {"type": "text", "text": predicted[10:]}]
             again = complete(client, prediction={"type": "content", "content": parts}, **asked)
             assert again["usage"]["completion_tokens_details"] == details
+            predicting = {"prediction": {"type": "content", "content": predicted}}
+            check_acceptance(client, asked | predicting, found["metrics"]["speculative_decoding"], len(tokens))
+
+
+def check_acceptance(client: httpx.Client, asked: dict[str, Any], found: dict[str, Any], num_predicted: int) -> None:
+    """What an answer says of its drafts, by vLLM's names; a stream says it with its usage, several texts do not."""
+    steps, accepted = found["num_spec_steps"], found["num_accepted_draft_tokens"]
+    assert 0 < steps == sum(found["acceptance_histogram"]) and found["num_spec_tokens"] > 1
+    assert accepted == sum(count * each for count, each in enumerate(found["acceptance_histogram"]))
+    assert len(found["acceptance_histogram"]) == found["num_spec_tokens"] + 1
+    assert num_predicted * 0.5 < accepted <= found["num_draft_tokens"]
+    assert found["mean_acceptance_length"] == 1 + accepted / steps
+    assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
+    body = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}} | asked
+    events = client.post("/v1/completions", json=body).text.split("\n\n")
+    *others, last = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert last["metrics"]["speculative_decoding"].keys() == found.keys() and last["usage"]["completion_tokens"] > 10
+    assert not any("metrics" in other for other in others)
+    assert "metrics" not in complete(client, n=2, **asked)
 
 
 def test_a_prediction_is_bounded(client: httpx.Client) -> None:

@@ -10,14 +10,13 @@ import pytest
 from pydantic import BaseModel
 
 from outrider.models.http.openai import RenderRequest
+from outrider.models.wire.offered import DraftList, TokenizerFiles
 from outrider.models.wire.protocol import (
-    DraftList,
     DraftRequest,
     ErrorAnswer,
     RenderAnswer,
     SessionEnd,
     SessionRequest,
-    TokenizerFiles,
     Usage,
     parse_event,
 )

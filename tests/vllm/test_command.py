@@ -153,6 +153,7 @@ def test_mistakes_are_said_before_vllm_starts(tmp_path: Path) -> None:
         (TARGET, ["--vllm-option", "trust_remote_code=true"], "is not allowed"),
         (TARGET, ["--vllm-option", "dtype=int3"], "expected auto, float32"),
         (TARGET, ["--tree", "tree"], "one path a step"),
+        (TARGET, ["--exact", "bitwise"], "no batch-invariant kernels"),
         (TARGET, ["--device", "cuda:1"], "--device"),
         (config.parent, [], "needs code of its own"),
         ("reference", [], "cannot serve 'reference'"),

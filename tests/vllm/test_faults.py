@@ -17,7 +17,7 @@ from tests.vllm.test_engine import Collector
 from tests.waiting import TIMEOUT_S
 from vllm.v1.engine import core
 
-from outrider.cloud.seam import CommitEvent, SequenceUsage
+from outrider.cloud.seam import SequenceUsage
 from outrider.cloud.vllm import engine as engine_module
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm import engine_process, v2
@@ -42,7 +42,7 @@ class Llm:
         self.added = threading.Event()
         self.answers: asyncio.Queue[None] = asyncio.Queue()
 
-    async def add_request(self, name: str, prompt: Any, params: Any) -> Any:
+    async def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> Any:
         self.added.set()
         return SimpleNamespace(get=self.answers.get)
 
@@ -81,7 +81,7 @@ def end_of(number: int) -> wire.End:
 
 
 def commit_of(number: int, token: int) -> wire.Commit:
-    return wire.Commit(number, CommitEvent(0, (token,), 0, 0))
+    return wire.Commit(number, 0, [token], 0, 0)
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_padding_of_the_v2_runner_is_a_token() -> None:
     import torch
 
     drafts = torch.zeros((4, 3), dtype=torch.int64)
-    states = SimpleNamespace(draft_tokens=drafts, req_id_to_index={"a": 1, "b": 2})
+    states = SimpleNamespace(draft_tokens=drafts, req_id_to_index={"a": 1, "b": 2}, index_to_req_id={1: "a", 2: "b"})
     runner = SimpleNamespace(
         req_states=states,
         speculator=SimpleNamespace(drafts=torch.zeros((4, 3), dtype=torch.int64), propose=None),
@@ -200,5 +200,8 @@ def test_padding_of_the_v2_runner_is_a_token() -> None:
         sample_tokens=lambda grammar: None,
     )
     v2.install(runner, WorkerGrammars("", 1))
-    runner.update_requests(SimpleNamespace(scheduled_spec_decode_tokens={"a": [5, -1, -1], "b": [6]}))
+    step = {"a": [5, -1, -1], "b": [6]}
+    runner.update_requests(
+        SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=(), scheduled_spec_decode_tokens=step)
+    )
     assert drafts.tolist()[1] == [5, 0, 0] and drafts.tolist()[2][0] == 6

@@ -18,7 +18,7 @@ from tests.vllm.choices import (
     test_what_no_token_fits_ends_alone,
 )
 from tests.vllm.gated import STEADY
-from tests.vllm.serving import FAULTY_TOKEN, Reference, make_model, start_engine
+from tests.vllm.serving import FAULTY_TOKEN, IS_CUDA, Reference, make_model, start_engine
 from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import (
     ROOT_DIR,
@@ -50,7 +50,7 @@ __all__ = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    started = start_engine(ROOT_DIR / "target", "runner=v2", scheduler=STEADY)
+    started = start_engine(ROOT_DIR / "target", is_v2=True, scheduler=STEADY)
     started.calibrate()
     yield started
     started.stop()
@@ -59,7 +59,7 @@ def engine() -> Iterator[VllmEngine]:
 
 def test_it_is_the_v2_runner(engine: VllmEngine) -> None:
     """And nothing that looks like it."""
-    assert "worker.cpu.model_runner" in engine._processes.runner
+    assert f"worker.{'gpu' if IS_CUDA else 'cpu'}.model_runner" in engine._processes.runner
 
 
 def test_an_item_is_verified_in_two_passes(
@@ -81,7 +81,7 @@ def test_logits_that_are_not_finite_end_their_sequence_only(tmp_path: Path, monk
     monkeypatch.setenv("VLLM_RAISE_ON_LOGIT_NANS", "1")
     make_model(tmp_path, vocab_size=fake_tokenizer().size)
     truth = Reference(tmp_path)([5, 17, 99], 12)
-    started = start_engine(tmp_path, "runner=v2")
+    started = start_engine(tmp_path, is_v2=True)
     try:
         failed, fine = Collector(), Collector()
         started.submit(flat_request((1, FAULTY_TOKEN), SamplingParams(), 12), failed)

@@ -1,4 +1,4 @@
-"""Counts how an engine's steps and drafts are distributed: histograms, and counts by position and by end.
+"""Counts how an engine's steps and drafts are distributed: histograms, and counts by position, end and adapter.
 
 The engine's thread writes, a scrape reads without a lock: it may see a step half counted, and never a wrong number.
 """
@@ -6,6 +6,7 @@ The engine's thread writes, a scrape reads without a lock: it may see a step hal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, get_args
 
@@ -23,14 +24,28 @@ _WAIT_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 _QUEUE_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
+@dataclass(slots=True)
+class AdapterCounts:
+    """Of one adapter's sequences: tokens committed, commits that had drafted tokens verified, and these tokens."""
+
+    committed: int = 0
+    drafts: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+
 class Distributions:
     """The distributions of one engine since its start. For one writing thread.
 
     batch_size: sequences of a step. step_tokens: tokens of a step. step_s: its seconds. wait_s: waits for drafts that
-    ended. lag_s: from a commit to the first draft that knows of it. queue_s: waits for admission.
+    ended. lag_s: from a commit to the first draft that knows of it. queue_s: waits for admission. adapters: counts by
+    name, of an engine that has some.
     """
 
-    __slots__ = ("_accepted", "_tested", "batch_size", "ends", "lag_s", "queue_s", "step_s", "step_tokens", "wait_s")
+    __slots__ = (
+        *("_accepted", "_tested", "adapters", "batch_size", "ends"),
+        *("lag_s", "queue_s", "step_s", "step_tokens", "wait_s"),
+    )
 
     def __init__(self) -> None:
         self.batch_size = Tally(_COUNTS)
@@ -40,6 +55,7 @@ class Distributions:
         self.lag_s = Tally(_WAIT_S)
         self.queue_s = Tally(_QUEUE_S)
         self.ends = dict.fromkeys(END_REASONS, 0)
+        self.adapters: dict[str, AdapterCounts] = {}
         # Passes by the number of drafted tokens that they accepted, and by the number of positions tested: two
         # additions a pass, whatever its length.
         self._accepted = [0] * (MAX_POSITIONS + 1)
@@ -54,6 +70,14 @@ class Distributions:
     def ended(self, reason: str) -> None:
         """Counts a sequence's end."""
         self.ends[reason] = self.ends.get(reason, 0) + 1
+
+    def committed_with(self, adapter: str, num_tokens: int, *, proposed: int, accepted: int) -> None:
+        """Counts a commit of a sequence with an adapter."""
+        counts = self.adapters[adapter]
+        counts.committed += num_tokens
+        counts.drafts += proposed > 0
+        counts.proposed += proposed
+        counts.accepted += accepted
 
     def verified(self, accepted: int, tested: int) -> None:
         """Counts a pass that verified drafted tokens."""
@@ -71,7 +95,7 @@ class Distributions:
         return _from_lengths(self._tested)
 
     def numbers(self) -> list[list[float]]:
-        """All counts but the ends, for another process; see `load`."""
+        """All counts but those by end and adapter, for another process; see `load`."""
         return [*(tally.numbers() for tally in self._tallies()), list(self._accepted), list(self._tested)]
 
     def load(self, numbers: Sequence[Sequence[float]]) -> None:

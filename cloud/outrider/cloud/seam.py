@@ -93,9 +93,8 @@ class GenerateRequest:
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
     stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
     num_generated: so many of the last tokens before the first one to generate belong to the text, not to the prompt, as
-    logit processors see it: a resumed session's.
-    once: end after the first pass that commits (this is /v1/verify); the cache is then parked under `prefix_hash`.
-    keep: park the cache where the sequence ends by its length or after a stop id.
+    logit processors see it: a resumed session's. once: end after the first pass that commits (/v1/verify); the cache is
+    then parked under `prefix_hash`. keep: park it at an end by length or stop. adapter: one of the engine's, by name.
     provisional: of a cascade, asks for events of unconfirmed tokens, too.
     """
 
@@ -110,6 +109,7 @@ class GenerateRequest:
     num_generated: int = 0
     once: bool = False
     keep: bool = False
+    adapter: str | None = None
     provisional: bool = False
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:

@@ -17,10 +17,10 @@ from outrider.cloud.api.recent_texts import Recalled
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import SequenceWatch, trace_of
 from outrider.cloud.api.verify import shutting_down
-from outrider.cloud.seam import Asker, CommitEvent, EndEvent, Event, GenerateRequest, PickOptions
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, PickOptions
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.http.answers import CallTexts, Choice, answer, choice_params, require_model
+from outrider.models.http.answers import CallTexts, Choice, answer, choice_params
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_plan import chat_style, engine_logprobs, grammar_of_call, look_of, text_style
 from outrider.models.http.encoding import (
@@ -59,30 +59,34 @@ def completion_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, openai.RenderRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        model = core.model.named(body.model)
         if not core.model.tokenizer.has_chat_template:
             raise no_chat_template(core.model.name)
         tokens = await core.workers.run(owner, encode_chat, core.model.tokenizer, core.max_prompt, body)
-        rendered = RenderAnswer(tokens=tokens, model=core.model.name, target=core.model.target)
+        rendered = RenderAnswer(tokens=tokens, model=model.name, target=model.target)
         content = rendered.model_dump_json().encode()
         if PADDED_HEADER in request.headers:
             content = padded(content)
         return Response(content, media_type="application/json")
 
-    @router.get("/v1/models", response_model=openai_answers.ModelList)
+    @router.get("/v1/models", response_model=openai_answers.ModelList, response_model_exclude_none=True)
     async def list_models() -> openai_answers.ModelList:
-        """The one model that is served."""
-        return openai_answers.ModelList(data=[card()])
+        """The model that is served, then its adapters."""
+        return openai_answers.ModelList(data=[card(name) for name in (core.model.name, *core.model.adapters)])
 
     # A name may hold slashes.
-    @router.get("/v1/models/{model:path}", response_model=openai_answers.ModelCard)
+    @router.get("/v1/models/{model:path}", response_model=openai_answers.ModelCard, response_model_exclude_none=True)
     async def retrieve_model(model: str) -> openai_answers.ModelCard:
-        """The served model, by its name; 404 for any other."""
-        require_model(core.model.name, model)
-        return card()
+        """The served model or an adapter, by its name; 404 for any other."""
+        return card(model)
 
-    def card() -> openai_answers.ModelCard:
+    def card(name: str) -> openai_answers.ModelCard:
+        model = core.model.named(name)
         return openai_answers.ModelCard(
-            id=core.model.name, created=core.model.created_s, max_model_len=core.engine.limits.max_positions
+            id=model.name,
+            created=core.model.created_s,
+            parent=None if model.adapter is None else core.model.name,
+            max_model_len=core.engine.limits.max_positions,
         )
 
     return router
@@ -91,34 +95,35 @@ def completion_routes(core: Core) -> APIRouter:
 async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequest]) -> Response:
     """Answers a call whose body is of this kind: checks it, takes its places, encodes and submits its texts."""
     arrived_s = time.monotonic()
-    owner, tokenizer, name = owner_of(request), core.model.tokenizer, core.model.name
+    owner, tokenizer = owner_of(request), core.model.tokenizer
     core.slots.require(owner)  # parsing a flood's bodies only to refuse them would keep Python from the engine's thread
     body = await core.bodies.parse(owner, kind, await read_body(request.receive))
-    check_call(tokenizer, core.max_prompt, body, name)
-    if body.model:
-        require_model(name, body.model)
+    check_call(tokenizer, core.max_prompt, body, core.model.name)
+    model = core.model.named(body.model)
     body.require_few(body.num_prompts)
     check_prediction(tokenizer, body)
     params = sampling_of(body.sampling)
-    style = chat_style(body, core.model.dialect, name)
+    style = chat_style(body, core.model.dialect, model.name)
     # Slots first: they also bound how many texts wait to be tokenized.
     generation = Generation(core, owner, body.num_prompts * body.num_each)
     try:
         prompts = await core.workers.run(owner, encode_call, tokenizer, core.max_prompt, body)
-        grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner)
+        asker = model.asker(owner)
+        grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner, asker.salt)
         stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
         processors = await processors_of(core.workers, owner, tokenizer, body)
         prediction = await core.workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
         pick = PickOptions(params, processors, grammar, engine_logprobs(body))
         max_tokens = body.most_tokens(core.engine.limits.max_positions)
         requests = [
-            GenerateRequest(tuple(prompt), pick, max_tokens, stop_ids, asker=Asker(owner)) for prompt in prompts
+            GenerateRequest(tuple(prompt), pick, max_tokens, stop_ids, asker=asker, adapter=model.adapter)
+            for prompt in prompts
         ]
         is_allowed = not is_no_store(request)
         recalled = await asyncio.gather(*(core.recall(each, is_allowed=is_allowed) for each in requests))
         recalled = [each.predicted(prediction) for each in recalled]
         if (trace := trace_of(request.scope)) is not None:
-            trace.asked(params, max_tokens)
+            trace.asked(params, max_tokens, model.name)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         await generation.submit(
             recalled,
@@ -132,7 +137,7 @@ async def _answer(core: Core, request: Request, kind: type[openai.GenerationRequ
         generation.close()
         raise
     make = ChatShape if isinstance(body, openai.ChatRequest) else CompletionShape
-    shape = make(name, params.seed, core.model.target, look_of(body, style, tokenizer, prompts))
+    shape = make(model.name, params.seed, model.target, look_of(body, style, tokenizer, prompts))
     return await answer(generation, len(prompts), shape, body, request, core.held_logprobs, core.settings.keep_alive_s)
 
 
@@ -205,8 +210,7 @@ class Generation(CallTexts[_Sequence, Event]):
         choice = self.choices[index]
         assert choice.sequence_id is not None
         choice.watch.committed(event)
-        choice.num_accepted += event.accepted
-        choice.num_proposed += event.proposed
+        choice.drafted.count(event.proposed, event.accepted)
         if choice.has_stopped:
             return []  # committed between the stop string and the cancellation
         deltas = choice.push(index, event.tokens, event.logprobs)

@@ -26,7 +26,7 @@ from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.http.sse import until_gone
-from outrider.models.wire.protocol import DraftList, OfferedFile, TokenizerFiles
+from outrider.models.wire.offered import DraftList, OfferedFile, TokenizerFiles
 
 CHUNK_BYTES: Final = 256 << 10
 """Read and written at a time: other events go between two of them."""

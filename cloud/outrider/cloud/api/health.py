@@ -75,9 +75,10 @@ def health_routes(core: Core) -> APIRouter:
             mid=core.model.mid,
             tool_calls=core.model.dialect.tools,
             has_reasoning=core.model.dialect.has_reasoning,
+            adapters=dict(core.model.adapters),
         )
         if (target := core.model.facts) is not None:
-            kept = {"name", "protocol", "max_positions", "has_chat_template", "mid"}
+            kept = {"name", "protocol", "max_positions", "has_chat_template", "mid", "adapters"}
             return target.model_copy(update=facts.model_dump(include=kept))
         if manifest is None:
             return facts

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from outrider.cloud.api.audit import AuditLog
-from outrider.cloud.distributions import MAX_POSITIONS, Distributions
+from outrider.cloud.distributions import MAX_POSITIONS, AdapterCounts, Distributions
 from outrider.cloud.recent.store import RecentStats
 from outrider.cloud.seam import EngineStats
 from outrider.models.http.limits import Pacer
@@ -158,6 +158,7 @@ def _distribution_families(found: Distributions, created_s: float) -> Iterator[M
         for position, count in enumerate(counts[:num_shown]):
             family.add_metric((str(position),), count, created=created_s)
         yield family
+    yield from _adapter_families(found.adapters, created_s)
     for name, help_text, tally in (
         ("engine_batch_size", "Sequences of a step.", found.batch_size),
         ("iteration_tokens", "Tokens of a step.", found.step_tokens),
@@ -171,6 +172,20 @@ def _distribution_families(found: Distributions, created_s: float) -> Iterator[M
         ),
     ):
         yield histogram(name, help_text, tally)
+
+
+def _adapter_families(found: Mapping[str, AdapterCounts], created_s: float) -> Iterator[Metric]:
+    for field_name, name, help_text in (
+        ("committed", "generation_tokens", "Tokens committed with this adapter."),
+        ("drafts", "spec_decode_num_drafts", "Commits with this adapter that had drafted tokens verified."),
+        ("proposed", "spec_decode_num_draft_tokens", "Drafted tokens verified with this adapter."),
+        ("accepted", "spec_decode_num_accepted_tokens", "Drafted tokens accepted with this adapter."),
+    ):
+        family = CounterMetricFamily(f"outrider_adapter_{name}", help_text, labels=("adapter",))
+        for adapter, counts in found.items():
+            family.add_metric((adapter,), getattr(counts, field_name), created=created_s)
+        if found:
+            yield family
 
 
 def file_families(

@@ -100,13 +100,13 @@ _GROUPS: Final[dict[str, Codes]] = {
 """Codes that belong together, by what may answer them."""
 
 _OWN: Final = {
-    ("post", "/v1/sessions"): "json rate engine rules grammar cascade tokenizer prefix",
+    ("post", "/v1/sessions"): "json rate engine rules grammar cascade tokenizer prefix model",
     ("post", "/v1/sessions/{session_id}/drafts"): "json session drafts evidence",
     ("delete", "/v1/sessions/{session_id}"): "session",
-    ("post", "/v1/verify"): "json rate engine rules grammar cascade evidence fault tokenizer prefix",
+    ("post", "/v1/verify"): "json rate engine rules grammar cascade evidence fault tokenizer prefix model",
     ("post", "/v1/completions"): "json rate engine grammar cascade fault openai",
     ("post", "/v1/chat/completions"): "json rate engine grammar cascade fault openai template",
-    ("post", "/v1/render"): "json rate tokenizer template prompt",
+    ("post", "/v1/render"): "json rate tokenizer template prompt model",
     ("get", "/v1/models/{model}"): "model",
     ("get", "/v1/drafts/{name}/{path}"): "draft download",
     ("get", "/v1/tokenizer"): "shared",

@@ -18,7 +18,7 @@ from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.steady_stream import SteadyStream
 from outrider.cloud.api.stream import SessionStream, SessionText
 from outrider.cloud.api.traces import SequenceWatch, trace_of
-from outrider.cloud.seam import Asker, DraftHints, GenerateRequest, PickOptions
+from outrider.cloud.seam import DraftHints, GenerateRequest, PickOptions
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
@@ -44,6 +44,7 @@ def session_routes(core: Core) -> APIRouter:
         core.slots.require(owner)  # as for completions
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        model = core.model.named(body.model)
         check_tokens(core.engine.limits.max_positions, body.prompt)  # before it is copied and looked up
         if body.stop and body.prefix_hash is not None and body.generated > len(body.prompt):
             raise FieldError(
@@ -57,8 +58,8 @@ def session_routes(core: Core) -> APIRouter:
                 f"generated: it is {body.generated}, and prompt has {len(body.prompt)} tokens; send those of the text",
                 param="generated",
             )
-        salt = (body.cache_salt or "").encode()
-        grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner, salt)
+        asker = model.asker(owner, body.cache_salt)
+        grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner, asker.salt)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
             pick=PickOptions(
@@ -70,7 +71,8 @@ def session_routes(core: Core) -> APIRouter:
             max_tokens=body.max_tokens,
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos, grammar),
             hints=DraftHints(patience_ms=body.patience_ms, lag_ms=body.draft_lag_ms),
-            asker=Asker(owner, salt),
+            asker=asker,
+            adapter=model.adapter,
             prefix_hash=body.prefix_hash,
             num_generated=body.generated,
             keep=body.keep_prefix,
@@ -97,7 +99,7 @@ def session_routes(core: Core) -> APIRouter:
         if (current := current_request()) is not None:
             current.session = session_tag(session_id)
         if (trace := trace_of(request.scope)) is not None:
-            trace.asked(generate.pick.params, generate.max_tokens)
+            trace.asked(generate.pick.params, generate.max_tokens, model.name)
 
         def close() -> None:
             core.engine.cancel(session.sequence_id)
@@ -109,13 +111,13 @@ def session_routes(core: Core) -> APIRouter:
             times = core.step_times()
             opened = SessionOpen(
                 session=session_id,
-                model=core.model.name,
+                model=model.name,
                 stop_ids=sorted(generate.stop_ids),
                 max_positions=core.engine.limits.max_positions,
                 step_ms=times.step_ms,
                 draft_token_ms=times.draft_token_ms,
                 vocab_size=core.engine.limits.vocab_size,
-                target=core.model.target,
+                target=model.target,
                 keep_alive_s=core.settings.keep_alive_s,
                 mid=core.model.mid,
                 recent_tokens=num_recent or None,

@@ -20,11 +20,11 @@ from outrider.cloud.api.recent_texts import Recalled, RecentTexts
 from outrider.cloud.api.stream import NewestTimes
 from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
-from outrider.cloud.seam import GenerateRequest, ServingEngine
+from outrider.cloud.seam import Asker, GenerateRequest, ServingEngine
 from outrider.models.bundle.manifest import Manifest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
-from outrider.models.http.answers import HeldLogprobs
+from outrider.models.http.answers import HeldLogprobs, model_not_found
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_plan import Dialect, Grammars, dialect_of
 from outrider.models.http.encoding import Workers
@@ -34,7 +34,8 @@ from outrider.models.http.security import GateSettings
 from outrider.models.process.by_owner import Shares
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.version import outrider_version
-from outrider.models.wire.protocol import ModelFacts, OfferedDraft, OfferedFile, ReadyAnswer
+from outrider.models.wire.offered import OfferedDraft, OfferedFile
+from outrider.models.wire.protocol import ModelFacts, ReadyAnswer
 
 _DOWNLOAD_RETRY_S: Final = 5
 
@@ -152,12 +153,31 @@ class ServerSettings(GateSettings):
 
 
 @dataclass(frozen=True, slots=True)
+class NamedModel:
+    """What a request may name: the served model, or an adapter of it.
+
+    target: identity of what picks the tokens. adapter: its name in the engine; None: the model itself.
+    """
+
+    name: str
+    target: str
+    adapter: str | None = None
+
+    def asker(self, owner: bytes, salt: str | None = None) -> Asker:
+        """Who asks. What is kept of an adapter's text is of use to that adapter only."""
+        own = (salt or "").encode()
+        # No client's salt begins with this byte: it is UTF-8.
+        return Asker(owner, own if self.adapter is None else b"\xff" + self.target.encode() + own)
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model behind the engine, as clients see it. manifest: its bundle's; None for a model without a bundle.
 
     target: identity of what picks the tokens, equal for replicas only; "": made from name and tokenizer, for a model
     without a bundle. mid: of a cascade, the name of the model that verifies first. facts: what the target's own server
-    says of it, where that is another one. dialect: how it writes tool calls and reasoning.
+    says of it, where that is another one. adapters: of the model, by the name that requests give: identity of each.
+    dialect: how it writes tool calls and reasoning.
     """
 
     name: str
@@ -167,6 +187,7 @@ class ServedModel:
     target: str = ""
     mid: str | None = None
     facts: ModelFacts | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
     created_s: int = field(default_factory=lambda: int(time.time()))
     dialect: Dialect = field(init=False)
 
@@ -175,6 +196,14 @@ class ServedModel:
         if not self.target:
             digest = hashlib.sha256(f"no bundle\n{self.name}\n{self.tokenizer.fingerprint}".encode()).hexdigest()
             object.__setattr__(self, "target", digest[:16])
+
+    def named(self, asked: str | None) -> NamedModel:
+        """What a request names; unset or "" is the model itself. Raises RequestError 404 `model_not_found`."""
+        if not asked or asked == self.name:
+            return NamedModel(self.name, self.target)
+        if (target := self.adapters.get(asked)) is None:
+            raise model_not_found(self.name)
+        return NamedModel(asked, target, asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,10 +107,12 @@ class RequestTrace:
         """32 hexadecimal digits."""
         return f"{self._span.get_span_context().trace_id:032x}"
 
-    def asked(self, params: SamplingParams, max_tokens: int) -> None:
+    def asked(self, params: SamplingParams, max_tokens: int, model: str) -> None:
         """Notes what was asked for; without the seed, which is as good as the text to who has the prompt."""
         self.set(
             {
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
                 "gen_ai.request.max_tokens": max_tokens,
                 "gen_ai.request.temperature": params.temperature,
                 "gen_ai.request.top_p": params.top_p,

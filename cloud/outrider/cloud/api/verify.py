@@ -126,7 +126,8 @@ class _Batch:
         self._core = core
         self._owner = owner
         self._asked = asked
-        self._salt = b""
+        self._model = core.model.named(None)
+        self._asker = Asker(owner)
         self._trace = trace
         self._failed: dict[int, tuple[int, int]] = {}  # item -> its HTTP status, and when to try again, in seconds
         self._results: list[VerifyResult] = []
@@ -153,8 +154,9 @@ class _Batch:
         try:
             envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body, is_held=True)
             self._core.require_tokenizer(envelope.tokenizer)
+            self._model = self._core.model.named(envelope.model)
+            self._asker = self._model.asker(owner, envelope.cache_salt)
             self._asked = replace(self._asked, priority=envelope.priority, deadline_ms=envelope.deadline_ms)
-            self._salt = (envelope.cache_salt or "").encode()
             self._results = [VerifyResult()] * len(envelope.items)
             items = envelope.items
             for index in range(len(items)):
@@ -192,7 +194,7 @@ class _Batch:
 
     def answer(self) -> Response:
         """The call's answer."""
-        model = self._core.model
+        model = self._model
         times = self._core.step_times()._asdict()
         body = VerifyAnswer(results=self._results, model=model.name, target=model.target, **times)
         statuses = {status for status, _ in self._failed.values()}
@@ -210,7 +212,7 @@ class _Batch:
             check_tokens(self._core.engine.limits.max_positions, prefix)  # before it is copied
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
-        grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner, self._salt)
+        grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner, self._asker.salt)
         terms = terms_of(item, self._core.settings)
         return GenerateRequest(
             prompt=tuple(item.prefix),
@@ -219,7 +221,8 @@ class _Batch:
             max_tokens=item.max_tokens or self._core.engine.limits.max_positions,
             stop_ids=self._core.stop_set(item.stop_ids, item.ignore_eos, grammar),
             hints=DraftHints(tuple(item.draft), evidence_of(item.draft_q, item.draft_log_q), patience_ms=0.0),
-            asker=Asker(self._owner, self._salt),
+            asker=self._asker,
+            adapter=self._model.adapter,
             prefix_hash=item.prefix_hash,
             num_generated=item.generated,
             once=True,

@@ -26,7 +26,8 @@ class Report:
     """What a replica says of itself.
 
     tag: its name, TAG_CHARS long. url: where it listens. secret: what the front shows it. ready: its state and load.
-    number: of its reports so far. pid: its process, on its node.
+    number: of its reports so far. pid: its process, on its node. adapters: identities of its adapters, beside that of
+    its target.
     """
 
     tag: str
@@ -35,6 +36,11 @@ class Report:
     ready: ReadyAnswer
     number: int = 0
     pid: int = 0
+    adapters: frozenset[str] = frozenset()
+
+    def serves(self, target: str | None) -> bool:
+        """Whether it goes on with texts of this target."""
+        return target == self.ready.target or target in self.adapters
 
     @property
     def takes_work(self) -> bool:
@@ -131,7 +137,7 @@ class Members:
             keeper = next((each for each in able if each.report.tag == tag), None)
             if keeper is not None:
                 return keeper
-        able = [each for each in able if each.report.ready.target == target] or able
+        able = [each for each in able if each.report.serves(target)] or able
         return min(able, key=lambda each: (each.load, _distance(owner, each.report.tag)), default=None)
 
     def ready(self, *, is_draining: bool) -> ReadyAnswer | None:

@@ -111,8 +111,9 @@ class Replica:
     def _report(self) -> Any:
         with self._reporting_lock:
             self._num_reports += 1
-            ready = self._server.core.ready()
-            report = Report(self._tag, self._url, self._secret, ready, self._num_reports, os.getpid())
+            core = self._server.core
+            adapters = frozenset(core.model.adapters.values())
+            report = Report(self._tag, self._url, self._secret, core.ready(), self._num_reports, os.getpid(), adapters)
             return self._registry.report.remote(report, self._budget.collect())
 
 

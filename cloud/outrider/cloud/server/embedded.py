@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import EngineConfig, EngineThread
-from outrider.cloud.engine.config import SpillConfig, TreeForm
-from outrider.cloud.server.options import OwnSource, ServeOptions
+from outrider.cloud.engine.config import SpillConfig, SpillType, TreeForm
+from outrider.cloud.server.options import Exactness, OwnSource, ServeOptions
 from outrider.cloud.server.signals import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target, instruction_set, target_identity
 from outrider.models.bundle.bundle import Bundle
@@ -130,8 +131,33 @@ def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
         num_threads=options.threads,
         kv_cache_bytes=options.kv_cache_bytes,
         keeps_hidden=OwnSource.HEADS in options.source,
-        is_batch_invariant=options.tree is not TreeForm.TREE,
+        is_batch_invariant=_is_batch_invariant(options, kind, device),
         cache_dir=str(compiled) if kind == "openvino" and device != "CPU" else None,  # where compiling takes long
         # torch loads safetensors in any type; the export was checked in this one.
         properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
     )
+
+
+def _is_batch_invariant(options: ServeOptions, kind: str, device: str) -> bool:
+    """As `RuntimeOptions` has it; True where a runtime has no choice. Raises ConfigError for what cannot be kept."""
+    is_cuda = kind == "torch" and device.startswith("cuda")
+    is_openvino = kind == "openvino" and device == "CPU"
+    if options.exact is Exactness.BITWISE:
+        if not (is_cuda or is_openvino):
+            raise ConfigError(
+                f"{kind} on {device} computes logits by the shape of a step, so texts may differ at near ties; leave "
+                "out --exact bitwise, or serve an OpenVINO bundle on the CPU"
+            )
+        if is_cuda and find_spec("triton") is None:
+            raise ConfigError("--exact bitwise on CUDA needs Triton, which is not installed; run: pip install triton")
+        if is_openvino and options.tree is TreeForm.TREE:
+            raise ConfigError(
+                "--tree tree gives up logits that are bitwise equal in all steps; leave it or --exact out"
+            )
+        if options.spill_type is not SpillType.EXACT:
+            raise ConfigError(
+                f"--spill-type {options.spill_type.value} rounds what texts go on from; leave it or --exact out"
+            )
+    if is_cuda:
+        return options.exact is Exactness.BITWISE
+    return options.tree is not TreeForm.TREE and not (is_openvino and options.exact is Exactness.NEAR)

@@ -17,7 +17,7 @@ from outrider.models.counted import counted
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.text.tokenizer import MAX_SHARED_BYTES, SHARED_FILES
 from outrider.models.visible import visible
-from outrider.models.wire.protocol import DRAFT_NAME, OfferedDraft, OfferedFile
+from outrider.models.wire.offered import DRAFT_NAME, OfferedDraft, OfferedFile
 
 _log = logging.getLogger("outrider.cloud")
 

@@ -26,6 +26,7 @@ from outrider.models.process.command_line import has_kind, kind_of, removed_opti
 from outrider.models.process.listen_options import AccessOptions, Host, Port
 
 _LIMITS: Final = ConnectionLimits()
+_KV_CACHE_MB: Final = 256
 _MAX_BYTES: Final = 1 << 20
 _KIND_WORDS: Final = {"bool": "true or false", "int": "whole number", "float": "number", "str": "text"}
 _UNFIT: Final = frozenset({"config", "help", "help_all"})
@@ -69,6 +70,8 @@ def _fit(ctx: click.Context, file: Path, option: click.Option, given: Any) -> An
         raise ConfigError(f"{file}: {option.name} is {given!r}; expected {expected}")
     if isinstance(option.type, click.Path):
         items = [str(file.parent / Path(each).expanduser()) for each in items]
+    if option.name == "lora":
+        items = [placed_lora(each, file.parent) for each in items]
     fitting = items if option.multiple else items[0]
     try:
         option.type_cast_value(ctx, fitting)
@@ -77,11 +80,24 @@ def _fit(ctx: click.Context, file: Path, option: click.Option, given: Any) -> An
     return fitting
 
 
+def placed_lora(text: str, root: Path) -> str:
+    """A value of --lora whose relative directory begins at `root`."""
+    name, separator, directory = text.partition("=")
+    return f"{name}{separator}{root / Path(directory).expanduser()}" if directory else text
+
+
 class EngineName(StrEnum):
     """What verifies: our own engine, or vLLM."""
 
     EMBEDDED = "embedded"
     VLLM = "vllm"
+
+
+class Exactness(StrEnum):
+    """Whether a text may depend on what else runs in its steps: never, or where two tokens are nearly equal."""
+
+    BITWISE = "bitwise"
+    NEAR = "near"
 
 
 class OwnSource(StrEnum):
@@ -169,6 +185,14 @@ class ServeOptions(AccessOptions):
         list[str],
         typer.Option(help="NAME=VALUE of vLLM's engine, such as max_num_seqs=64; repeatable."),
     ] = field(default_factory=list)
+    lora: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=DIR",
+            help="With --engine vllm: a LoRA adapter that requests may name as their model, repeatable; PEFT's "
+            "directory, with safetensors.",
+        ),
+    ] = field(default_factory=list)
     upstream: Annotated[
         str | None,
         typer.Option(
@@ -195,8 +219,13 @@ class ServeOptions(AccessOptions):
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
     threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0
     kv_cache_mb: Annotated[
-        int, typer.Option(min=1, help="Size of the KV cache, MiB; vLLM needs room for one full context.")
-    ] = 256
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Size of the KV cache, MiB; default: {_KV_CACHE_MB}, with vLLM on a GPU what gpu_memory_utilization "
+            "leaves. vLLM needs room for one full context.",
+        ),
+    ] = None
     spill_dir: Annotated[
         Path | None,
         typer.Option(
@@ -247,6 +276,14 @@ class ServeOptions(AccessOptions):
             "texts stay as exact. On OpenVINO, tree gives up logits that are bitwise equal in all steps."
         ),
     ] = TreeForm.AUTO
+    exact: Annotated[
+        Exactness | None,
+        typer.Option(
+            help="bitwise: a text is the same whatever else runs, or the server does not start; near: it may differ "
+            "where two tokens are nearly equal. Default: bitwise with OpenVINO on a CPU, else near. On GPUs bitwise "
+            "takes kernels whose rows do not depend on their company, which are slower."
+        ),
+    ] = None
     share_prefixes: Annotated[
         bool, typer.Option(help="Reuse the KV cache of prompts that begin alike; turn it off to measure TTFT.")
     ] = True
@@ -292,8 +329,8 @@ class ServeOptions(AccessOptions):
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Size of the KV cache."""
-        return self.kv_cache_mb << 20
+        """Size of the KV cache where no GPU's memory decides it."""
+        return (self.kv_cache_mb or _KV_CACHE_MB) << 20
 
     def num_replicas(self) -> tuple[int, int]:
         """The fewest and the most. Raises ConfigError."""

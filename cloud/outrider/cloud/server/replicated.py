@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ from outrider.cloud.replicas.members import Members
 from outrider.cloud.replicas.registry import follow, open_registry
 from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, keep_to_node
 from outrider.cloud.server.access import Access, server_settings
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.options import EngineName, ServeOptions, placed_lora
 from outrider.cloud.server.serve import (
     REDIS_VARIABLE,
     announce,
@@ -107,7 +108,7 @@ def serve_replicas(options: ServeOptions) -> None:
     ):
         target = open_target(options)  # a mistake shows before Ray starts
         if options.gpus_per_replica is None:
-            scale = replace(scale, gpus=float(target.num_gpus))
+            scale = replace(scale, gpus=float(target.num_gpus))  # of a bundle, more than its options may decide
         require_gpus(target.num_gpus, scale.gpus)
         if (options.device or "").startswith("cuda:"):
             raise ConfigError(f"--device {options.device} would be the GPU of every replica; give --device cuda")
@@ -183,8 +184,8 @@ def app(arguments: dict[str, Any]) -> Any:
             f"the application's argument 'redis' has a password, which Ray would keep and show; set {REDIS_VARIABLE} "
             "on the nodes"
         )
-    make = OpenReplica(_without_access(options), options.gpus_per_replica or 0.0)
-    return application_of(options, make, host=host)
+    options = replace(options, gpus_per_replica=_gpus_of(options))
+    return application_of(options, OpenReplica(_without_access(options), _gpus_of(options)), host=host)
 
 
 def application_of(options: ServeOptions, make: Make, *, host: str, name: str = APPLICATION) -> Any:
@@ -278,6 +279,17 @@ def scale_of(options: ServeOptions) -> Scale:
     )
 
 
+def _gpus_of(options: ServeOptions) -> float:
+    """GPUs of a replica on a cluster: as given, or what the options open. Its files may be on other nodes only."""
+    if options.gpus_per_replica is not None:
+        return options.gpus_per_replica
+    if options.engine is EngineName.VLLM:
+        from outrider.cloud.server.vllm_target import num_gpus
+
+        return num_gpus(options)
+    return float((options.device or "").startswith("cuda"))
+
+
 def require_gpus(num_gpus: int, given: float) -> None:
     """Raises ConfigError where replicas get other GPUs than the target opens: they would all open the first one, or
     leave some idle. Several may share one GPU. num_gpus: of the target.
@@ -297,6 +309,7 @@ def _for_replica(options: ServeOptions, target: Target, scale: Scale) -> ServeOp
         bundle=str(target.path.resolve()),
         name=target.model.name,
         drafts=options.drafts.resolve() if options.drafts else None,
+        lora=[placed_lora(each, Path.cwd()) for each in options.lora],
         spill_dir=options.spill_dir.resolve() if options.spill_dir else None,
         audit_log=options.audit_log.resolve() if options.audit_log else None,
         threads=options.threads or int(scale.cpus),

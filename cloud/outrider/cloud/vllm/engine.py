@@ -32,6 +32,7 @@ from outrider.cloud.seam import (
 from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.grammars import GrammarsInWorkers
 from outrider.cloud.vllm.hang_watch import TICK_S, HangWatch
+from outrider.cloud.vllm.known_text import check_known_text, check_same_text
 from outrider.cloud.vllm.open_sequences import OpenSequence, OpenSequences, failed
 from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.processes import VllmProcesses
@@ -77,10 +78,19 @@ class VllmEngine(ServingEngine):
     # -- start and end -----------------------------------------------------------------------------------------------
 
     def calibrate(self) -> None:
-        """Measures steps of one sequence with 0, 1, 2, ... drafted tokens."""
+        """Measures steps of one sequence with 0, 1, 2, ... drafted tokens. Raises RuntimeUnavailable where vLLM does
+        not pick as Outrider does.
+        """
         sizes = [size for size in _PROBE_SIZES if size <= self._config.max_draft]
         for size in sizes:  # untimed: vLLM may prepare for a new shape
             _probe(self, size, 2)
+
+        def submit(request: GenerateRequest, sink: Sink) -> int:
+            return self._submit(request, array("i", request.prompt), sink, probe=0)
+
+        check_known_text(submit, self.limits)
+        if self._config.is_bitwise:
+            check_same_text(submit, self.limits)
         for size in sizes:
             _probe(self, size, 4)
 
@@ -263,7 +273,9 @@ class VllmEngine(ServingEngine):
             )
             owner = "" if self._config.share_between_owners else terms.owner.hex()
             prompt = tokens_input(list(sequence.prompt), cache_salt=(owner + sequence.request.asker.salt.hex()) or None)
-            outputs = await llm.add_request(sequence.name, prompt, params)
+            adapter = sequence.request.adapter
+            lora = None if adapter is None else self._processes.adapters[adapter]
+            outputs = await llm.add_request(sequence.name, prompt, params, lora_request=lora)
             sequence.is_added = True
             if sequence.is_cancelled:
                 await llm.abort(sequence.name)

@@ -2,29 +2,31 @@
 
 Left out on purpose: what runs code of the model's author (`trust_remote_code`) or by path (plug-ins, processors,
 loaders), vLLM's own sampling and speculation, and what was not tried with drafts from outside (pipeline parallelism,
-data parallelism, LoRA, KV connectors). Knows no vLLM.
+data parallelism, KV connectors). Knows no vLLM.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from outrider.cloud.pending.policy import Policy
+from outrider.cloud.vllm.graph_sizes import graph_arguments
 from outrider.models.errors import ConfigError
 from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
-Runner = Literal["v1", "v2"]
 Quantization = Literal["", "awq", "gptq", "compressed-tensors", "fp8"]
 
 MAX_DRAFT: Final = 64
 """Most drafted tokens a step; vLLM's own limit is 128, and each place in the batch reserves rows for them."""
+
+REMOVED: Final = {"runner": "vLLM's build decides it: V2 on GPUs, V1 with the CPU build."}
 
 _SLOTS_PER_PLACE: Final = 4
 """Sequences that may have blocks, for each that takes part in a step: they take turns without being computed again."""
@@ -33,12 +35,16 @@ _KEPT_BY_ONEDNN: Final = 128
 """On the CPU build, oneDNN keeps a kernel for each number of tokens that a step ever had, 1024 of them: 350 MB after
 2,000 sessions over the reference target. With this many every size of a decode step is kept."""
 
+_WHAT_FITS: Final = -1
+"""For vLLM's `max_model_len`: the model's own length, or the longest that the KV cache holds."""
+
 PROPOSER: Final = "outrider.cloud.vllm.proposer.Empty"
 SCHEDULER: Final = "outrider.cloud.vllm.scheduler.OutriderScheduler"
 LOGITS_PROCESSOR: Final = "outrider.cloud.vllm.v2:OutriderPick"
 EXTENSION: Final = "outrider.cloud.vllm.extension.OutriderExtension"
 
 RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
+INVARIANCE_VARIABLE: Final = "VLLM_BATCH_INVARIANT"
 ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
@@ -61,10 +67,11 @@ ENVIRONMENT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """vLLM's options, by vLLM's names; `max_draft` and `runner` are ours.
+    """vLLM's options, by vLLM's names; `max_draft` is ours.
 
-    max_draft: drafted tokens verified per sequence and step. runner: vLLM's model runner.
-    gpu_memory_utilization: sizes the KV cache by the GPU's memory, in place of --kv-cache-mb; None: --kv-cache-mb.
+    max_draft: drafted tokens verified per sequence and step.
+    gpu_memory_utilization: the share of a GPU's memory that one server may take; None: vLLM's own default. Not with
+      --kv-cache-mb, which sizes the KV cache alone.
     """
 
     tensor_parallel_size: Annotated[int, Field(ge=1, description="a whole number from 1")] = 1
@@ -78,7 +85,6 @@ class VllmOptions:
     )
     enforce_eager: Annotated[bool, Field(description="true or false")] = False
     max_draft: Annotated[int, Field(ge=1, le=MAX_DRAFT, description=f"a whole number from 1 to {MAX_DRAFT}")] = 16
-    runner: Runner = "v1"
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> VllmOptions:
@@ -88,6 +94,8 @@ class VllmOptions:
         for text in given:
             name, separator, value = text.partition("=")
             name = name.strip().replace("-", "_")
+            if name in REMOVED:
+                raise ConfigError(f"--vllm-option {name} is no option any more. {REMOVED[name]}")
             if not separator or name not in known:
                 raise ConfigError(
                     f"--vllm-option {text!r} is not allowed; expected NAME=VALUE with one of: {', '.join(known)}"
@@ -106,7 +114,9 @@ _options: Final = TypeAdapter(VllmOptions)
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """How the engine runs; names as in EngineConfig. arguments: of vLLM's AsyncEngineArgs."""
+    """How the engine runs; names as in EngineConfig. arguments: of vLLM's AsyncEngineArgs. adapters: their directories,
+    by name. is_bitwise: its kernels are to be batch-invariant, and are tried at the start.
+    """
 
     arguments: Mapping[str, Any]
     max_running: int = 32
@@ -117,13 +127,19 @@ class VllmConfig:
     looks_up: bool = False
     share_between_owners: bool = False
     policy: Policy = Policy.AUTO
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    is_bitwise: bool = False
 
 
-def set_environment(options: VllmOptions, num_threads: int) -> None:
-    """Sets what vLLM reads from the environment. Call it before vLLM is imported. num_threads: 0 leaves it to vLLM."""
+def set_environment(num_threads: int, *, is_v2: bool, is_bitwise: bool = False) -> None:
+    """Sets what vLLM reads from the environment. Call it before vLLM is imported.
+
+    num_threads: 0 leaves it to vLLM. is_v2: vLLM's V2 model runner. is_bitwise: its batch-invariant kernels.
+    """
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(_KEPT_BY_ONEDNN))
-    os.environ[RUNNER_VARIABLE] = "1" if options.runner == "v2" else "0"
+    os.environ[RUNNER_VARIABLE] = str(int(is_v2))
+    os.environ[INVARIANCE_VARIABLE] = str(int(is_bitwise))
     if num_threads:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -133,13 +149,18 @@ def engine_arguments(
     options: VllmOptions,
     model: str,
     *,
+    is_v2: bool,
     max_running: int,
     step_tokens: int,
-    kv_cache_bytes: int,
+    kv_cache_bytes: int | None,
     shares_prefixes: bool,
     drain_s: float,
 ) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs`. drain_s: how long vLLM's processes go on after a signal of their own."""
+    """The arguments of `AsyncEngineArgs`.
+
+    is_v2: as in `set_environment`. kv_cache_bytes: None leaves the size to `gpu_memory_utilization`, and the longest
+    sequence, where that is not set, to what fits. drain_s: how long vLLM's processes go on after a signal of their own.
+    """
     arguments: dict[str, Any] = {
         "model": model,
         "skip_tokenizer_init": True,
@@ -149,6 +170,7 @@ def engine_arguments(
         "dtype": options.dtype,
         "kv_cache_dtype": options.kv_cache_dtype,
         "tensor_parallel_size": options.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if options.tensor_parallel_size > 1 else "uni",  # never a Ray around us
         "max_num_seqs": min(max(max_running, step_tokens), _SLOTS_PER_PLACE * max_running),
         "max_num_batched_tokens": max(step_tokens, max_running),  # vLLM wants one for each sequence at least
         "enable_chunked_prefill": True,
@@ -165,14 +187,16 @@ def engine_arguments(
             "model": PROPOSER,
         },
     }
-    if options.runner == "v2":  # it knows no `custom_class`; `v2.install` silences the n-gram proposer
+    if is_v2:  # it knows no `custom_class`; `v2.install` silences the n-gram proposer
         arguments["speculative_config"] = {"num_speculative_tokens": options.max_draft, "method": "ngram"}
         arguments["logits_processors"] = [LOGITS_PROCESSOR]
+    if is_v2 and not options.enforce_eager:  # on a GPU
+        arguments |= graph_arguments(options.max_draft, max_running, arguments["max_num_batched_tokens"])
     optional = {
         "quantization": options.quantization or None,
-        "max_model_len": options.max_model_len,
+        "max_model_len": options.max_model_len or (_WHAT_FITS if kv_cache_bytes is None else None),
         "block_size": options.block_size,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "kv_cache_memory_bytes": kv_cache_bytes if options.gpu_memory_utilization is None else None,
+        "kv_cache_memory_bytes": kv_cache_bytes,
     }
     return arguments | {name: value for name, value in optional.items() if value is not None}

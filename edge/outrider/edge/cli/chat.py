@@ -25,6 +25,7 @@ from outrider.edge.cli.draft_source import (
     Clouds,
     Notes,
     agent_options,
+    asked_for,
     find_drafts,
     open_draft,
     other_tokenizer,
@@ -86,7 +87,8 @@ def _chat_here(
     reader: Reader,
 ) -> None:
     clouds, num_threads = verifiers.clouds, options.threads
-    facts = verifiers.run(_look(clouds, notes))
+    named = asked_for(clouds, options.model)
+    facts = verifiers.run(_look(named, notes))
     bundles = find_drafts(verifiers.drafts, options.choice, clouds, notes)
     has_model = options.drafts and options.choice.runtime != "ngram"
     target = other_tokenizer(bundles, options, clouds, notes, is_drafted=has_model)
@@ -98,7 +100,7 @@ def _chat_here(
     tokenizer = target or bundles[0].tokenizer()
     with closing(draft.drafter) if draft is not None else nullcontext():
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, notes, reader)
-        verifiers.run(_chat(options, clouds, tokenizer, facts, draft, messages, screen, notes))
+        verifiers.run(_chat(options, named, tokenizer, facts, draft, messages, screen, notes))
 
 
 async def _look(clouds: Clouds, notes: Notes) -> ModelFacts:

@@ -134,6 +134,11 @@ def clouds_of(urls: Sequence[str], keys: Keys, *, is_steady: bool = False) -> Cl
     return clouds
 
 
+def asked_for(clouds: Clouds, model: str | None) -> Clouds:
+    """The same clouds, for texts of this model. An adapter's drafts and tokenizer are the target's: ask without it."""
+    return [(url, replace(each, model=model)) for url, each in clouds]
+
+
 def find_drafts(
     drafts: Sequence[str],
     choice: DraftChoice,

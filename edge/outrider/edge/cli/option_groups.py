@@ -42,7 +42,7 @@ DRAFTS: Final = (
 """Options that have no effect where nothing drafts."""
 
 
-OF_CLOUDS: Final = ("api_key", "key_file", "allow_http", "tls_client_cert", "offline_ok", "steady")
+OF_CLOUDS: Final = ("api_key", "key_file", "allow_http", "tls_client_cert", "offline_ok", "steady", "model")
 """Options that have no effect where the verifier is this machine's own."""
 
 
@@ -156,6 +156,14 @@ class SourceOptions:
         ),
     ] = False
 
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which of the verifier's models writes: the target, or a LoRA adapter of it. Default: the target.",
+            show_default=False,
+        ),
+    ] = None
     same_tokenizer: SameTokenizer = False
     tokenizer: Annotated[
         Path | None,
@@ -187,6 +195,7 @@ class SourceOptions:
                 return
         of_clouds = [name for name in OF_CLOUDS if hasattr(self, name)]
         refuse_idle(self, True, "--target asks no other verifier", *of_clouds)
+        object.__setattr__(self, "model", None)  # a configured one is another verifier's
 
 
 @dataclass(frozen=True, kw_only=True)

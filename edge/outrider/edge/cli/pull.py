@@ -31,7 +31,7 @@ from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.process.command_line import print_line
 from outrider.models.visible import visible
-from outrider.models.wire.protocol import DraftList, OfferedDraft
+from outrider.models.wire.offered import DraftList, OfferedDraft
 
 ONCE: Final = RetryPolicy(max_failures=1, max_loading_s=0.0)
 """For one of several servers: one that does not answer is left out."""

@@ -18,6 +18,7 @@ from outrider.edge.cli.draft_source import (
     Clouds,
     Notes,
     agent_options,
+    asked_for,
     find_drafts,
     open_draft,
     open_library,
@@ -176,7 +177,7 @@ async def _generate(
     assert notes.printer is not None
     if options.no_recent or options.compare:  # or the second of two equal texts would be drafted from the first
         clouds = [(url, replace(each, no_store=True)) for url, each in clouds]
-    async with open_fleet(clouds) as fleet:
+    async with open_fleet(asked_for(clouds, options.model)) as fleet:
         if (mixed := await fleet.mixed_targets()) is not None:
             notes.in_text(mixed)
         endpoints = Endpoints(

@@ -105,6 +105,7 @@ def serve_local(options: ServeOptions) -> int:
             depth=options.depth,
             options=drafting,
             shows_metrics=options.metrics,
+            model=options.model,
         )
         core = _open_core(options, verifiers, settings, about)
         url = url_of(sock, is_tls=tls is not None)

@@ -18,8 +18,10 @@ class DelayedClient(VerifierClient):
     Messages do not wait for each other: each is late by its own delay, as on a long line.
     """
 
-    def __init__(self, client: VerifierClient, delay_s: float, *, no_store: bool = False) -> None:
-        vars(self).update(vars(client.for_one_text(no_store=no_store)))
+    def __init__(
+        self, client: VerifierClient, delay_s: float, *, no_store: bool = False, model: str | None = None
+    ) -> None:
+        vars(self).update(vars(client.for_one_text(no_store=no_store, model=model)))
         self._half_s = delay_s / 2
 
     async def _exchange(self, *args: Any, **kwargs: Any) -> bytes:

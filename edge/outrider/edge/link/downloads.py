@@ -12,7 +12,7 @@ from outrider.models.client.client import PLAIN, VerifierClient
 from outrider.models.client.errors import ProtocolBroken, short
 from outrider.models.client.exchange import Exchange
 from outrider.models.client.http_endpoint import Headers
-from outrider.models.wire.protocol import DraftList, OfferedFile, TokenizerFiles
+from outrider.models.wire.offered import DraftList, OfferedFile, TokenizerFiles
 
 Content = tuple[int, AsyncGenerator[bytes, None]]
 """The place of the first byte, and the bytes from there on."""

@@ -245,14 +245,14 @@ async def _require_fit(client: VerifierClient, text: TextOrigin) -> None:
     if not text.needs_probe(client.url):
         return
     try:
-        ready = await client.ready()
+        model, target = await client.served()
     except EndpointLost as e:
         if e.status != 404:
             raise
         return  # it shows no readiness here; what it answers shows its target
     except RequestError:
         return  # a gateway may refuse what is not below /v1
-    text.require_same(Served(client.url, ready.model, ready.target))
+    text.require_same(Served(client.url, model, target))
 
 
 def _none_fit(errors: list[EndpointLost]) -> OutriderError:

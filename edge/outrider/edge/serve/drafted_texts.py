@@ -67,6 +67,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
         super().__init__(owner, Inbox())
         self.core = core
         self.answer_id = ""
+        self.model: str | None = None  # as the request names it
+        self.adapter: str | None = None
         core.places.take(owner, num_choices)
         self._num_places = num_choices
 
@@ -85,7 +87,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         """
         for request in requests:  # first: what a draft keeps of a prompt grows with it
             check_tokens(facts.max_positions, request.prompt)
-        self.num_each = num_each
+        self.num_each, self.adapter = num_each, facts.adapter
         for request, documents in zip(requests, quoted or [()] * len(requests), strict=True):
             for index in range(num_each):
                 each = replace(request, params=choice_params(request.params, index)) if index else request
@@ -172,7 +174,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         return self.core.drafts.lend(self.owner, request.prompt)
 
     def _endpoints(self) -> Endpoints:
-        return self.core.upstream.endpoints()
+        return self.core.upstream.endpoints(model=self.adapter)
 
     def _watch(self, agent: StreamAgent) -> None:
         pass
@@ -191,7 +193,8 @@ class LocalTexts(CallTexts[_Text, _Event]):
         if text.local:
             _log.warning("a text of %d tokens has %d unverified ones", len(text.tokens), len(text.local))
             began = origin.began if origin is not None and text.verified else None
-            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, choice.style)
+            model = self.model if is_up or self.model != facts.name else None  # nobody else has the draft's name
+            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, choice.style, model)
             core.unverified.keep(self.answer_id, self.owner, index, kept)
         elif is_up:
             core.upstream.confirm(facts)
@@ -217,8 +220,7 @@ class LocalTexts(CallTexts[_Text, _Event]):
         if isinstance(event, RequestError):
             raise event
         if isinstance(event, TokenBatch):
-            choice.num_accepted += event.num_accepted
-            choice.num_proposed += event.num_proposed
+            choice.drafted.count(event.num_proposed, event.num_accepted)
             num_unverified = len(event.tokens) if event.is_unverified else 0
             deltas = choice.push(index, event.tokens, event.logprobs, num_unverified)
             if choice.has_stopped and choice.request.stop:  # the server ends the text, too
@@ -245,7 +247,7 @@ async def verify_answer(core: LocalCore, owner: bytes, answer: str, kept: KeptAn
 
     Raises RequestError 429 or 503 where no place is free, CloudError where no cloud answers.
     """
-    facts = await core.upstream.facts()
+    facts = await core.target_facts(next(text.model for text in kept.values()))
     core.places.take(owner, 1)
     try:
         choices = [await _verify(core, owner, index, text, facts) for index, text in sorted(kept.items())]
@@ -260,7 +262,7 @@ async def _verify(core: LocalCore, owner: bytes, index: int, text: KeptText, fac
     reason = "length"
     if request is not None:
         with core.drafts.lend(owner, request.prompt) as loan:
-            agent = core.stream_agent(core.upstream.endpoints(), loan)
+            agent = core.stream_agent(core.upstream.endpoints(model=facts.adapter), loan)
             result = await agent.generate(request, None, core.upstream.origin(facts))
             loan.has_failed = result.draft_error is not None
             loan.text = [*request.prompt, *result.tokens]

@@ -197,7 +197,7 @@ class WatchedText(LocalTexts):
 
     def _endpoints(self) -> Endpoints:
         # The page shows what is drafted here and compares modes: no cloud may draft from the text of another try.
-        return self.core.upstream.endpoints(self.delay_s, no_store=True)
+        return self.core.upstream.endpoints(self.delay_s, no_store=True, model=self.adapter)
 
     def _watch(self, agent: StreamAgent) -> None:
         if not self.is_drafted:

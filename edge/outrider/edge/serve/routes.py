@@ -33,7 +33,7 @@ from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
-from outrider.models.http.answers import answer, require_model
+from outrider.models.http.answers import answer
 from outrider.models.http.bodies import owner_of, read_body, sampling_of
 from outrider.models.http.call_plan import Dialect, chat_style, engine_logprobs, grammar_of_call, look_of, text_style
 from outrider.models.http.encoding import (
@@ -154,12 +154,13 @@ def local_routes(core: LocalCore) -> list[Route]:
         return _json(verified)
 
     async def list_models(_: Request) -> Response:
-        return _json(openai_answers.ModelList(data=[_card(await core.target_facts())]))
+        own, served = await core.target_facts(), await core.served_facts()
+        names = dict.fromkeys((own.name, served.name, *served.adapters))
+        return _json(openai_answers.ModelList(data=[_card(served, name) for name in names]))
 
     async def retrieve_model(request: Request) -> Response:
-        facts = await core.target_facts()
-        require_model(facts.name, request.path_params["model"])
-        return _json(_card(facts))
+        facts = await core.target_facts(request.path_params["model"])
+        return _json(_card(await core.served_facts(), facts.name))
 
     async def live(_: Request) -> Response:
         return Response(b'{"status":"live"}', media_type="application/json")
@@ -255,7 +256,7 @@ async def _answer(
         ]
         make = ChatShape if isinstance(body, LocalChatRequest) else CompletionShape
         shape: Shape = make(facts.name, params.seed, facts.target, look_of(body, style, core.tokenizer, prompts))
-        texts.answer_id = shape.id
+        texts.answer_id, texts.model = shape.id, body.model
         if groundings is not None:
             add_passages(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]
@@ -290,8 +291,9 @@ def _is_known_host(core: LocalCore, request: Request) -> bool:
     return True
 
 
-def _card(facts: ModelFacts) -> openai_answers.ModelCard:
-    return openai_answers.ModelCard(id=facts.name, created=0, max_model_len=facts.max_positions)
+def _card(served: ModelFacts, name: str) -> openai_answers.ModelCard:
+    parent = served.name if name in served.adapters else None
+    return openai_answers.ModelCard(id=name, created=0, parent=parent, max_model_len=served.max_positions)
 
 
 def _json(message: BaseModel, status: int = 200, shown: set[str] | None = None) -> Response:

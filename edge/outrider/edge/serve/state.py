@@ -23,7 +23,7 @@ from outrider.edge.serve.upstream import Upstream, conversation_to_render
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
-from outrider.models.http.answers import HeldLogprobs, require_model
+from outrider.models.http.answers import HeldLogprobs, model_not_found
 from outrider.models.http.bodies import Bodies
 from outrider.models.http.call_plan import Grammars, dialect_of
 from outrider.models.http.encoding import Workers, encode_chat
@@ -58,8 +58,8 @@ class LocalSettings(GateSettings):
     max_requests: texts at a time, of all clients. max_own: of one client. keep_alive_s: silence on a stream after which
     a comment is sent. allowed_origins: whose pages also get CORS headers. any_user: without keys, other users of this
     machine may call too. shows_details: whether errors may name the verifiers.
-    docs_tokens: of passages in one prompt, at most. shows_metrics: whether there is /metrics. terms: how the target
-    accepts what is drafted, of all texts.
+    docs_tokens: of passages in one prompt, at most. shows_metrics: whether there is /metrics. model: the target's or an
+    adapter's name, for requests that name none; None: the target's.
     """
 
     max_requests: int = 16
@@ -72,6 +72,7 @@ class LocalSettings(GateSettings):
     options: AgentOptions = field(default_factory=AgentOptions)
     docs_tokens: int = DOCS_TOKENS
     shows_metrics: bool = False
+    model: str | None = None
 
 
 class TextSlots(Shares[bytes]):
@@ -155,15 +156,25 @@ class LocalCore:
         return RequestError(code, shown, status=status)
 
     async def target_facts(self, model: str | None = None) -> ModelFacts:
-        """The target's facts. model: the one that a request names. Raises RequestError, also where it is another."""
+        """The target's facts, or an adapter's of it. model: the one that a request names; None or "": the endpoint's.
+
+        Raises RequestError, also where no such model is served.
+        """
+        asked = model or self.settings.model
+        facts = await self.served_facts(asked)
+        named = facts.named(asked) if asked else facts
+        if named is None:
+            raise model_not_found(facts.name)
+        return named
+
+    async def served_facts(self, asked: str | None = None) -> ModelFacts:
+        """The target's own facts, new ones where nothing that is known has the name `asked`. Raises RequestError."""
         try:
             facts = await self.upstream.facts()
-            if model and model != facts.name:
+            if asked and facts.named(asked) is None:
                 facts = await self.upstream.facts(is_fresh=True)
         except OutriderError as error:
             raise self.request_error(error) from None
-        if model:
-            require_model(facts.name, model)
         return facts
 
     async def facts_or_draft(self, model: str | None = None) -> ModelFacts:

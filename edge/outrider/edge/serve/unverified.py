@@ -32,13 +32,15 @@ MAX_KEPT_TOKENS: Final = 1 << 20
 class KeptText:
     """One choice of an answer. request: as it was. verified, local: its tokens. began: whose the verified ones are.
 
-    style: how its text is cut and shown."""
+    style: how its text is cut and shown. model: that the request names; the same for all choices of an answer.
+    """
 
     request: GenerationRequest
     verified: tuple[int, ...]
     local: tuple[int, ...]
     began: Served | None
     style: TextStyle
+    model: str | None = None
 
     @property
     def num_tokens(self) -> int:

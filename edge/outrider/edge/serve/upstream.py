@@ -70,20 +70,23 @@ class Upstream:
         for client in self._clients:
             await client.aclose()
 
-    def endpoints(self, delay_s: float = 0.0, *, no_store: bool = False) -> Endpoints:
+    def endpoints(self, delay_s: float = 0.0, *, no_store: bool = False, model: str | None = None) -> Endpoints:
         """The endpoints for one text, in the order in which it tries them. delay_s: added to their round trips.
 
-        no_store: as in ClientOptions.
+        no_store, model: as in ClientOptions.
         """
         clients = [
-            DelayedClient(client, delay_s, no_store=no_store) if delay_s else client.for_one_text(no_store=no_store)
+            DelayedClient(client, delay_s, no_store=no_store, model=model)
+            if delay_s
+            else client.for_one_text(no_store=no_store, model=model)
             for client in self.fleet.ranked()
         ]
         return Endpoints(clients, self._retry, on_trouble=_note, fleet=self.fleet)
 
     def confirm(self, facts: ModelFacts) -> None:
         """Records that the target of these facts has written a text just now, so they hold."""
-        if facts.target is not None and self._facts is not None and self._facts[1] is facts:
+        known = self._facts
+        if facts.target is not None and known is not None and known[1].named(facts.name) == facts:
             self._confirmed_at = self._clock()  # else a text would wait for a round trip every 30 s
 
     async def facts(self, *, is_fresh: bool = False) -> ModelFacts:
@@ -131,7 +134,7 @@ class Upstream:
         """
 
         async def ask(client: VerifierClient) -> RenderAnswer:
-            rendered = await client.render(conversation)
+            rendered = await client.for_one_text(model=facts.adapter).render(conversation)
             self.origin(facts).require_same(Served(client.url, rendered.model, rendered.target))
             return rendered
 

@@ -15,7 +15,7 @@ from typing import Final, cast, get_args
 from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, find_runtime, install_advice
 from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.errors import BundleError
-from outrider.models.wire.protocol import OfferedDraft
+from outrider.models.wire.offered import OfferedDraft
 
 ALIKE: Final = 0.05
 """Acceptance rates that differ by less count as equal: cards have errors, and quantizations differ by little."""

@@ -24,7 +24,7 @@ from outrider.models.bundle.bundle_writer import flush, flush_tree
 from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError
-from outrider.models.wire.protocol import OfferedDraft, OfferedFile
+from outrider.models.wire.offered import OfferedDraft, OfferedFile
 
 MAX_MANIFEST_BYTES: Final = 4 << 20
 """A manifest is read whole. The largest seen has 30 KB."""

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 
 from outrider.edge.store.fetch import manifest_of
 from outrider.edge.store.shelf import KEY_CHARS, Pulled, Shelf, unused
-from outrider.models.wire.protocol import DraftList
+from outrider.models.wire.offered import DraftList
 
 _REMOVED = ".removed"
 

@@ -18,7 +18,7 @@ from outrider.models.bundle.manifest import MANIFEST_NAME
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost, EndpointUnfit
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
-from outrider.models.wire.protocol import DraftList
+from outrider.models.wire.offered import DraftList
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, CloudError, RequestError, TokenizerError
 from outrider.models.text.tokenizer import MAX_SHARED_BYTES, SHARED_FILES, Tokenizer
 from outrider.models.text.vocabulary_map import MAX_IDS
-from outrider.models.wire.protocol import OfferedFile
+from outrider.models.wire.offered import OfferedFile
 
 TIMEOUT_S: Final = 600.0
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from outrider.models.client.errors import ProtocolBroken
+from outrider.models.client.errors import ProtocolBroken, short
 from outrider.models.wire.protocol import (
     LONG_SINCE,
     Commit,
@@ -121,6 +121,7 @@ class SessionCheck:
         if (event.steady is not None) is not self._asked.steady or (event.steady and event.protocol < LONG_SINCE):
             asked = "a steady session was" if self._asked.steady else "no steady session was"
             raise ProtocolBroken(self._url, f"{asked} asked for, and its 'open' says otherwise")
+        check_model(self._url, self._asked.model, event.model)
         check_times(self._url, event)
         self._open = event
         self._vocab_size = self._vocab_size or event.vocab_size
@@ -174,6 +175,12 @@ class SessionCheck:
             _check_tokens(self._url, [token for token, _ in each.top], self._vocab_size)
             if not all(map(math.isfinite, [each.logprob, *(logprob for _, logprob in each.top)])):
                 raise ProtocolBroken(self._url, "a logprob is not finite; expected a number")
+
+
+def check_model(url: str, asked: str | None, found: str | None) -> None:
+    """Raises ProtocolBroken where another model answers than the one that was asked for."""
+    if asked is not None and found != asked:
+        raise ProtocolBroken(url, f"another model than {short(asked)} answers: {short(str(found))}")
 
 
 def check_times(url: str, message: SessionOpen | Commit | VerifyAnswer) -> None:

@@ -6,6 +6,7 @@ Knows the protocol, not what it is used for.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -21,6 +22,7 @@ from outrider.models.client.checks import (
     MAX_STEADY_S,
     EventParser,
     SessionCheck,
+    check_model,
     check_rendered,
     check_result,
     check_times,
@@ -104,11 +106,27 @@ class VerifierClient(HttpEndpoint):
         return self._parse(ReadyAnswer, await self._exchange("GET", "/health/ready", headers=PLAIN))
 
     async def model_facts(self) -> ModelFacts:
-        """GET /v1/model."""
-        return self._parse(ModelFacts, await self._exchange("GET", "/v1/model", headers=PLAIN))
+        """GET /v1/model: the facts of the model that is asked for. Raises EndpointUnfit where it is not served."""
+        facts = self._parse(ModelFacts, await self._exchange("GET", "/v1/model", headers=PLAIN))
+        if (model := self._options.model) is None:
+            return facts
+        if (named := facts.named(model)) is None:
+            served = ", ".join([facts.name, *facts.adapters])
+            raise EndpointUnfit(f"the verifier at {self.url} serves no model {model!r}; it serves {short(served)}")
+        return named
+
+    async def served(self) -> tuple[str, str | None]:
+        """Name and target of the model that is asked for, as they are now."""
+        if self._options.model is None:
+            ready = await self.ready()
+            return ready.model, ready.target
+        facts = await self.model_facts()
+        return facts.name, facts.target
 
     async def render(self, conversation: bytes) -> RenderAnswer:
-        """POST /v1/render, with a body of JSON: the token ids of a conversation."""
+        """POST /v1/render, with a body of JSON, an object: the token ids of a conversation."""
+        if (model := self._options.model) is not None:
+            conversation = b'{"model":%b,%b' % (json.dumps(model).encode(), conversation[1:])
         with tracing.call("POST /v1/render", self.url) as span:
             headers = [*_ASK, *span.headers]
             if self._is_steady:
@@ -128,6 +146,8 @@ class VerifierClient(HttpEndpoint):
         limit_s = self._options.call_timeout_s
         if self._is_steady:
             raise RequestError("steady_required", "the text has to be steady, and /v1/verify is not; stream it instead")
+        if (model := self._options.model) is not None:
+            request = request.model_copy(update={"model": model})
         with tracing.call("POST /v1/verify", self.url) as span:
             headers = [*_ASK, *_wish(target), *span.headers]
             call = asyncio.create_task(self._exchange("POST", "/v1/verify", request, headers=headers, limit_s=limit_s))
@@ -138,6 +158,7 @@ class VerifierClient(HttpEndpoint):
                 await _ended(call)
         if len(answer.results) != len(request.items):
             raise ProtocolBroken(self.url, f"{len(answer.results)} results answer {len(request.items)} items")
+        check_model(self.url, request.model, answer.model)
         check_times(self.url, answer)
         for item, result in zip(request.items, answer.results, strict=True):
             if result.error is None:
@@ -248,6 +269,8 @@ class VerifierClient(HttpEndpoint):
 
     async def _ask_session(self, request: SessionRequest, headers: Headers) -> tuple[Exchange, SessionRequest]:
         """What has the stream that answers, and the request as it was sent. Close the exchange."""
+        if self._options.model is not None:
+            request = request.model_copy(update={"model": self._options.model})
         content: SessionRequest | bytes = request
         if self._is_steady:
             request = request.model_copy(update={"steady": True})

@@ -131,6 +131,8 @@ def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
     code, message = short(error.code), short(error.message)
     if code == "tokenizer_mismatch":
         return TokenizerMismatch(message)
+    if code == "model_not_found" or (code == "invalid_parameter" and error.param == "model"):  # an older server's
+        return EndpointUnfit(f"{url} does not serve the model that was asked for: {message}")
     if status == 404 and code in _NO_PATH:
         advice = "give the address of `outrider-cloud serve`"
         return EndpointWrong(f"there is no verifier at {url}: {message}; {advice}", status=status)

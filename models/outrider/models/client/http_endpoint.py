@@ -68,6 +68,7 @@ class ClientOptions:
     no_store: asks servers to keep no text of a session, and to draft it from none that they kept.
     login: user:password of a proxy in front, where there is no key; the address may have it instead. vocab_size: of the
     target, where it is known: no other ids are taken. tls: settings of https; None: the system's, with the certificate.
+    model: name of the model to ask for, such as an adapter's; None: the server's own.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -83,6 +84,7 @@ class ClientOptions:
     login: str | None = field(default=None, repr=False)
     vocab_size: int | None = None
     tls: ssl.SSLContext | None = None
+    model: str | None = None
 
 
 class HttpEndpoint:
@@ -135,13 +137,14 @@ class HttpEndpoint:
         self.wire = ByteCounts()
         """Bytes so far; take differences."""
 
-    def for_one_text(self, *, no_store: bool = False) -> Self:
+    def for_one_text(self, *, no_store: bool = False, model: str | None = None) -> Self:
         """The same endpoint over the same connections, with bytes counted apart; closing it closes nothing.
 
-        no_store: as in ClientOptions, for this text.
+        no_store, model: as in ClientOptions, for this text.
         """
         own = copy.copy(self)
-        own._options = replace(self._options, no_store=no_store or self._options.no_store)
+        no_store, model = no_store or self._options.no_store, model or self._options.model
+        own._options = replace(self._options, no_store=no_store, model=model)
         own._owns_connections = False
         own.wire = ByteCounts()
         return own

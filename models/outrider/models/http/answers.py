@@ -9,8 +9,9 @@ import asyncio
 import hashlib
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, TypeVar
 
 from starlette.requests import Request
@@ -32,6 +33,42 @@ Event = TypeVar("Event")
 
 
 @dataclass(slots=True)
+class Drafted:
+    """A text's drafted tokens. proposed: those that the target ran. by_accepted: its passes that ran some, by how many
+    of them it accepted. longest: most of a pass.
+    """
+
+    proposed: int = 0
+    longest: int = 0
+    by_accepted: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def accepted(self) -> int:
+        """Those that the text has."""
+        return sum(count * passes for count, passes in self.by_accepted.items())
+
+    def count(self, proposed: int, accepted: int) -> None:
+        """Counts a pass."""
+        if proposed:
+            self.proposed += proposed
+            self.longest = max(self.longest, proposed)
+            self.by_accepted[accepted] += 1
+
+    def metrics(self) -> dict[str, Any]:
+        """`openai_answers.SpeculativeDecoding`."""
+        passes, accepted = self.by_accepted.total(), self.accepted
+        return {
+            "mean_acceptance_length": 1.0 + accepted / max(1, passes),
+            "draft_acceptance_rate": accepted / max(1, self.proposed),
+            "acceptance_histogram": [self.by_accepted[count] for count in range(self.longest + 1)],
+            "num_spec_steps": passes,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": self.proposed,
+            "num_spec_tokens": self.longest,
+        }
+
+
+@dataclass(slots=True)
 class Choice:
     """A text. num_prompt: tokens before it. has_begun: its work runs, or ran. has_stopped: a stop string came, and what
     is committed after it is not shown. is_over: nothing more comes.
@@ -43,10 +80,9 @@ class Choice:
     has_begun: bool = False
     has_stopped: bool = False
     is_over: bool = False
-    num_accepted: int = 0
-    num_proposed: int = 0
     num_cached: int = 0
     num_unverified: int = 0
+    drafted: Drafted = field(default_factory=Drafted)
 
     def push(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs] = (), num_unverified: int = 0
@@ -158,8 +194,8 @@ class CallTexts(ABC, Generic[AnyChoice, Event]):
             accepted = sum(each.num_accepted for each in followers)
             rejected = sum(each.num_rejected for each in followers)
         else:
-            accepted = sum(choice.num_accepted for choice in self.choices)
-            rejected = sum(choice.num_proposed for choice in self.choices) - accepted
+            accepted = sum(choice.drafted.accepted for choice in self.choices)
+            rejected = sum(choice.drafted.proposed for choice in self.choices) - accepted
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -170,6 +206,10 @@ class CallTexts(ABC, Generic[AnyChoice, Event]):
             },
             "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached for choice in leaders)},
         }
+
+    def metrics(self) -> dict[str, Any]:
+        """`openai_answers.RequestMetrics`; empty for several texts, as vLLM has it."""
+        return {"speculative_decoding": self.choices[0].drafted.metrics()} if len(self.choices) == 1 else {}
 
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -279,7 +319,7 @@ async def _whole(
         kept = best_choices(means, body.num_each, body.num_kept)
         found = [found[index] for index in kept]
         logprobs = [logprobs[index] for index in kept] if logprobs else []
-    content = json_bytes(shape.whole(found, texts.completion_usage()))
+    content = json_bytes(shape.whole(found, texts.completion_usage(), texts.metrics()))
     if not logprobs:
         return Response(content, media_type="application/json")
     return _AnswerWithLogprobs(content, logprobs, holding.release)
@@ -320,18 +360,17 @@ async def _stream(texts: Texts, shape: Shape, body: openai.GenerationRequest) ->
             usage = texts.completion_usage() if body.repeats_usage else None
             yield b"".join(shape.piece(delta, usage) for delta in deltas) or sse.KEEP_ALIVE
         if body.includes_usage:
-            yield shape.last(texts.completion_usage())
+            yield shape.last(texts.completion_usage(), texts.metrics())
         yield DONE
     except RequestError as error:
         yield sse.encode(error_answer(error)) + DONE
 
 
-def require_model(served: str, asked: str) -> None:
-    """Raises RequestError 404 `model_not_found` for another model than the served one."""
-    if asked != served:
-        raise FieldError(
-            "model_not_found",
-            f"this server serves {served} only; GET /v1/models lists it",
-            param="model",
-            status=404,
-        )
+def model_not_found(served: str) -> FieldError:
+    """The error 404 for a name that is neither the served model's nor an adapter's."""
+    return FieldError(
+        "model_not_found",
+        f"this server serves {served}, and no model of this name; GET /v1/models lists all",
+        param="model",
+        status=404,
+    )

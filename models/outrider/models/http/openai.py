@@ -39,6 +39,7 @@ from outrider.models.wire.fields import (
     DEADLINE,
     MAX_COUNT,
     MAX_TOP_LOGPROBS,
+    MODEL,
     NO_NEAR_GREEDY,
     PRIORITY,
     DeadlineMs,
@@ -67,7 +68,7 @@ class GenerationRequest(ProcessorParameters):
 
     _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
-    model: str | None = Field(default=None, description="the served model's name; may be left out")
+    model: str | None = Field(default=None, description=MODEL)
     max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
     temperature: Number | None = Field(
         default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy", json_schema_extra=NO_NEAR_GREEDY
@@ -302,6 +303,7 @@ class Conversation(BaseModel):
 class RenderRequest(Conversation):
     """POST /v1/render: a conversation, to be made token ids by the model's chat template. A chat request is one too."""
 
+    model: str | None = Field(default=None, description=MODEL)
     tokenizer: str | None = Field(default=None, description="fingerprint of the caller's; another one is refused")
 
 

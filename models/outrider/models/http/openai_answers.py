@@ -36,6 +36,24 @@ class CompletionUsage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class SpeculativeDecoding(BaseModel):
+    """What became of a text's drafts, by vLLM's names. A step is a pass of the target that verified drafted tokens."""
+
+    mean_acceptance_length: float = Field(description="tokens of a step, with the target's own")
+    draft_acceptance_rate: float = Field(description="of the drafted tokens verified")
+    acceptance_histogram: list[int] = Field(description="steps that accepted 0, 1, 2, ... drafted tokens")
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int = Field(description="drafted tokens verified")
+    num_spec_tokens: int = Field(description="the most that a step verified")
+
+
+class RequestMetrics(BaseModel):
+    """Of a call with one text; in a stream beside its usage."""
+
+    speculative_decoding: SpeculativeDecoding
+
+
 class _Head(BaseModel):
     id: str
     created: int = Field(description="Unix time, seconds")
@@ -120,6 +138,7 @@ class Completion(_Head):
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
     usage: CompletionUsage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class AssistantMessage(BaseModel):
@@ -150,6 +169,7 @@ class ChatCompletion(_Head):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: CompletionUsage
+    metrics: RequestMetrics | None = None
 
 
 class ChatDelta(BaseModel):
@@ -176,6 +196,7 @@ class ChatChunk(_Head):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
     usage: CompletionUsage | None = None
+    metrics: RequestMetrics | None = None
 
 
 class ModelCard(BaseModel):
@@ -185,6 +206,7 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "outrider"
+    parent: str | None = Field(default=None, description="of an adapter: the model that it adapts")
     max_model_len: int
 
 

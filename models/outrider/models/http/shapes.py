@@ -210,10 +210,11 @@ class Shape(ABC):
             "seed": seed,
         }
 
-    def whole(self, texts: Sequence[Delta], usage: Usage) -> dict[str, Any]:
-        """The whole answer, its logprobs left out."""
+    def whole(self, texts: Sequence[Delta], usage: Usage, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The whole answer, its logprobs left out. metrics: `openai_answers.RequestMetrics`, if there are any."""
         choices = [self._choice(index, text) | text.extension for index, text in enumerate(texts)]
-        return {**self._head, "object": self._object, "choices": choices, "usage": usage, **self.extras}
+        shown = {"metrics": metrics} if metrics else {}
+        return {**self._head, "object": self._object, "choices": choices, "usage": usage, **shown, **self.extras}
 
     @abstractmethod
     def _choice(self, index: int, text: Delta) -> dict[str, Any]:
@@ -231,14 +232,18 @@ class Shape(ABC):
     def piece(self, delta: Delta, usage: Usage | None = None) -> bytes:
         """New text. usage: so far, where each chunk shows it. Empty where the text is held back."""
 
-    def last(self, usage: Usage) -> bytes:
-        """The usage, as the last chunk."""
-        return self._event([], usage)
+    def last(self, usage: Usage, metrics: dict[str, Any] | None = None) -> bytes:
+        """The usage, as the last chunk. metrics: as in `whole`."""
+        return self._event([], usage, metrics)
 
-    def _event(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> bytes:
+    def _event(
+        self, choices: list[dict[str, Any]], usage: Usage | None = None, metrics: dict[str, Any] | None = None
+    ) -> bytes:
         message = {**self._head, "object": self._chunk_object, "choices": choices}
         if usage is not None:
             message["usage"] = usage
+        if metrics:
+            message["metrics"] = metrics
         if self.extras:
             message |= self.extras
             self.extras = {}

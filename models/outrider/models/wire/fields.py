@@ -33,6 +33,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000
 MAX_TOP_LOGPROBS = 20
 MAX_PRIORITY = 100
+MAX_MODEL_CHARS = 256
 MAX_DEADLINE_MS = 86_400_000.0
 
 TokenId = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
@@ -41,6 +42,8 @@ Priority = Annotated[int, Strict(), Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 DeadlineMs = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0.0, le=MAX_DEADLINE_MS)]
 PRIORITY: Final = "higher is served first; at most the key's, which is also the default"
 DEADLINE: Final = "from the request's arrival: work that still waits is refused, a text ends as it is; unset: none"
+ModelName = Annotated[str, Field(min_length=1, max_length=MAX_MODEL_CHARS)]
+MODEL: Final = "the served model, or one of its adapters; unset: the served model"
 StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]

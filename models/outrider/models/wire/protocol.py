@@ -21,7 +21,6 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from outrider.models.bundle.manifest import Count, Sha256, Share
 from outrider.models.errors import RequestError
 from outrider.models.picks.acceptance import Rule
 from outrider.models.wire.fields import (
@@ -29,6 +28,7 @@ from outrider.models.wire.fields import (
     DRAFT_TOKEN,
     MAX_COUNT,
     MAX_TOP_LOGPROBS,
+    MODEL,
     PRIORITY,
     SALT,
     STEP,
@@ -37,6 +37,7 @@ from outrider.models.wire.fields import (
     DeadlineMs,
     GrammarField,
     Integer,
+    ModelName,
     Number,
     Priority,
     ProcessorFields,
@@ -67,8 +68,6 @@ MAX_PREDICTION_TOKENS = 1 << 14
 MAX_DRAFT_LAG_MS = 60_000.0
 MAX_BODY_BYTES = 1 << 20
 """Of a request, as servers take it unless they are told otherwise: parsing more would delay every stream."""
-DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-"""Pattern of an offered draft's name: one plain part of a path."""
 
 
 _MID: Final = "in a cascade: the model that verifies first; the text is the target's"
@@ -126,6 +125,7 @@ class SessionRequest(SamplingFields, ProcessorFields):
     steady: StrictBool = Field(
         default=False, description="frames of one size at a fixed pace in both directions; drafts up one long request"
     )
+    model: ModelName | None = Field(default=None, description=MODEL)
 
     @model_validator(mode="before")
     @classmethod
@@ -326,54 +326,21 @@ class ModelFacts(Answer):
     mid: str | None = Field(default=None, description=_MID)
     tool_calls: str | None = Field(default=None, description="format of its tool calls: hermes, llama or mistral")
     has_reasoning: bool = Field(default=False, description="its chat template marks reasoning by <think>")
+    adapters: dict[str, str] = Field(
+        default_factory=dict, description="LoRA adapters, by the name that requests give: identity of each"
+    )
 
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that these are the facts of; None: none."""
+        return self.name if self.name in self.adapters else None
 
-class OfferedFile(Answer):
-    """A file to download. path: relative to its bundle, or the tokenizer's; sha256: of its bytes, also its ETag."""
-
-    path: str = Field(min_length=1, max_length=512)
-    size: Count
-    sha256: Sha256
-
-
-class OfferedDraft(Answer):
-    """A draft that the server offers for its target.
-
-    name: the draft's in paths, unique on this server. model: the bundle's own name. tokenizer: fingerprint of the
-    draft's tokenizer, where it is another than the target's. acceptance: share of drafted tokens that this target
-    accepted at temperature 0.8, from the draft's card; None where it has no such measurement. files: `manifest.json`
-    first.
-    """
-
-    name: str = Field(pattern=DRAFT_NAME)
-    model: str
-    device: str
-    runtime: str
-    precision: str
-    tokenizer: Sha256 | None = None
-    size_bytes: Count
-    acceptance: Share | None = None
-    files: list[OfferedFile] = Field(min_length=1)
-
-
-class DraftList(Answer):
-    """GET /v1/drafts: the drafts for the served target. Each file is at /v1/drafts/{name}/{path}."""
-
-    model: str
-    target: str | None = Field(default=None, description=TARGET)
-    tokenizer: str = Field(description="fingerprint of the target's; every draft here that names no other has it")
-    drafts: list[OfferedDraft]
-
-
-class TokenizerFiles(Answer):
-    """GET /v1/tokenizer: the target's tokenizer, which a device needs beside a draft with another one. Each file is at
-    /v1/tokenizer/{path}.
-    """
-
-    model: str
-    target: str | None = Field(default=None, description=TARGET)
-    tokenizer: str = Field(description="fingerprint")
-    files: list[OfferedFile] = Field(min_length=1)
+    def named(self, model: str) -> ModelFacts | None:
+        """The facts of the model that a request would name so; None where it is not served."""
+        if model == self.name:
+            return self
+        target = self.adapters.get(model)
+        return None if target is None else self.model_copy(update={"name": model, "target": target})
 
 
 SessionEnd.model_rebuild()

@@ -12,6 +12,7 @@ from outrider.models.wire.fields import (
     DEADLINE,
     DRAFT_TOKEN,
     MAX_COUNT,
+    MODEL,
     PRIORITY,
     SALT,
     STEP,
@@ -20,6 +21,7 @@ from outrider.models.wire.fields import (
     DeadlineMs,
     GrammarField,
     Integer,
+    ModelName,
     Priority,
     ProcessorFields,
     SamplingFields,
@@ -74,6 +76,7 @@ class VerifyRequest(StrictMessage):
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=64, description=SALT)
+    model: ModelName | None = Field(default=None, description=MODEL)
 
 
 class VerifyResult(Answer):

