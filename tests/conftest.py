@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,10 +12,15 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 from tests import tiny_models
+from tests.waiting import run
 
 if TYPE_CHECKING:
+    from tests.chromium import Browser
+    from tests.commands import Outrider
+    from tests.local_endpoint import LocalEndpoint
     from tests.serving import FakeServer
 
+    from outrider.edge.store.shelf import Shelf
     from outrider.export.make.pair import PairPaths
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
@@ -26,6 +32,15 @@ settings.load_profile("outrider")
 
 # A vocabulary of 96 here, odd sizes elsewhere: nothing should depend on round numbers.
 TINY_VOCAB = 96
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine on an event loop of its own, with a limit that only a hang reaches."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -143,7 +158,8 @@ def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path
 
 
-def _verifier() -> Iterator[FakeServer]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
     """One verifier for the tests of a module that only read from it."""
     from tests.serving import serve_fake
 
@@ -151,8 +167,23 @@ def _verifier() -> Iterator[FakeServer]:
         yield running
 
 
-server = pytest.fixture(scope="module", name="server")(_verifier)
-cloud = pytest.fixture(scope="module", name="cloud")(_verifier)
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[FakeServer]:
+    """One that verifies what devices send and nothing else."""
+    from tests.agents import SURE
+    from tests.serving import serve_fake
+
+    with serve_fake(config=SURE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
+    """A local endpoint that drafts for it."""
+    from tests.local_endpoint import DRAFTS, serve_local
+
+    with serve_local(cloud.url, DRAFTS) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -165,3 +196,66 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
         tiny_models.make_tiny_tokenizer(root / name)
         tiny_models.make_tiny_model("llama", root / name, vocab_size=320, seed=seed)
     return PairPaths(root / "draft", root / "target")
+
+
+@pytest.fixture
+def outrider(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outrider:
+    """Runs the device's commands in this process."""
+    from tests.commands import Outrider
+
+    return Outrider(monkeypatch, capsys)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration file that the commands read, empty, and no variable beside it; write it."""
+    path = tmp_path / "config" / "outrider.toml"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
+    for name in list(os.environ):
+        if name.startswith("OUTRIDER_") and name not in ("OUTRIDER_CONFIG", "OUTRIDER_CACHE"):
+            monkeypatch.delenv(name)
+    return path
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """An empty cache of this test's own."""
+    from outrider.edge.store.shelf import Shelf
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    return Shelf()
+
+
+@pytest.fixture
+def fake_bundle(tmp_path: Path) -> Path:
+    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
+    from tests.drafts import make_draft
+
+    return make_draft(tmp_path / "draft").path
+
+
+@pytest.fixture
+def opened_models(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Opens a fake model in the place of any draft's; the files that it was asked for."""
+    from tests.fake_runtime import FakeSequenceRuntime
+    from tests.serving import fake_tokenizer
+
+    asked: list[Path] = []
+
+    def open_fake(kind: str, model_file: Path, options: object) -> FakeSequenceRuntime:
+        asked.append(model_file)
+        return FakeSequenceRuntime(vocab_size=fake_tokenizer().size)
+
+    monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", open_fake)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real Chromium; skips where there is none."""
+    from tests.chromium import open_browser
+
+    with open_browser() as running:
+        yield running

@@ -387,7 +387,7 @@ def test_a_stream_that_the_server_ends_raises() -> None:
 
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize("is_local", [True, False], ids=["endpoint", "verifier"])
-def test_a_cancelled_call_frees_everything(is_local: bool, is_stream: bool) -> None:
+async def test_a_cancelled_call_frees_everything(is_local: bool, is_stream: bool) -> None:
     """AsyncOpenAI: a task that is cancelled ends the text, which without it could not end: the target stands still."""
     gate = StepGate()
 
@@ -401,17 +401,14 @@ def test_a_cancelled_call_frees_everything(is_local: bool, is_stream: bool) -> N
             async for chunk in await client.completions.create(stream=True, **fields):
                 gate.allow(0 if chunk.choices[0].text else 1)
 
-        async def cancelled() -> None:
-            address = endpoint.url if is_local else server.url
-            async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as client:
-                task = asyncio.create_task(ask(client))
-                await asyncio.to_thread(server.wait_until, lambda: server.core.engine.stats().running == 1)
-                task.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await task
-
         gate.allow(2)
-        asyncio.run(cancelled())
+        address = endpoint.url if is_local else server.url
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as client:
+            task = asyncio.create_task(ask(client))
+            await asyncio.to_thread(server.wait_until, lambda: server.core.engine.stats().running == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         if is_local:
             endpoint.wait_until(endpoint.is_at_rest)
         server.wait_until(lambda: server.core.slots.num_taken == 0)

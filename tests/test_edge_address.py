@@ -1,6 +1,7 @@
 """Tests addresses of clouds: one server has one, passwords in them are shown nowhere, proxies may be wrong."""
 
 from __future__ import annotations
+from tests.certificates import make_own, needs_openssl
 
 import asyncio
 import socket
@@ -13,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 from pydantic import ValidationError
+from tests.commands import KEY
 from tests.serving import serve_fake
-from tests.test_edge_config import KEY
 
 from outrider.edge.cli.draft_source import clouds_of
 from outrider.edge.doctor.cloud import CloudReport
@@ -181,19 +182,11 @@ def test_what_only_its_user_can_mend_ends_at_once(transport: httpx.MockTransport
     assert len(said) == 1 and said[0].endswith("Trying https://b.")
 
 
-def test_http_to_a_port_that_speaks_tls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_openssl
+async def test_http_to_a_port_that_speaks_tls_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server closes the connection without a word. A server in a cascade has no truststore, and asks as well."""
     monkeypatch.setitem(sys.modules, "truststore", None)
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    files = ["-subj", "/CN=localhost", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command, *files], check=True, capture_output=True)
-
-    async def ask(url: str) -> None:
-        async with VerifierClient(url) as client:
-            await Endpoints([client]).call(lambda each: each.ready())
-
-    with serve_fake(tls=TlsFiles(certificate, key)) as server:
+    with serve_fake(tls=TlsFiles(*make_own(tmp_path, "server"))) as server:
         url = server.url.replace("https:", "http:")
         with pytest.raises(EndpointWrong, match=f"{url}: what answers there speaks TLS; use {server.url}$"):
-            asyncio.run(ask(url))
+            await Endpoints([VerifierClient(url)]).call(lambda each: each.ready())

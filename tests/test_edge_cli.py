@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import signal
@@ -16,6 +15,7 @@ import click
 import pytest
 import typer.main
 from rich.console import Console
+from tests.commands import Outrider
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
@@ -44,14 +44,6 @@ from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.extras import missing_extra
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of `outrider ARGUMENTS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
 
 
 def test_help_needs_no_model_runtime() -> None:
@@ -94,12 +86,9 @@ def test_help_needs_no_model_runtime() -> None:
         (["--draft", "nowhere", "-v", "--mode", "cloud-only"], "nowhere"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
+def test_a_mistake_is_one_clear_line_and_exit_code_2(outrider: Outrider, options: list[str], message: str) -> None:
     """No traceback; standard output stays clean for programs."""
-    assert run_main(monkeypatch, "run", "hello", *options) == 2
-    shown = capsys.readouterr()
+    shown = outrider("run", "hello", *options, code=2)
     assert shown.err.startswith("error: ") and message in shown.err and shown.err.count("\n") == 1
     assert shown.out == ""
 
@@ -153,20 +142,16 @@ def test_depths_by_name() -> None:
             make_depth(wrong, estimates)
 
 
-def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
+async def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
     """The same text from each, here with prompt lookup as the draft."""
     prompt, params = (5, 6, 7, 5, 6, 7, 5, 6), SamplingParams(0.7, seed=2)
     request = GenerationRequest(prompt, params, 30, stop_ids=frozenset(), ignore_eos=True)
     with serve_fake() as server:
-
-        async def generate(mode: Mode, depth: str) -> GenerationResult:
-            async with VerifierClient(server.url) as client:
-                agent = make_agent(mode, Endpoints([client]), NgramDrafter(), depth)
-                assert isinstance(agent, StopAndWaitAgent if mode is Mode.STOP_AND_WAIT else StreamAgent)
-                return await agent.generate(request)
-
         for mode in Mode:
-            result = asyncio.run(generate(mode, "3"))
+            async with VerifierClient(server.url) as client:
+                agent = make_agent(mode, Endpoints([client]), NgramDrafter(), "3")
+                assert isinstance(agent, StopAndWaitAgent if mode is Mode.STOP_AND_WAIT else StreamAgent)
+                result = await agent.generate(request)
             assert result.tokens == tuple(target_tokens(prompt, 30, params)) and result.mode is mode
             assert (result.num_drafted > 0) == (mode is not Mode.CLOUD_ONLY)
             if mode is Mode.STOP_AND_WAIT:

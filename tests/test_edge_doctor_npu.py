@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.commands import Outrider
 from tests.serving import fake_tokenizer
 from tests.test_bundle import make_manifest
-from tests.test_edge_config import config, run_main
 from tests.tiny_models import export_openvino, make_tiny_model
 
 from outrider.edge.cli.doctor_screen import draft_for_npu
@@ -32,12 +32,9 @@ from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.runtimes.base import ModelLimits
 
-__all__ = ["config"]  # a fixture
-
 EMULATED = DraftChoice(device="npu", emulate_npu=True)
 REAL = DraftChoice(device="npu")
 SHAPES = StaticShapes(prompt_len=64, response_len=128, step_len=4)
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +78,13 @@ def lines_of(text: str) -> dict[str, str]:
 
 
 def test_the_block_of_an_emulated_npu(
-    draft: Bundle, config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+    draft: Bundle, config: Path, shelf: Shelf, tmp_path: Path, outrider: Outrider
 ) -> None:
     """Every step runs, and the block says first that it is no hardware; nothing else goes to standard output."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    code = run_main(monkeypatch, "doctor", "--npu", "--emulate-npu", "--draft", str(draft.path), "--threads", "1")
-    shown = capsys.readouterr()
+    shown = outrider("doctor", "--npu", "--emulate-npu", "--draft", draft.path, "--threads", "1")
     assert "fork on the NPU" in shown.err
     found = lines_of(shown.out.rstrip("\n"))
-    assert code == 0 and "FAILED" not in shown.out, shown.out
+    assert "FAILED" not in shown.out, shown.out
     assert NOT_HARDWARE in shown.out.splitlines()[2]
     for name in ("load, first time", "load again", "1 node(s)", "4 node(s)", f"prompt of {SHAPES.prompt_len}"):
         assert re.match(r"[\d.]+ m?s", found[name]), name
@@ -388,8 +383,7 @@ def test_a_block_without_a_draft_says_so(steps: Steps) -> None:
     ],
 )
 def test_options_without_effect_are_refused(
-    arguments: list[str], message: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    arguments: list[str], message: str, config: Path, outrider: Outrider
 ) -> None:
     """Before anything is measured."""
-    assert run_main(monkeypatch, "doctor", "--npu", *arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(outrider("doctor", "--npu", *arguments, code=2).err.split())

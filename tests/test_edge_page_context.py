@@ -7,11 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.chromium import CTRL, Browser, open_browser
+from tests.chromium import CTRL, Browser
 from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import LocalEndpoint, serve_local
-from tests.serving import FakeServer, fake_tokenizer, serve_fake
-from tests.test_edge_page import ask, code_of, events_of, fill, opened, runs, text_of
+from tests.serving import FakeServer, code_of, fake_tokenizer, serve_fake
+from tests.test_edge_page import fill, opened, runs, text_of
+from tests.test_edge_page_events import ask, events_of
 
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.wire.protocol import RenderAnswer
@@ -38,12 +39,6 @@ def cloud() -> Iterator[FakeServer]:
 @pytest.fixture(scope="module")
 def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
     with serve_local(cloud.url, LocalSettings(depth="4")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as running:
         yield running
 
 
@@ -75,7 +70,7 @@ def test_the_oldest_turns_are_dropped_and_the_system_message_stays(cloud: FakeSe
     assert end["type"] == "end" and end["num_prompt"] == alone["num_prompt"] == num_tokens(cloud, kept) <= CONTEXT / 2
     assert told(kept)[0]["type"] != "dropped"
     long = [message("user", "drafts " * 400)]
-    assert code_of(ask(local, prompt=None, messages=long)) == "context_length_exceeded"
+    assert code_of(ask(local, prompt=None, messages=long)) == (400, "context_length_exceeded")
     followed = ask(local, prompt=None, messages=[*long, message("assistant", "x"), message("user", "tokens")])
     assert events_of(followed)[0]["num_turns"] == 1
 

@@ -79,62 +79,57 @@ class Mailbag:
         self.got.append(number)
 
 
+async def delivered(sender: DraftSender) -> None:
+    """Returns once nothing is in flight."""
+    while sender._tasks:
+        await asyncio.sleep(0)
+
+
 def message(number: int) -> DraftMessage:
     """A draft message that the mailbag tells from others."""
     return DraftMessage("text/plain", str(number).encode())
 
 
-def test_where_too_many_messages_are_in_flight_the_sender_is_not_free() -> None:
+async def test_where_too_many_messages_are_in_flight_the_sender_is_not_free() -> None:
     """It says once when it is free again; what would have been sent meanwhile goes into one message."""
-
-    async def scenario() -> None:
-        bag, freed = Mailbag(), list[bool]()
-        bag.gate.clear()
-        sender = DraftSender(lambda _: None, max_in_flight=2, on_free=lambda: freed.append(sender.is_free))
-        for number in range(2):
-            assert sender.is_free
-            sender.send(bag, "s", message(number))
-        assert not sender.is_free and not sender.is_free
-        with pytest.raises(AssertionError, match="too many messages are in flight"):
-            sender.send(bag, "s", message(2))
-        bag.gate.set()
-        while sender._tasks:
-            await asyncio.sleep(0)
-        assert freed == [True] and sender.is_free and sender.num_sent == 2
-        sender.send(bag, "s", message(3))
-        while sender._tasks:
-            await asyncio.sleep(0)
-        assert freed == [True]  # nobody was turned away
-        await sender.aclose()
-        assert bag.got == [0, 1, 3]
-
-    asyncio.run(scenario())
+    bag, freed = Mailbag(), list[bool]()
+    bag.gate.clear()
+    sender = DraftSender(lambda _: None, max_in_flight=2, on_free=lambda: freed.append(sender.is_free))
+    for number in range(2):
+        assert sender.is_free
+        sender.send(bag, "s", message(number))
+    assert not sender.is_free and not sender.is_free
+    with pytest.raises(AssertionError, match="too many messages are in flight"):
+        sender.send(bag, "s", message(2))
+    bag.gate.set()
+    await delivered(sender)
+    assert freed == [True] and sender.is_free and sender.num_sent == 2
+    sender.send(bag, "s", message(3))
+    await delivered(sender)
+    assert freed == [True]  # nobody was turned away
+    await sender.aclose()
+    assert bag.got == [0, 1, 3]
 
 
-def test_a_lost_message_is_reported_and_one_that_is_dropped_is_not() -> None:
+async def test_a_lost_message_is_reported_and_one_that_is_dropped_is_not() -> None:
     """Those that arrived are not reported either; round trips are of delivered messages."""
+    bag, lost, times = Mailbag(frozenset({1})), list[int](), list[float]()
+    sender = DraftSender(times.append, max_in_flight=9)
 
-    async def scenario() -> None:
-        bag, lost, times = Mailbag(frozenset({1})), list[int](), list[float]()
-        sender = DraftSender(times.append, max_in_flight=9)
+    def send(number: int) -> None:
+        sender.send(bag, "s", message(number), lambda: lost.append(number))
 
-        def send(number: int) -> None:
-            sender.send(bag, "s", message(number), lambda: lost.append(number))
-
-        for number in range(3):
-            send(number)
-        while sender._tasks:
-            await asyncio.sleep(0)
-        assert (bag.got, lost, len(times), sender.num_failed) == ([0, 2], [1], 2, 1)
-        bag.gate.clear()
-        send(1)
-        sender.drop()
-        assert (sender.num_sent, sender.num_failed) == (4, 2) and sender.is_free
-        send(1)
-        await sender.aclose()
-        assert (bag.got, lost, len(times)) == ([0, 2], [1], 2)
-
-    asyncio.run(scenario())
+    for number in range(3):
+        send(number)
+    await delivered(sender)
+    assert (bag.got, lost, len(times), sender.num_failed) == ([0, 2], [1], 2, 1)
+    bag.gate.clear()
+    send(1)
+    sender.drop()
+    assert (sender.num_sent, sender.num_failed) == (4, 2) and sender.is_free
+    send(1)
+    await sender.aclose()
+    assert (bag.got, lost, len(times)) == ([0, 2], [1], 2)
 
 
 def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
@@ -167,8 +162,7 @@ def test_faults_are_reproducible_and_counted() -> None:
         faulty, sender = FaultyPosts(bag, rates, seed=3), DraftSender(lambda _: None, max_in_flight=1000)
         for number in range(200):
             sender.send(faulty, "s", message(number), functools.partial(lost.append, number))
-        while sender._tasks:
-            await asyncio.sleep(0)
+        await delivered(sender)
         await sender.aclose()
         assert sorted({*bag.got, *lost}) == [*range(200)] and len(lost) == sender.num_failed
         return bag.got, sender.num_failed

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.commands import KEY
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer
 
@@ -26,7 +27,6 @@ from outrider.models.process.extras import is_installed
 
 SECRET = "zanzibar"
 """A word of prompts that no metric and no trace may have."""
-KEY = "a-key-of-the-device"
 ASKED: dict[str, Any] = {"prompt": f"{SECRET} def verify(", "max_tokens": 12, "ignore_eos": True, "seed": 5}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "seed": 5}
 UNKNOWN_ID = 987654
@@ -239,18 +239,15 @@ def test_a_trace_goes_from_the_client_through_the_device_to_the_verifier(
         assert path in ("/v1/sessions", "/v1/model") or "traceparent" not in headers
 
 
-def test_each_verification_carries_the_trace(
+async def test_each_verification_carries_the_trace(
     cloud: FakeServer, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stop-and-wait has a call per block; each names its own span."""
     seen = Seen(monkeypatch)
 
-    async def scenario() -> None:
-        async with VerifierClient(cloud.url) as client:
-            agent = make_agent(Mode.STOP_AND_WAIT, Endpoints([client]), NgramDrafter())
-            await agent.generate(GenerationRequest((5, 6, 7), max_tokens=3, ignore_eos=True))
-
-    asyncio.run(scenario())
+    async with VerifierClient(cloud.url) as client:
+        agent = make_agent(Mode.STOP_AND_WAIT, Endpoints([client]), NgramDrafter())
+        await agent.generate(GenerationRequest((5, 6, 7), max_tokens=3, ignore_eos=True))
     calls = [span for span in provider.spans if span.name == "POST /v1/verify"]
     assert calls and [parent and parent.split("-")[2] for parent in seen.of("/v1/verify")] == [
         f"{span.get_span_context().span_id:016x}" for span in calls
@@ -275,20 +272,17 @@ def test_traces_have_no_word_of_a_text_and_errors_only_their_kind(local: LocalEn
     assert "POST /v1/render" in written
 
 
-def test_a_call_that_is_cancelled_ends_its_span(provider: Provider) -> None:
+async def test_a_call_that_is_cancelled_ends_its_span(provider: Provider) -> None:
     """As such, and not as a failure."""
 
     async def scenario() -> None:
         with tracing.call("POST /v1/sessions", "http://user:pass@127.0.0.1:9/v1"):
             await asyncio.Event().wait()
 
-    async def cancel() -> None:
-        task = asyncio.create_task(scenario())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(cancel())
+    task = asyncio.create_task(scenario())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     (span,) = provider.spans
     assert span.is_ended and span.status is None
     assert span.attributes == {"server.address": "127.0.0.1", "server.port": 9, "outrider.cancelled": True}

@@ -2,6 +2,7 @@
 certificates."""
 
 from __future__ import annotations
+from tests.certificates import make_own, make_signed, needs_openssl, openssl
 
 import asyncio
 import os
@@ -27,10 +28,9 @@ from outrider.models.ingress.sockets import ClientName, TlsFiles, tls_files
 from outrider.models.process.watched_files import WatchedFiles
 from outrider.models.wire.protocol import SessionOpen, SessionRequest
 
-OPENSSL = shutil.which("openssl")
-
-
-CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+def needs_own_roots(test: Any) -> Any:
+    linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep their roots elsewhere")
+    return needs_openssl(linux(test))
 
 
 async def status(url: str, certificate: ClientCertificate | None = None) -> str:
@@ -39,46 +39,20 @@ async def status(url: str, certificate: ClientCertificate | None = None) -> str:
         return (await client.ready()).status
 
 
-def openssl(*arguments: str | Path) -> None:
-    """Runs the command."""
-    assert OPENSSL is not None
-    subprocess.run([OPENSSL, *map(str, arguments)], check=True, capture_output=True)
-
-
-def make_own(place: Path, name: str) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key."""
-    certificate, key = place / f"{name}.pem", place / f"{name}.key"
-    named = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    openssl("req", "-x509", *CURVE, "-keyout", key, "-out", certificate, *named)
-    return certificate, key
-
-
-def make_signed(place: Path, name: str, authority: tuple[Path, Path]) -> ClientCertificate:
-    """A client's certificate, signed by the authority, and its key, in one file."""
-    certificate, key, request = (place / f"{name}.{end}" for end in ("pem", "key", "csr"))
-    openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/O=Acme/CN={name}")
-    signer: list[str | Path] = ["-CA", authority[0], "-CAkey", authority[1], "-CAcreateserial", "-days", "1"]
-    openssl("x509", "-req", "-in", request, *signer, "-out", certificate)
-    certificate.write_bytes(certificate.read_bytes() + key.read_bytes())
-    return ClientCertificate(certificate)
-
-
-@pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep their roots elsewhere")
-def test_a_root_of_the_system_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_own_roots
+async def test_a_root_of_the_system_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate of a company's own authority, which no package has; without it the server is refused."""
     certificate, key = make_own(tmp_path, "server")
     with serve_fake(tls=TlsFiles(certificate, key)) as server:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        assert asyncio.run(status(server.url)) == "ready"
+        assert await status(server.url) == "ready"
         monkeypatch.delenv("SSL_CERT_FILE")
         with pytest.raises(EndpointLost, match="its certificate was refused: self-signed"):
-            asyncio.run(status(server.url))
+            await status(server.url)
 
 
-@pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep their roots elsewhere")
-def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_own_roots
+async def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one, or with another authority's, there is no connection; sessions belong to the subject."""
     certificate, key = make_own(tmp_path, "server")
     authority, other = make_own(tmp_path, "ca"), make_own(tmp_path, "other-ca")
@@ -87,27 +61,24 @@ def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, m
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     gate = StepGate()
     with serve_fake(tls=TlsFiles(certificate, key, authority[0]), gate=gate) as server:
-        assert asyncio.run(status(server.url, phone)) == "ready"
+        assert await status(server.url, phone) == "ready"
         for unknown in (None, stranger):
             with pytest.raises(EndpointLost, match="--tls-client-cert"):
-                asyncio.run(status(server.url, unknown))
+                await status(server.url, unknown)
 
-        async def post_to_a_session_of_the_phone() -> None:
-            drafts = DraftMessage("application/json", b'{"base": 0, "paths": [[1]]}')
-            async with (
-                VerifierClient(server.url, ClientOptions(certificate=phone)) as own,
-                VerifierClient(server.url, ClientOptions(certificate=tablet)) as foreign,
-                own.open_session(SessionRequest(prompt=[1, 2], max_tokens=4)) as stream,
-            ):
-                opened = await anext(stream)
-                assert isinstance(opened, SessionOpen)
-                (session,) = server.core.sessions.values()
-                assert session.owner.startswith(b"subject:")
-                await own.post_drafts(opened.session, drafts)
-                with pytest.raises(EndpointLost, match="unknown_session"):
-                    await foreign.post_drafts(opened.session, drafts)
-
-        asyncio.run(post_to_a_session_of_the_phone())
+        drafts = DraftMessage("application/json", b'{"base": 0, "paths": [[1]]}')
+        async with (
+            VerifierClient(server.url, ClientOptions(certificate=phone)) as own,
+            VerifierClient(server.url, ClientOptions(certificate=tablet)) as foreign,
+            own.open_session(SessionRequest(prompt=[1, 2], max_tokens=4)) as stream,
+        ):
+            opened = await anext(stream)
+            assert isinstance(opened, SessionOpen)
+            (session,) = server.core.sessions.values()
+            assert session.owner.startswith(b"subject:")
+            await own.post_drafts(opened.session, drafts)
+            with pytest.raises(EndpointLost, match="unknown_session"):
+                await foreign.post_drafts(opened.session, drafts)
 
 
 ACME = (("organizationName", "Acme"),)
@@ -138,9 +109,8 @@ def test_every_subject_of_every_authority_is_an_owner_of_its_own(certificate: di
     assert ClientName.of({"issuer": (CA,)}) is None
 
 
-@pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep their roots elsewhere")
-def test_new_certificates_are_served_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_own_roots
+async def test_new_certificates_are_served_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """New connections get the new certificate and the new authority; files that do not fit change nothing."""
     old, new, authority = (make_own(tmp_path, name) for name in ("old", "new", "ca"))
     served = (tmp_path / "served.pem", tmp_path / "served.key")
@@ -155,25 +125,25 @@ def test_new_certificates_are_served_without_a_restart(tmp_path: Path, monkeypat
         files, counts = WatchedFiles("certificates", served, server.server.tls.reload), Counter[tuple[str, str]]()
         monkeypatch.setenv("SSL_CERT_FILE", str(new[0]))
         with pytest.raises(EndpointLost):
-            asyncio.run(status(server.url))
+            await status(server.url)
         served[0].write_bytes(new[0].read_bytes())  # its key is not there yet
         files.check(counts, is_forced=True)
         files.check(counts)  # they keep still
         assert counts == {("certificates", "failed"): 1}
         monkeypatch.setenv("SSL_CERT_FILE", str(old[0]))
-        assert asyncio.run(status(server.url)) == "ready"
+        assert await status(server.url) == "ready"
         put(*new)
         files.check(counts, is_forced=True)
         files.check(counts)  # they keep still
         monkeypatch.setenv("SSL_CERT_FILE", str(new[0]))
-        assert asyncio.run(status(server.url)) == "ready"
+        assert await status(server.url) == "ready"
         assert counts["certificates", "ok"] == 1
     assert TlsFiles(*served, authority[0]).paths == (*served, authority[0])
     with pytest.raises(ConfigError, match="certificates of authorities"):
         TlsFiles(*served, served[1])
 
 
-@pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
+@needs_openssl
 def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     """A key that others can read, a key with a password, a CA without HTTPS."""
     certificate, key = make_own(tmp_path, "own")

@@ -249,38 +249,32 @@ def test_what_is_no_address_is_refused(wrong: str) -> None:
         verifier_url(wrong)
 
 
-def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None:
+async def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None:
     """At once, once, and again when it is given up."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     reported: list[str] = []
 
-    async def ask() -> None:
+    question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
+    with pytest.raises(CloudError) as given_up:
         async with VerifierClient(url) as client:
             endpoints = Endpoints(
                 [client], RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0), on_trouble=reported.append
             )
             await endpoints.call(lambda client: client.ready())
-
-    question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
-    with pytest.raises(CloudError) as given_up:
-        asyncio.run(ask())
     assert reported == [f"{question} Trying again."]
     assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
 
 
-def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
+async def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
     """A server that answers with an error is there."""
     reported: list[str] = []
     transport = httpx.MockTransport(lambda request: httpx.Response(503))
 
-    async def ask() -> None:
+    with pytest.raises(CloudError, match="no cloud endpoint is left after 2 attempts"):
         client = VerifierClient("http://127.0.0.1:1", transport=transport)
         endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=reported.append)
         await endpoints.call(lambda client: client.ready())
-
-    with pytest.raises(CloudError, match="no cloud endpoint is left after 2 attempts"):
-        asyncio.run(ask())
     assert len(reported) == 1 and "HTTP 503" in reported[0] and "running there" not in reported[0]
 
 
