@@ -1,29 +1,14 @@
 """Makes certificates with the openssl command."""
 
 from __future__ import annotations
-from outrider.models.wire.protocol import SessionOpen, SessionRequest
-from outrider.models.process.watched_files import WatchedFiles
-from outrider.models.ingress.sockets import ClientName, TlsFiles, tls_files
-from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.client.messages import DraftMessage
-from outrider.models.client.errors import EndpointLost, lost
-from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.client.certificate import ClientCertificate
-from outrider.edge.cli.draft_source import clouds_of
-from outrider.edge.cli.command_options import PullOptions
-from tests.serving import StepGate, serve_fake
-import pytest
-import httpx
-from typing import Any
-from pathlib import Path
-from collections import Counter
-import sys
-import subprocess
+
 import shutil
-import os
-import asyncio
+import subprocess
+from pathlib import Path
 
+import pytest
 
+from outrider.models.client.certificate import ClientCertificate
 
 OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")

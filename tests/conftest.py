@@ -44,30 +44,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Gives this run its own directory for what exports keep between stages, also in processes that it starts."""
-    place = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("OUTRIDER_CACHE")
-    os.environ["OUTRIDER_CACHE"] = str(place)
-    yield place
-    if before is None:
-        del os.environ["OUTRIDER_CACHE"]
-    else:
-        os.environ["OUTRIDER_CACHE"] = before
+def own_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This run's own directory for what exports keep between stages, and an empty configuration.
 
-
-@pytest.fixture(scope="session", autouse=True)
-def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty configuration for this run, whatever the user's is, also in processes that it starts."""
-    path = tmp_path_factory.mktemp("config") / "config.toml"
-    path.touch()
-    before = os.environ.get("OUTRIDER_CONFIG")
-    os.environ["OUTRIDER_CONFIG"] = str(path)
-    yield path
-    if before is None:
-        del os.environ["OUTRIDER_CONFIG"]
-    else:
-        os.environ["OUTRIDER_CONFIG"] = before
+    Whatever the user's are, also in processes that it starts.
+    """
+    config = tmp_path_factory.mktemp("config") / "config.toml"
+    config.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OUTRIDER_CONFIG", str(config))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

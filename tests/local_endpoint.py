@@ -7,18 +7,20 @@ with serve_fake() as cloud, serve_local(cloud.url) as local:
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import FakeServer, fake_tokenizer, target_tokens
+from tests.serving import FakeServer, StepGate, fake_tokenizer, target_tokens
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.edge.devices.placement import Placement
@@ -215,3 +217,50 @@ def posted(local: LocalEndpoint, **fields: Any) -> Iterator[socket.socket]:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
         yield connection
+
+
+@dataclass
+class Wire:
+    """Every request to a verifier: method and path, headers, body; of one in pieces, what has been sent of it."""
+
+    sent: list[tuple[str, httpx.Headers, bytes | bytearray]] = field(default_factory=list)
+    gate: StepGate | None = None  # is opened by the first draft
+
+    def traceparents(self, path: str) -> list[str | None]:
+        """Of the requests to a path."""
+        return [headers.get("traceparent") for found, headers, _ in self.sent if found.split(" ")[1] == path]
+
+    def to(self, path: str) -> list[bytes]:
+        """The bodies of the requests whose path matches."""
+        return [bytes(body) for found, _, body in self.sent if re.fullmatch(path, found)]
+
+    @property
+    def bytes(self) -> bytes:
+        """All bodies and headers."""
+        return b"\n".join(bytes(body) + repr(headers.raw).encode() for _, headers, body in self.sent)
+
+
+def note_requests(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    """What the device sends from now on."""
+    noted, send = Wire(), httpx.AsyncClient.send
+
+    async def note(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        stream, body = request.stream, bytearray()
+        if isinstance(stream, httpx.ByteStream):
+            body += request.content
+        else:
+
+            async def pieces() -> AsyncIterator[bytes]:
+                assert isinstance(stream, httpx.AsyncByteStream)
+                async for piece in stream:
+                    body.extend(piece)
+                    yield piece
+
+            request.stream = httpx.Request("POST", request.url, content=pieces()).stream
+        noted.sent.append((f"{request.method} {request.url.path}", request.headers, body))
+        if noted.gate is not None and request.url.path.endswith("/drafts"):
+            noted.gate.open()
+        return await send(client, request, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", note)
+    return noted

@@ -340,14 +340,6 @@ def test_a_draft_that_breaks_costs_only_the_draft(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("drafting failed") == 1
 
 
-def test_a_draft_at_its_longest_sequence_leaves_the_rest_to_the_target(server: FakeServer) -> None:
-    """A draft model with fewer positions than the target stops proposing; no busy loop, no failure."""
-    request = asking(seed=10)
-    short = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=30))
-    result = run(generate([server.url], request, short))
-    assert result.tokens == truth(request) and result.draft_error is None
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("draft_size", "target_size"), [(VOCAB, VOCAB + 64), (VOCAB + 64, VOCAB)])
 def test_a_pair_that_is_padded_differently_gives_the_targets_text(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.commands import Outrider
+from tests.commands import Outrider, screen
 from tests.drafts import make_draft
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.other_tokenizers import tokenizer_of
@@ -28,7 +28,6 @@ from outrider.edge.link.downloads import DraftClient
 from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
 from outrider.edge.serve.state import LocalCore, LocalSettings
 from outrider.edge.store import tokenizers
-from outrider.edge.store.choice import Wishes, choose, judge
 from outrider.edge.store.tokenizers import fetch_tokenizer, last_tokenizer, target_tokenizer
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, TokenizerError, TokenizerMismatch
@@ -36,7 +35,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.mapped_sequence import MappedSequence
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.text.vocabulary_map import VocabularyMap
-from outrider.models.wire.protocol import OfferedDraft, OfferedFile, TokenizerFiles
+from outrider.models.wire.protocol import OfferedFile, TokenizerFiles
 
 FOREIGN = "gpt2"
 
@@ -104,11 +103,11 @@ def test_a_server_that_shares_no_tokenizer(place: Path, tmp_path: Path, outrider
 
 def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both map, too; `chat` refuses with --same-tokenizer."""
-    out, about = Console(file=io.StringIO()), Console(file=io.StringIO())
+    (out, text), (about, said) = screen(), screen()
     draft = [str(place / "cpu")]
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     chat_here(ChatOptions(cloud=[server.url], draft=draft, max_tokens=8), out, about, PipeReader())
-    assert len(out.file.getvalue().strip()) > 2 and "its tokens are mapped" in about.file.getvalue()  # type: ignore[attr-defined]
+    assert len(text.getvalue().strip()) > 2 and "its tokens are mapped" in said.getvalue()
     with pytest.raises(TokenizerMismatch, match=r"leave out --same-tokenizer"):
         chat_here(ChatOptions(cloud=[server.url], draft=draft, same_tokenizer=True), out, about, PipeReader())
     core = opened_core(ServeOptions(cloud=[server.url], draft=draft, max_requests=2), about)
@@ -198,19 +197,6 @@ def test_a_server_that_is_too_slow_is_given_up(server: FakeServer, monkeypatch: 
         run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
 
 
-def test_a_draft_of_the_target_s_tokenizer_comes_first() -> None:
-    def offer(name: str, **changes: object) -> OfferedDraft:
-        fields = {"model": "d", "device": "cpu", "runtime": "openvino", "precision": "int8", "size_bytes": 9}
-        files = [OfferedFile(path="manifest.json", size=9, sha256="0" * 64)]
-        return OfferedDraft.model_validate({"name": name, "acceptance": 0.6, "files": files, **fields, **changes})
-
-    other = offer("a", tokenizer="1" * 64)
-    for order in ([other, offer("b")], [offer("b"), other]):
-        chosen = choose(judge(order, Wishes()), "http://cloud")
-        assert chosen.draft.name == "b" and "it has the target's tokenizer" in chosen.why
-    assert choose(judge([other, offer("b", acceptance=0.2)], Wishes()), "http://cloud").draft.name == "a"
-
-
 def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
     target, bundle = fake_tokenizer(), open_draft_bundle(place / "cpu")
     model = open_draft_model(bundle, target=target)
@@ -223,14 +209,13 @@ def test_without_a_server_what_was_pulled_with_the_draft_counts(place: Path, out
     """`serve` at boot, before the network is there: the endpoint has the target's tokenizer."""
     with serve_fake(drafts=place) as server:
         outrider("pull", "--server", server.url)
-    about = Console(file=io.StringIO(), width=200)
+    about, said = screen(width=200)
     here = ServeOptions(cloud=[server.url], max_requests=2)
     for options in (here, replace(here, draft=[str(place / "cpu")], tokenizer=fake_tokenizer().directory)):
         core = opened_core(options, about)
         assert core.fingerprint == fake_tokenizer().fingerprint
         core.drafts.close()
-        said = about.file.getvalue()  # type: ignore[attr-defined]
-        assert "has another tokenizer than the target: its tokens are mapped" in said
+        assert "has another tokenizer than the target: its tokens are mapped" in said.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ import io
 import json
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import onnxruntime
 import openvino
 import pytest
-from rich.console import Console
 from tests.agents import MODES, VOCAB, truth, whole
-from tests.commands import Outrider
+from tests.commands import Outrider, screen
 from tests.drafts import ALL_DEVICES, CPU_ONLY, manifest_for
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, serve_fake
@@ -115,37 +115,30 @@ def make_nodes(root: Path, *paths: str) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("paths", "may_use", "said"),
-    [
-        ((), True, "no /dev/accel/accel0"),
-        (("sys/module/intel_vpu/version",), True, "intel-fw-npu"),
-        (("dev/accel/accel0",), True, "another driver than intel_vpu"),
-        (("dev/accel/accel0", "sys/module/intel_vpu/version"), False, "usermod -aG render"),
-        (("dev/accel/accel0", "sys/module/intel_vpu/version"), True, "intel-level-zero-npu and intel-driver-compiler"),
-    ],
-)
-def test_on_linux_the_first_thing_that_is_missing_for_an_npu_is_named(
-    tmp_path: Path, paths: tuple[str, ...], may_use: bool, said: str
-) -> None:
-    """Kernel module, firmware, access, user-space driver: in the order in which they are needed."""
-    assert said in npu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use, "x86_64")
+NODE, DRIVER, RENDER = "dev/accel/accel0", "sys/module/intel_vpu/version", "dev/dri/renderD128"
 
 
 @pytest.mark.parametrize(
-    ("paths", "may_use", "said"),
+    ("advice", "paths", "may_use", "said"),
     [
-        ((), True, "no /dev/dri/renderD*"),
-        (("dev/dri/renderD128",), False, "may not open /dev/dri/renderD128: run `sudo usermod -aG render"),
-        (("dev/dri/renderD128",), True, "intel-opencl-icd"),
+        (npu_advice, (), True, "no /dev/accel/accel0"),
+        (npu_advice, (DRIVER,), True, "intel-fw-npu"),
+        (npu_advice, (NODE,), True, "another driver than intel_vpu"),
+        (npu_advice, (NODE, DRIVER), False, "usermod -aG render"),
+        (npu_advice, (NODE, DRIVER), True, "intel-level-zero-npu and intel-driver-compiler"),
+        (gpu_advice, (), True, "no /dev/dri/renderD*"),
+        (gpu_advice, (RENDER,), False, "may not open /dev/dri/renderD128: run `sudo usermod -aG render"),
+        (gpu_advice, (RENDER,), True, "intel-opencl-icd"),
     ],
 )
-def test_on_linux_the_first_thing_that_is_missing_for_a_gpu_is_named(
-    tmp_path: Path, paths: tuple[str, ...], may_use: bool, said: str
+def test_on_linux_the_first_thing_that_is_missing_is_named(
+    tmp_path: Path, advice: Callable[..., str], paths: tuple[str, ...], may_use: bool, said: str
 ) -> None:
-    """Kernel driver, access, compute runtime; an NVIDIA GPU is ONNX Runtime's."""
-    told = gpu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use, "x86_64")
-    assert said in told and "--runtime onnxruntime" in told
+    """Kernel module, firmware, access, user-space driver: in the order in which they are needed. An NVIDIA GPU is ONNX
+    Runtime's.
+    """
+    told = advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use, "x86_64")
+    assert said in told and (advice is npu_advice or "--runtime onnxruntime" in told)
 
 
 def test_elsewhere_the_vendors_driver_is_named() -> None:
@@ -221,8 +214,8 @@ def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_mis
         (FoundRuntime("onnxruntime", None, ()), ['pip install "outrider[edge-onnxruntime]"']),
         (FoundRuntime("onnxruntime", "1", providers), ["no draft is made for it", "no GPU in ONNX Runtime"]),
     ):
-        out = io.StringIO()
-        show_devices(Console(file=out, width=200, no_color=True), [found])
+        console, out = screen(width=200, no_color=True)
+        show_devices(console, [found])
         assert all(part in out.getvalue() for part in parts), out.getvalue()
         assert ("no NPU" in out.getvalue()) == (found is CPU_ONLY)
 

@@ -1,12 +1,32 @@
 """Tests single checks of `outrider doctor`: the machine, its packages, runtimes and bundles; clocks and protocols."""
 
 from __future__ import annotations
-from outrider.models.wire.protocol import PROTOCOL_VERSION
-from outrider.models.ingress.sockets import TlsFiles
-from outrider.models.http.security import KeyRing
-from outrider.edge.store.shelf import PulledFor, Shelf
-from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, profile_draft
-from outrider.edge.doctor.findings import Failed, Finding, guarded, without_secrets
+
+import json
+import shutil
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.commands import KEY
+from tests.serving import fake_tokenizer
+
+from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.doctor import cloud as cloud_checks
+from outrider.edge.doctor import examine as examination
+from outrider.edge.doctor import probe
+from outrider.edge.doctor.bundles import Bundles, cached_drafts, check_bundle
+from outrider.edge.doctor.cloud import CloudReport, Facts, check_tokenizer
 from outrider.edge.doctor.examine import (
     check_disk,
     check_memory,
@@ -14,37 +34,9 @@ from outrider.edge.doctor.examine import (
     check_power,
     check_runtimes,
 )
-from outrider.edge.doctor.cloud import CloudReport, Facts, check_tokenizer
-from outrider.edge.doctor.bundles import Bundles, cached_drafts, check_bundle
-from outrider.edge.doctor import probe
-from outrider.edge.doctor import examine as examination
-from outrider.edge.doctor import cloud as cloud_checks
-from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
-from outrider.cloud.api.state import ServerSettings
-from tests.serving import FakeServer, fake_tokenizer, serve_fake
-from tests.raw_server import raw_server, writes
-from tests.drafts import make_draft
-from tests.commands import KEY, OTHER_KEY, Outrider, key_file
-from tests.agents import nowhere
-import pytest
-from typing import Any
-from types import SimpleNamespace
-from pathlib import Path
-from importlib import metadata
-from email.utils import formatdate
-from collections.abc import Callable, Iterator
-import time
-import threading
-import sys
-import subprocess
-import ssl
-import socket
-import shutil
-import json
-from tests.certificates import make_own, needs_openssl
-
-
+from outrider.edge.doctor.findings import Failed, Finding, guarded, without_secrets
+from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, profile_draft
+from outrider.models.wire.protocol import PROTOCOL_VERSION
 
 CPU = FoundDevice("CPU", "Some Processor", "cpu")
 NGRAM = DraftChoice("ngram")

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.agents import SURE, Clock
+from tests.always_wrong import WrappedDrafter
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import DRAFTS, expected, fake_draft, serve_local
 from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
@@ -19,6 +20,7 @@ from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
 from outrider.edge.devices.placement import Placement
 from outrider.edge.devices.power import OnBattery, PowerWatch, why_ease
 from outrider.edge.drafting.belief import CommitOutcome
+from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import CostModelDepth, Effort
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
@@ -279,40 +281,29 @@ def test_half_the_work_is_low_effort_half_the_nodes_and_half_the_bytes() -> None
     assert PowerWatch(OnBattery.FULL, lambda: pytest.fail("asked"), clock).reason is None
 
 
-class Mixed(Drafter):
+class Mixed(WrappedDrafter):
     """A draft of the fake language that agrees in every other passage, and hardly in between."""
 
     def __init__(self) -> None:
-        self.easy = ModelDrafter(fake_draft(agreement=1.0))
-        self.hard = ModelDrafter(fake_draft(agreement=0.05))
+        super().__init__(ModelDrafter(fake_draft(agreement=1.0)))
+        self._hard = ModelDrafter(fake_draft(agreement=0.05))
 
-    def _now(self) -> ModelDrafter:
-        return self.easy if self.easy.length // PASSAGE % 2 == 0 else self.hard
+    def _now(self) -> Drafter:
+        return self._inner if self.length // PASSAGE % 2 == 0 else self._hard
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: ProcessorPlan = NO_PLAN) -> None:
-        self.easy.begin(prompt, params, plan)
-        self.hard.begin(prompt, params, plan)
+        for each in (self._inner, self._hard):
+            each.begin(prompt, params, plan)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self.easy.extend(tokens)
-        self.hard.extend(tokens)
+        for each in (self._inner, self._hard):
+            each.extend(tokens)
 
-    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[Any]:
-        return list(self._now().guess(branches, width))
-
-    def continuation(self, max_tokens: int) -> list[Any]:
-        return []
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        return self._now().guess(branches, width)
 
     def read_on(self) -> None:
         self._now().read_on()
-
-    @property
-    def length(self) -> int:
-        return self.easy.length
-
-    @property
-    def max_branches(self) -> int:
-        return 8
 
     @property
     def is_behind(self) -> bool:

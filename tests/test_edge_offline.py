@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
 from tests.agents import SURE, free_port, proxy_to
-from tests.commands import Outrider
+from tests.commands import Outrider, screen
 from tests.local_endpoint import (
     DRAFTS,
     MESSAGES,
@@ -27,6 +25,7 @@ from tests.local_endpoint import (
     serve_local,
 )
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.waiting import run
 
 from outrider.edge.cli.run import offline_line
 from outrider.edge.cli.summary import summary_lines
@@ -104,7 +103,7 @@ TRUTH = target_tokens(TOKENS, COUNT, PARAMS)
 def test_without_a_cloud_the_draft_writes_alone_and_says_so() -> None:
     """A draft that agrees with the target writes its text; every token is marked all the same."""
     script = Script()
-    text = asyncio.run(script.run("http://127.0.0.1:9"))
+    text = run(script.run("http://127.0.0.1:9"))
     assert text.tokens == script.shown == text.local == TRUTH
     assert script.num_unverified == COUNT and text.as_json()["verified"] is False
     assert "UNVERIFIED: the draft wrote the last 40 of 40 tokens alone" in offline_line(text)
@@ -140,7 +139,7 @@ def test_a_cloud_that_answers_and_serves_no_text_holds_nothing_up() -> None:
         looks.append(script.num_unverified)
         return True
 
-    text = asyncio.run(script.run("http://127.0.0.1:9", find_cloud))
+    text = run(script.run("http://127.0.0.1:9", find_cloud))
     assert text.local == TRUTH and not text.verified
     assert script.pauses[:6] == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
     assert len(looks) <= 1 + len(script.pauses)
@@ -217,8 +216,7 @@ async def test_a_refusal_is_no_outage(server: FakeServer) -> None:
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_a_file_never_gets_text_that_is_taken_back(is_terminal: bool) -> None:
     """A terminal shows unverified text at once, in its own colour; a file gets it once it is confirmed."""
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=is_terminal, color_system="standard" if is_terminal else None)
+    console, out = screen(force_terminal=is_terminal, color_system="standard" if is_terminal else None)
     tokenizer = fake_tokenizer()
     ids = tokenizer.encode("def verify(tokens)")
     printer = TokenPrinter(console, tokenizer.detokenizer())
@@ -347,10 +345,8 @@ def test_run_writes_and_marks_a_text_without_a_cloud(
     document = json.loads(outrider(*command, *sampled, "--on-battery", "full", "--json").out)
     assert document["offline"]["num_unverified"] == 48 and document["offline"]["verified"] is False
     assert set(document["sources"]) == {"unverified"} and document["eased_by"] is None
-    assert (
-        "--offline-ok needs a draft that streams"
-        in outrider(*command, "--offline-ok", "--mode", "cloud-only", code=2).err
-    )
+    refused = outrider(*command, "--offline-ok", "--mode", "cloud-only", code=2)
+    assert "--offline-ok needs a draft that streams" in refused.err
 
 
 def test_an_address_that_was_wrong_is_tried_again() -> None:
@@ -360,9 +356,3 @@ def test_an_address_that_was_wrong_is_tried_again() -> None:
     origin.unfit |= {"http://one": EndpointWrong("no host has this name"), "http://two": unfit}
     origin.forget_addresses()
     assert origin.unfit == {"http://two": unfit}
-
-
-def test_without_the_option_a_missing_cloud_is_an_error() -> None:
-    """As before: 503, and no text."""
-    with serve_local("http://127.0.0.1:9", DRAFTS) as local:
-        assert local.refusal(503, body()) == "no_verifier"

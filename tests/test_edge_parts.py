@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -132,26 +133,22 @@ async def test_a_lost_message_is_reported_and_one_that_is_dropped_is_not() -> No
     assert (bag.got, lost, len(times)) == ([0, 2], [1], 2)
 
 
-def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
+async def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
     """They may hang for as long as a server is silent; they count as failed."""
-
-    async def scenario() -> tuple[list[int], list[int], int, list[bool]]:
-        stopped, live, times, freed = Mailbag(), Mailbag(), list[float](), list[bool]()
-        stopped.gate.clear()
-        sender = DraftSender(times.append, max_in_flight=2, on_free=lambda: freed.append(True))
-        for number in range(2):
-            sender.send(stopped, "s", message(number))
-        assert not sender.is_free
-        sender.drop()
-        for number in (7, 8):
-            assert sender.is_free
-            sender.send(live, "t", message(number))
-        while len(times) < 2:
-            await asyncio.sleep(0)
-        await sender.aclose()
-        return stopped.got, live.got, sender.num_failed, freed
-
-    assert asyncio.run(scenario()) == ([], [7, 8], 2, [])
+    stopped, live, times, freed = Mailbag(), Mailbag(), list[float](), list[bool]()
+    stopped.gate.clear()
+    sender = DraftSender(times.append, max_in_flight=2, on_free=lambda: freed.append(True))
+    for number in range(2):
+        sender.send(stopped, "s", message(number))
+    assert not sender.is_free
+    sender.drop()
+    for number in (7, 8):
+        assert sender.is_free
+        sender.send(live, "t", message(number))
+    while len(times) < 2:
+        await asyncio.sleep(0)
+    await sender.aclose()
+    assert (stopped.got, live.got, sender.num_failed, freed) == ([], [7, 8], 2, [])
 
 
 def test_faults_are_reproducible_and_counted() -> None:
@@ -180,26 +177,19 @@ def test_faults_are_reproducible_and_counted() -> None:
 
 @contextmanager
 def echo_server() -> Iterator[tuple[str, int]]:
-    """Echoes every connection's bytes until it closes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    """Echoes every connection's bytes until it closes, one after the other."""
 
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    try:
-                        while data := connection.recv(4096):
-                            connection.sendall(data)
-                    except OSError:
-                        pass
+    class Echo(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                while data := self.request.recv(4096):
+                    self.request.sendall(data)
 
-        thread = threading.Thread(target=serve, daemon=True)
+    with socketserver.TCPServer(("127.0.0.1", 0), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server.getsockname()
-        server.shutdown(socket.SHUT_RDWR)
+        yield ("127.0.0.1", server.server_address[1])
+        server.shutdown()
         thread.join()
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tests.agents import nowhere
-from tests.commands import Outrider
+from tests.commands import Outrider, screen
 from tests.drafts import files_of, make_draft
 from tests.raw_server import NOT_FOUND, raw_server, writes
 from tests.serving import FakeServer, serve_fake
@@ -133,9 +132,8 @@ def test_a_draft_is_found_for_the_first_cloud_that_says_its_target(
 ) -> None:
     """Before it stands a gateway that answers 404: nothing alarming is printed."""
     pulled = Path(outrider("pull", "--cloud", server.url).out.strip())
-    shown = io.StringIO()
-    notes = Notes(Console(file=shown, width=200))
-    (found,) = find_drafts([AUTO], AS_BUNDLED, clouds_of([old, server.url], Keys()), notes)
+    console, shown = screen(width=200)
+    (found,) = find_drafts([AUTO], AS_BUNDLED, clouds_of([old, server.url], Keys()), Notes(console))
     assert found.path == pulled and shown.getvalue() == f"draft: cpu, pulled from {server.url}\n"
 
 
@@ -236,7 +234,7 @@ def test_without_a_pulled_draft_a_run_takes_the_reference(
     """And `--draft reference` takes it in any case; a draft that is named is taken as it is."""
     reference, named = make_draft(tmp_path / "the-reference").path, make_draft(tmp_path / "named").path
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda choice: reference)
-    about = Console(file=io.StringIO())
+    about = screen()[0]
 
     def found(draft: str, url: str = server.url, choice: DraftChoice = AS_BUNDLED) -> Path:
         (bundle,) = find_drafts([draft], choice, clouds_of([url], Keys()), Notes(about))

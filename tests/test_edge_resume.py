@@ -121,13 +121,22 @@ async def test_newer_times_of_a_step_decide_at_once() -> None:
     assert decided == [False, True, True] and (estimates.step_ms, estimates.extra_ms) == (30.0, 0.5)
 
 
-@pytest.mark.parametrize("stop_ids", [None, frozenset({EOS})])
-def test_a_text_that_is_cut_after_its_end_token_is_over(stop_ids: frozenset[int] | None) -> None:
-    """Whether the agent or the server named the token."""
-    more = session(opened(), Commit(base=0, tokens=[7]), ended())
-    script = Script(session(opened(), Commit(base=0, tokens=[5, EOS])), more)
-    result = run(stream(script, GenerationRequest(PROMPT, max_tokens=3, stop_ids=stop_ids)))
-    assert result.tokens == (5, EOS) and result.finish_reason == "stop"
+@pytest.mark.parametrize(
+    ("first", "fields", "tokens", "reason"),
+    [
+        pytest.param({}, {"max_tokens": 3}, [5, EOS], "stop", id="the end token that the server named"),
+        pytest.param({}, {"max_tokens": 3, "stop_ids": frozenset({EOS})}, [5, EOS], "stop", id="and the agent"),
+        pytest.param({}, {"max_tokens": 2}, [5, 6], "length", id="its length: none for zero tokens"),
+        pytest.param({"max_positions": 5}, {"max_tokens": 10}, [5, 6], "context", id="the context limit"),
+    ],
+)
+async def test_a_text_that_is_cut_at_its_end_is_over(
+    first: dict[str, Any], fields: dict[str, Any], tokens: list[int], reason: str
+) -> None:
+    """No other session is opened: the server would refuse it, or go on with another text."""
+    script = Script(session(opened(**first), Commit(base=0, tokens=tokens)), too_long)
+    result = await stream(script, GenerationRequest(PROMPT, **fields))
+    assert list(result.tokens) == tokens and result.finish_reason == reason
     assert result.num_sessions == len(script.requests) == 1
 
 
@@ -144,21 +153,6 @@ def test_a_text_that_goes_past_the_end_token_is_resumed_after_it() -> None:
     result = run(stream(script, request))
     assert result.tokens == (5, EOS, 6) and result.finish_reason == "length"
     assert script.requests[1].prompt == [*PROMPT, 5, EOS] and script.requests[1].ignore_eos
-
-
-def test_a_text_that_is_cut_at_its_length_is_over() -> None:
-    """No session is opened for zero tokens."""
-    script = Script(session(opened(), Commit(base=0, tokens=[5, 6])))
-    result = run(stream(script, GenerationRequest(PROMPT, max_tokens=2)))
-    assert result.tokens == (5, 6) and result.finish_reason == "length"
-
-
-def test_a_text_that_is_cut_at_the_context_limit_is_over() -> None:
-    """The server would refuse to open it again, and the text would be lost."""
-    script = Script(session(opened(max_positions=5), Commit(base=0, tokens=[5, 6])), too_long)
-    result = run(stream(script, GenerationRequest(PROMPT, max_tokens=10)))
-    assert result.tokens == (5, 6) and result.finish_reason == "context"
-    assert len(script.requests) == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -229,20 +223,27 @@ def test_a_restart_of_several_seconds_in_mid_text_is_survived() -> None:
     assert clock.pauses == sorted(clock.pauses) and clock.pauses[:3] == [0.05, 0.1, 0.2] and max(clock.pauses) == 2.0
 
 
-def test_an_endpoint_that_stays_away_is_given_up_in_the_end() -> None:
-    """After twenty seconds, and the error says how long it was tried."""
-    clock, script = Clock(), Script(session(opened(), Commit(base=0, tokens=[5])), *[unreachable] * 100)
-    with pytest.raises(CloudError, match=r"No verifier answers .*Gave up after \d+ attempts in 2\d\.\d s: .*refused"):
-        run(stream(script, GenerationRequest(PROMPT, max_tokens=2), clock))
-    assert 20.0 <= clock.now <= 22.0
+BEGUN = session(opened(), Commit(base=0, tokens=[5]))
 
 
-def test_an_endpoint_that_never_answered_is_given_up_soon() -> None:
-    """A wrong URL is reported at once, not retried for long."""
-    clock, script = Clock(), Script(*[unreachable] * 100)
-    with pytest.raises(CloudError, match="after 6 attempts"):
-        run(stream(script, GenerationRequest(PROMPT, max_tokens=2), clock))
-    assert clock.now < 2.0
+@pytest.mark.parametrize(
+    ("begun", "retry", "message", "least_s", "most_s"),
+    [
+        pytest.param([BEGUN], None, r"Gave up after \d+ attempts in 2\d\.\d s: .*refused", 20.0, 22.0, id="it is gone"),
+        pytest.param([], None, "after 6 attempts", 0.0, 2.0, id="a wrong address is reported at once"),
+        pytest.param(
+            [BEGUN], RetryPolicy(max_failures=2000), "after 2000 attempts", 3000.0, 4000.0, id="a long outage"
+        ),
+    ],
+)
+async def test_an_endpoint_that_stays_away_is_given_up(
+    begun: list[Answer], retry: RetryPolicy | None, message: str, least_s: float, most_s: float
+) -> None:
+    """The error says how long it was tried. Pauses stay bounded, however many there are."""
+    clock, script = Clock(), Script(*begun, *[unreachable] * 3000)
+    with pytest.raises(CloudError, match=f"No verifier answers .*{message}"):
+        await stream(script, GenerationRequest(PROMPT, max_tokens=2), clock, retry)
+    assert least_s <= clock.now <= most_s and max(clock.pauses) == (2.0 if begun else clock.pauses[-1])
 
 
 def refusing(num_refused: int) -> Answer:
@@ -310,14 +311,6 @@ async def test_a_fallback_that_answers_at_once_is_no_lost_connection() -> None:
     result = await from_two(request, Script(cut, unreachable), Script(unreachable, rest))
     assert result.tokens == (5, 6) and result.num_sessions == 2
     assert "the connection was lost and resumed 1 time" in summary_lines(result)
-
-
-def test_pauses_stay_bounded_however_often_it_is_tried() -> None:
-    """Even thousands of attempts, for a long outage, pause for at most max_pause_s."""
-    clock, script = Clock(), Script(session(opened(), Commit(base=0, tokens=[5])), *[unreachable] * 3000)
-    with pytest.raises(CloudError, match="after 2000 attempts"):
-        run(stream(script, GenerationRequest(PROMPT, max_tokens=2), clock, RetryPolicy(max_failures=2000)))
-    assert max(clock.pauses) == 2.0
 
 
 @pytest.mark.parametrize("mode", MODES)

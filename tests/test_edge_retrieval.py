@@ -46,9 +46,6 @@ RELEASE = "# Release\n\nThe release of Outrider needs a tag.\n\n# Zebras\n\nZebr
 BYTES = "A draft message has four bytes per token.\n"
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
-
 def test_only_text_inside_the_directory_is_read(tmp_path: Path) -> None:
     """Links out of it, hidden files, pipes, large files and what is no UTF-8 are left out, each kind named once."""
     docs, outside = tmp_path / "docs", tmp_path / "secret.md"
@@ -176,9 +173,6 @@ def test_passages_are_bounded_in_tokens_and_speak_for_nobody() -> None:
     assert none.before == "" and not none.passages and len(none.quoted) == 2  # still drafted from
     assert library.ground("zebras").quoted[0] is found.quoted[0]
     assert library.ground("nothing of that kind").quoted == ()
-
-
-# -- drafting ----------------------------------------------------------------------------------------------------------
 
 
 @given(text=st.lists(st.integers(0, 3), max_size=40), tail=st.lists(st.integers(0, 3), max_size=40))
@@ -360,9 +354,6 @@ def test_documents_without_the_library_are_refused_with_its_name(
     monkeypatch.setattr("outrider.edge.serve.grounded_calls.is_installed", lambda name: False)
     error = local.post({"prompt": QUERY, "max_tokens": 1, "documents": documents("a")}, status=400)["error"]
     assert "outrider[docs]" in error["message"] and error["param"] == "documents"
-
-
-# -- the commands ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.agents import SURE
+from tests.agents import SURE, Clock
 from tests.commands import KEY
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.local_endpoint import (
@@ -181,52 +181,6 @@ def test_a_client_that_leaves_frees_everything(is_stream: bool) -> None:
         local.core.drafts.scheduler.join()
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("path", "whole"), [("/v1/completions", body()), ("/v1/chat/completions", {"messages": MESSAGES})]
-)
-def test_what_the_verifier_does_not_offer_is_refused_by_name(
-    local: LocalEndpoint, fields: dict[str, Any], param: str, path: str, whole: dict[str, Any]
-) -> None:
-    """With OpenAI's shape of errors."""
-    error = local.post(whole | fields, path, 400)["error"]
-    named = ("unsupported_parameter", param, "invalid_request_error")
-    assert (error["code"], error["param"], error["type"]) == named
-
-
-def test_models_and_paths(client: httpx.Client) -> None:
-    """The target is the one model; other names and other paths are 404, other methods 405."""
-    (card,) = client.get("/v1/models").json()["data"]
-    assert card["id"] == "fake" and card == client.get("/v1/models/fake").json()
-    openai_answers.ModelCard.model_validate(card)
-    assert client.get("/v1/models/other").status_code == 404
-    assert error_of(client.post("/v1/completions", json=body(model="other")))["code"] == "model_not_found"
-    assert error_of(client.get("/v1/nothing"))["code"] == "not_found"
-    assert error_of(client.get("/v1/completions"))["code"] == "method_not_allowed"
-
-
-def test_probes(client: httpx.Client) -> None:
-    """Readiness says what drafts, and whether a verifier answers."""
-    assert client.get("/health/live").json() == {"status": "live"}
-    ready = client.get("/health/ready")
-    assert ready.status_code == 200 and client.head("/health/ready").status_code == 200
-    # A page may come under a name of its own that resolves to this machine; probes do, too.
-    assert client.get("/health/ready", headers={"Host": "evil.example"}).json() == {"status": "ready"}
-    assert ready.json()["model"] == "fake" and ready.json()["draft_sequences"] == 4
-    (cloud,) = ready.json()["clouds"]
-    assert (cloud["state"], cloud["model"]) == ("up", "fake") and cloud["round_trip_ms"] >= 0.0
-    with serve_local("http://127.0.0.1:9") as alone:
-        answer = httpx.get(f"{alone.url}/health/ready")
-        assert answer.status_code == 503 and answer.json()["status"] == "no_verifier"
-        assert [each["state"] for each in answer.json()["clouds"]] == ["down"]
-
-
 def test_a_target_without_a_template_takes_no_messages() -> None:
     """A clear error; completions work."""
     with serve_fake(has_chat_template=False) as cloud, serve_local(cloud.url) as local:
@@ -352,40 +306,34 @@ def test_a_prompt_that_no_target_takes_reaches_no_draft(cloud: FakeServer) -> No
         local.wait_until(local.is_at_rest)
 
 
-def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they take all connections to it. Facts that are known serve while it does not answer."""
-    asked: list[str] = []
+    asked, answers, clock = list[str](), asyncio.Event(), Clock()
 
-    async def run() -> None:
-        answers = asyncio.Event()
+    async def slow(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        await answers.wait()
+        ready = {"status": "ready", "model": "fake", "running": 0, "queue_depth": 0}
+        is_facts = request.url.path == "/v1/model"
+        return httpx.Response(200, content=FACTS.model_dump_json() if is_facts else json.dumps(ready))
 
-        async def slow(request: httpx.Request) -> httpx.Response:
-            asked.append(request.url.path)
-            await answers.wait()
-            ready = {"status": "ready", "model": "fake", "running": 0, "queue_depth": 0}
-            is_facts = request.url.path == "/v1/model"
-            return httpx.Response(200, content=FACTS.model_dump_json() if is_facts else json.dumps(ready))
-
-        now = [0.0]
-        client = VerifierClient("http://127.0.0.1:1", transport=httpx.MockTransport(slow))
-        upstream = Upstream([client], FACTS.tokenizer, clock=lambda: now[0])
-        waiting = [asyncio.create_task(upstream.facts(is_fresh=number % 2 == 0)) for number in range(20)]
-        probes = [asyncio.create_task(upstream.ready()) for _ in range(20)]
-        while len(asked) < 2:
-            await asyncio.sleep(0)
-        waiting.pop().cancel()
-        answers.set()
-        assert await asyncio.gather(*waiting) == [FACTS] * 19
-        assert [each.model for each in await asyncio.gather(*probes)] == ["fake"] * 20
-        assert sorted(asked) == ["/health/ready", "/v1/model"]
-        answers.clear()
-        now[0] += FACTS_S
-        monkeypatch.setattr(upstream_module, "PATIENT_S", 0.0)
-        assert [await upstream.facts() for _ in range(3)] == [FACTS] * 3
-        await upstream.aclose()
-        assert asked.count("/v1/model") <= 2
-
-    asyncio.run(run())
+    client = VerifierClient("http://127.0.0.1:1", transport=httpx.MockTransport(slow))
+    upstream = Upstream([client], FACTS.tokenizer, clock=clock)
+    waiting = [asyncio.create_task(upstream.facts(is_fresh=number % 2 == 0)) for number in range(20)]
+    probes = [asyncio.create_task(upstream.ready()) for _ in range(20)]
+    while len(asked) < 2:
+        await asyncio.sleep(0)
+    waiting.pop().cancel()
+    answers.set()
+    assert await asyncio.gather(*waiting) == [FACTS] * 19
+    assert [each.model for each in await asyncio.gather(*probes)] == ["fake"] * 20
+    assert sorted(asked) == ["/health/ready", "/v1/model"]
+    answers.clear()
+    clock.now += FACTS_S
+    monkeypatch.setattr(upstream_module, "PATIENT_S", 0.0)
+    assert [await upstream.facts() for _ in range(3)] == [FACTS] * 3
+    await upstream.aclose()
+    assert asked.count("/v1/model") <= 2
 
 
 def test_a_client_that_leaves_before_its_text_begins_frees_its_place(

@@ -18,6 +18,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from tests.commands import KEY, Outrider
 from tests.local_endpoint import (
+    MESSAGES,
     PROMPT,
     LocalEndpoint,
     body,
@@ -37,6 +38,7 @@ from outrider.edge.serve.state import LocalSettings
 from outrider.models.client.checks import check_rendered
 from outrider.models.client.errors import ProtocolBroken
 from outrider.models.errors import RequestError, TokenizerMismatch
+from outrider.models.http import openai_answers
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import open_socket
 from outrider.models.wire.protocol import RenderAnswer
@@ -248,3 +250,53 @@ def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None
     """A conversation's ids are checked as all others that a server sends."""
     with pytest.raises(ProtocolBroken):
         check_rendered("http://x", RenderAnswer(tokens=tokens, model="fake"))
+
+
+def test_models_and_paths(local: LocalEndpoint) -> None:
+    """The target is the one model; other names and other paths are 404, other methods 405."""
+
+    def get(path: str) -> httpx.Response:
+        return httpx.get(local.url + path)
+
+    (card,) = get("/v1/models").json()["data"]
+    assert card["id"] == "fake" and card == get("/v1/models/fake").json()
+    openai_answers.ModelCard.model_validate(card)
+    assert get("/v1/models/other").status_code == 404
+    assert local.refusal(404, body(model="other")) == "model_not_found"
+    assert code_of(get("/v1/nothing")) == (404, "not_found")
+    assert code_of(get("/v1/completions")) == (405, "method_not_allowed")
+
+
+def test_probes(local: LocalEndpoint) -> None:
+    """Readiness says what drafts, and whether a verifier answers."""
+    assert httpx.get(local.url + "/health/live").json() == {"status": "live"}
+    ready = httpx.get(local.url + "/health/ready")
+    assert ready.status_code == 200 and httpx.head(local.url + "/health/ready").status_code == 200
+    # A page may come under a name of its own that resolves to this machine; probes do, too.
+    assert httpx.get(local.url + "/health/ready", headers={"Host": "evil.example"}).json() == {"status": "ready"}
+    assert ready.json()["model"] == "fake" and ready.json()["draft_sequences"] == 4
+    (cloud,) = ready.json()["clouds"]
+    assert (cloud["state"], cloud["model"]) == ("up", "fake") and cloud["round_trip_ms"] >= 0.0
+    with serve_local("http://127.0.0.1:9") as alone:
+        answer = httpx.get(f"{alone.url}/health/ready")
+        assert answer.status_code == 503 and answer.json()["status"] == "no_verifier"
+        assert [each["state"] for each in answer.json()["clouds"]] == ["down"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "whole"), [("/v1/completions", body()), ("/v1/chat/completions", {"messages": MESSAGES})]
+)
+def test_what_the_verifier_does_not_offer_is_refused_by_name(
+    local: LocalEndpoint, fields: dict[str, Any], param: str, path: str, whole: dict[str, Any]
+) -> None:
+    """With OpenAI's shape of errors."""
+    error = local.post(whole | fields, path, 400)["error"]
+    named = ("unsupported_parameter", param, "invalid_request_error")
+    assert (error["code"], error["param"], error["type"]) == named

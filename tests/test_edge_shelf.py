@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import shutil
 import subprocess
@@ -14,9 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from filelock import FileLock
-from rich.console import Console
 from tests.agents import scripted_client
-from tests.commands import Outrider
+from tests.commands import Outrider, screen
 from tests.drafts import make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 
@@ -225,6 +223,8 @@ def test_the_draft_that_a_command_takes_is_marked(
         ([offer("f", precision="fp32"), offer("c")], LAPTOP, Wishes(precision="fp32"), "f", "the only one"),
         ([offer("g", "gpu"), offer("c")], LAPTOP, Wishes(name="g"), "g", "the only one of 2 that fits"),
         ([offer("x", "tpu", "jax"), offer("c")], LAPTOP, Wishes(), "c", "the only one of 2 that fits"),
+        ([offer("t", tokenizer="1" * 64), offer("c")], LAPTOP, Wishes(), "c", "it has the target's tokenizer"),
+        ([offer("t", tokenizer="1" * 64), offer("c", acceptance=0.2)], LAPTOP, Wishes(), "t", "the highest acceptance"),
     ],
 )  # fmt: skip
 def test_the_best_draft_for_the_machine(
@@ -322,13 +322,13 @@ async def test_who_does_not_say_what_it_serves_has_no_draft_here() -> None:
 
 
 def test_nobody_is_asked_where_nothing_was_pulled(shelf: Shelf) -> None:
-    about = Notes(Console(file=io.StringIO()))
+    about = Notes(screen()[0])
     assert _find_pulled(AS_BUNDLED, clouds_of(["http://127.0.0.1:9"], Keys()), about, needs_server=True) == []
 
 
 def test_a_server_s_words_cannot_command_the_terminal() -> None:
     """Names in the table are shown, not obeyed."""
-    out = io.StringIO()
+    console, out = screen(width=200)
     listed = DraftList(model="m\x1b]0;x", tokenizer="t", drafts=[offer("a", precision="\x1b[31m[bold]")])
-    show_offered(Console(file=out, width=200), listed, judge(listed.drafts, Wishes(), LAPTOP), "http://c")
+    show_offered(console, listed, judge(listed.drafts, Wishes(), LAPTOP), "http://c")
     assert "\x1b" not in out.getvalue() and r"\x1b[31m[bold]" in out.getvalue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -11,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
 from tests.agents import MODES, VOCAB, drafter, generate, nowhere, proxy_to, whole
+from tests.commands import screen
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
@@ -183,9 +182,9 @@ async def test_different_targets_are_reported_before_the_first_token(moving: Mov
 
 async def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_names(moving: Moving) -> None:
     """On standard error, and the text is the first one's."""
-    about = io.StringIO()
-    notes = Notes(Console(file=about, force_terminal=True, color_system=None, width=1000))
-    notes.printer = TokenPrinter(Console(file=io.StringIO()), fake_tokenizer().detokenizer())
+    console, about = screen(force_terminal=True, color_system=None, width=1000)
+    notes = Notes(console)
+    notes.printer = TokenPrinter(screen()[0], fake_tokenizer().detokenizer())
     a, b = moving.serve(), moving.another_target("\x1b]0;[bold]other\x07")
     options = RunOptions("x", cloud=[a.url, b.url], mode=Mode.CLOUD_ONLY)
     clouds = [(url, ClientOptions()) for url in options.cloud]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.commands import screen
 from tests.serving import fake_tokenizer
 
 from outrider.edge.cli.command_options import ChatOptions
@@ -47,8 +48,7 @@ def commands(text: str) -> set[str]:
 
 def terminal() -> tuple[Console, io.StringIO]:
     """A terminal without colours: whatever it is sent beyond text comes from that text."""
-    out = io.StringIO()
-    return Console(file=out, force_terminal=True, color_system=None, width=400, legacy_windows=False), out
+    return screen(force_terminal=True, color_system=None, width=400, legacy_windows=False)
 
 
 def printed(console: Console, text: str) -> None:
@@ -80,15 +80,12 @@ def test_a_terminal_shows_what_it_would_obey(attack: str, capsys: pytest.Capture
 def test_a_file_gets_the_text_exactly(attack: str) -> None:
     """Standard output that is no terminal belongs to a program; rich would drop characters and replace tabs."""
     text = f"\tdef naïve(東京):\r\n\t\treturn '😀'  {attack}"
-    out = io.StringIO()
-    console = Console(file=out, width=20)
-    tokenizer = fake_tokenizer()
-    printer = TokenPrinter(console, tokenizer.detokenizer())
-    printer(TokenBatch(tuple(tokenizer.encode(text)), 3, 0.0))
+    (console, out), (other, document) = screen(width=20), screen(width=20)
+    printer = TokenPrinter(console, fake_tokenizer().detokenizer())
+    printer(TokenBatch(tuple(fake_tokenizer().encode(text)), 3, 0.0))
     printer.finish()
     assert out.getvalue() == text
-    document = io.StringIO()
-    print_document(Console(file=document, width=20), {"text": text})
+    print_document(other, {"text": text})
     assert json.loads(document.getvalue()) == {"text": text}
 
 
