@@ -37,9 +37,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.extras import is_installed
 from outrider.models.runtimes.ngram import LONGEST_MATCH, QuotedText
 
-needs_bm25s = pytest.mark.skipif(
-    not is_installed("bm25s"), reason='bm25s is not installed: pip install "outrider[docs]"'
-)
+needs_bm25s = pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
 SAMPLED = {"temperature": 0.8, "seed": 5}
 PARAMS = SamplingParams(0.8, seed=5)
 RELEASE = "# Release\n\nThe release of Outrider needs a tag.\n\n# Zebras\n\nZebras are striped.\n"
@@ -56,16 +54,13 @@ def test_only_text_inside_the_directory_is_read(tmp_path: Path) -> None:
     (docs / "sub" / "b.TXT").write_text("b")
     for name in (".env", ".git/c.md", "config.yaml", "picture.png"):
         (docs / name).write_text("hidden")
-    (docs / "inside.md").symlink_to(docs / "a.md")
-    (docs / "out.md").symlink_to(outside)
-    (docs / "hidden.md").symlink_to(docs / ".env")
-    (docs / "up").symlink_to(tmp_path, target_is_directory=True)
-    (docs / "circle.md").symlink_to(docs / "circle.md")
+    links = {"inside.md": docs / "a.md", "out.md": outside, "hidden.md": docs / ".env", "circle.md": docs / "circle.md"}
+    for name, target in {**links, "up": tmp_path}.items():
+        (docs / name).symlink_to(target, target_is_directory=target == tmp_path)
     os.mkfifo(docs / "pipe.md")
-    (docs / "latin.txt").write_bytes(b"caf\xe9")
-    (docs / "zero.txt").write_bytes(b"a\0b")
-    (docs / "large.txt").write_text("x" * 101)
-    (docs / "large2.txt").write_text("x" * 102)
+    wrong = {"latin.txt": b"caf\xe9", "zero.txt": b"a\0b", "large.txt": b"x" * 101, "large2.txt": b"x" * 102}
+    for name, data in wrong.items():
+        (docs / name).write_bytes(data)
     found = read_documents(docs, DocumentLimits(max_file_bytes=100))
     assert [(each.name, each.text) for each in found.documents] == [
         ("a.md", "one\ntwo\n"),
