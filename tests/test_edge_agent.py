@@ -26,6 +26,7 @@ from tests.agents import (
     drafter,
     generate,
     is_at_rest,
+    nowhere,
     proxy_to,
     slow,
     truth,
@@ -234,12 +235,11 @@ def test_the_models_own_end_is_left_to_the_server(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_cut_session_goes_on_as_if_nothing_had_happened(mode: Mode) -> None:
+def test_a_cut_session_goes_on_as_if_nothing_had_happened(server: FakeServer, mode: Mode) -> None:
     """Connections are cut while they open, and in the middle of lines; each time the text goes on."""
     request = asking(seed=5, max_tokens=60)
-    with serve_fake() as server, proxy_to(server.url) as proxy:
-        mark = b"data: " if mode is Mode.STREAM else b"tokens"
-        proxy.cut_after(mark, *range(1, 9))
+    with proxy_to(server.url) as proxy:
+        proxy.cut_after(b"data: " if mode is Mode.STREAM else b"tokens", *range(1, 9))
         result = run(generate([proxy.url], request, drafter(), mode=mode))
         server.wait_until(lambda: is_at_rest(server))
         assert proxy.num_cuts > 1 and (mode is not Mode.STREAM or result.num_sessions > 2)
@@ -278,10 +278,9 @@ def test_the_next_endpoint_takes_over_when_the_first_is_gone(mode: Mode) -> None
 
 def test_without_an_endpoint_the_error_names_what_was_tried() -> None:
     """Bounded retries, then one CloudError."""
-    with serve_fake() as server:
-        url = server.url
+    retry = RetryPolicy(max_failures=4, max_loading_s=0.0)
     with pytest.raises(CloudError, match=r"No verifier answers at .* Gave up after 4 attempts.*Connect"):
-        run(generate([url], asking(), drafter(), retry=RetryPolicy(max_failures=4, max_loading_s=0.0)))
+        run(generate([nowhere()], asking(), drafter(), retry=retry))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -355,20 +354,19 @@ def test_a_pair_that_is_padded_differently_gives_the_targets_text(
     assert (max(expected) >= draft_size) == (target_size > draft_size)
 
 
-async def test_a_cancelled_generation_frees_the_server() -> None:
+async def test_a_cancelled_generation_frees_the_server(server: FakeServer) -> None:
     """Cancelling the task closes the stream, and frees the sequence and its blocks."""
-    with serve_fake() as server:
-        async with VerifierClient(server.url) as client:
-            agent, seen = StreamAgent(Endpoints([client]), drafter(), FixedDepth(4)), asyncio.Event()
-            task = asyncio.create_task(agent.generate(asking(max_tokens=3000), lambda _: seen.set()))
-            await seen.wait()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        server.wait_until(lambda: is_at_rest(server))
-        server.wait_until(
-            lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-draft")]
-        )
+    seen = asyncio.Event()
+    text = generate(
+        [server.url], asking(max_tokens=3000), drafter(), depth=FixedDepth(4), on_tokens=lambda _: seen.set()
+    )
+    task = asyncio.create_task(text)
+    await seen.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    server.wait_until(lambda: is_at_rest(server))
+    server.wait_until(lambda: not any(each.name.startswith("outrider-draft") for each in threading.enumerate()))
 
 
 @pytest.mark.parametrize("mode", [Mode.CLOUD_ONLY, Mode.STOP_AND_WAIT])

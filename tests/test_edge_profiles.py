@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import json
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from bench.placed import DRAFTS, rates
 from bench.rank_files import read_ranks
 from bench.simulate_trees import DATA
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import serve_fake
+from tests.serving import FakeServer
 from tests.test_edge_ladder import PARAMS
+from tests.waiting import run
 
 from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.devices import energy
@@ -190,10 +190,9 @@ def test_energy_is_read_before_the_clock_of_a_text_starts(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("moving")
 @pytest.mark.parametrize("mode", list(Mode))
-def test_every_mode_counts_what_a_text_takes(mode: Mode) -> None:
+def test_every_mode_counts_what_a_text_takes(server: FakeServer, mode: Mode) -> None:
     """From its request to its end; -v and --json show it, and neither invents it."""
-    with serve_fake() as server:
-        result = asyncio.run(asyncio.wait_for(written(server.url, mode), 60.0))
+    result = run(written(server.url, mode))
     assert result.joules == 0.5 and result.tokens_per_joule == 24.0
     shown = "\n".join(summary_lines(result, is_verbose=True))
     assert "energy: 24.00 tokens per joule; this device's processor took 0.5 J meanwhile" in shown

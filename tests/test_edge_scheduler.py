@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.agents import MODES, SURE, VOCAB, drafter, generate, truth, whole
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import StepGate, serve_fake
+from tests.serving import FakeServer, StepGate, serve_fake
 from tests.waiting import run
 
 from outrider.edge.drafting.calibration import Guess
@@ -87,18 +87,17 @@ async def test_a_texts_end_waits_for_no_call_of_the_draft(is_cancelled: bool) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_drafting_stops_between_two_pieces_of_a_prompt(mode: Mode) -> None:
+async def test_drafting_stops_between_two_pieces_of_a_prompt(server: FakeServer, mode: Mode) -> None:
     """A long prompt is read in pieces; a text that has ended reads no further."""
     held = Held(num_free=2)
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=held), clock=lambda: 0.0)
-    with serve_fake() as server:
-        text = generate([server.url], whole(LONG, SAMPLED, 24), draft, mode=mode, depth=FixedDepth(4))
-        task = asyncio.create_task(text)
-        await asyncio.to_thread(held.begun.wait, LIMIT_S)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        held.go.set()
-        draft.close()
+    text = generate([server.url], whole(LONG, SAMPLED, 24), draft, mode=mode, depth=FixedDepth(4))
+    task = asyncio.create_task(text)
+    await asyncio.to_thread(held.begun.wait, LIMIT_S)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    held.go.set()
+    draft.close()
     assert held.calls == [64, 128, 256]
 
 
