@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+import typer.main
 from rich.console import Console
 
 from outrider.edge.cli import main as cli
@@ -58,3 +60,10 @@ def screen(**options: Any) -> tuple[Console, io.StringIO]:
     """A console, 100 columns wide unless options say otherwise, and what it gets."""
     shown = io.StringIO()
     return Console(file=shown, **{"width": 100, **options}), shown
+
+
+def commands_group() -> click.Group:
+    """`outrider` with all its commands, as click has them."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, click.Group)
+    return group

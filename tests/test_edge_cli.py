@@ -9,15 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer.main
 from tests.agents import truth, whole
-from tests.commands import Outrider, screen
+from tests.commands import Outrider, commands_group, screen
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.serving import FakeServer, fake_tokenizer
 
-from outrider.edge.cli import main as cli
 from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.run import Ran, _lines, make_request
 from outrider.edge.cli.run import _document as as_document
@@ -210,8 +207,7 @@ def test_options_with_an_effect_are_taken() -> None:
 @pytest.mark.parametrize("command", ["run", "demo"])
 def test_the_options_of_the_tree_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same words for both commands, and the defaults."""
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
+    group = commands_group()
     context = group.commands[command].make_context(command, [] if command == "demo" else ["text"])
     assert (context.params["width"], context.params["lookup"]) == ("auto", None)
     assert context.params["effort"] == "normal"

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import click
 import pytest
-import typer.main
-from tests.commands import KEY, OTHER_KEY, Outrider, key_file
+from tests.commands import KEY, OTHER_KEY, Outrider, commands_group, key_file
 from tests.drafts import make_draft
 from tests.serving import serve_fake
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.cli import main as cli
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints, read_key_file
@@ -194,8 +192,7 @@ def test_the_example_names_every_option_and_is_never_written_twice(config: Path,
     config.unlink()
     outrider("config", "init")
     text = config.read_text(encoding="utf-8")
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
+    group = commands_group()
     settings = Settings(group, read_config(), {})
     assert {each.source for path in settings.commands for each in settings.resolve(path)} == {"default"}
     used = re.sub(r"(?m)^#(?=\w+ = |\[\[)", "", text).replace('"..."', '"x"')
@@ -272,8 +269,7 @@ def test_a_key_and_a_key_file_from_one_place_are_refused(
 
 def test_variables_that_no_option_has_are_found(config: Path) -> None:
     """With the closest name that one has."""
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
+    group = commands_group()
     environment = {"OUTRIDER_RUN_MAX_TOKNS": "3", "OUTRIDER_SEED": "3", "OUTRIDER_CACHE": "x", "HOME": "x"}
     settings = Settings(group, ConfigFile(config), environment)
     assert settings.unknown_variables() == {"OUTRIDER_RUN_MAX_TOKNS": "OUTRIDER_RUN_MAX_TOKENS"}

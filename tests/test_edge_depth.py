@@ -62,6 +62,13 @@ def estimates_at(
     return estimates
 
 
+def begun() -> Estimates:
+    """Estimates of a text that has begun, 10 ms from a server with steps of 40 ms."""
+    estimates = Estimates()
+    estimates.on_open(10.0, 40.0, 1.0)
+    return estimates
+
+
 def see(controller: CostModelDepth, outcome: CommitOutcome, step_ms: float = 40.0) -> None:
     """A commit, as estimates and controller see it."""
     controller._estimates.on_commit(outcome, step_ms)
@@ -171,9 +178,7 @@ def test_cost_model_does_not_run_ahead_for_nothing() -> None:
 
 def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rarely() -> None:
     """Depth 0: the gaps between probes double up to the longest, and nearly nothing is sent."""
-    estimates = Estimates()
-    estimates.on_open(10.0, 40.0, 1.0)
-    controller = CostModelDepth(estimates)
+    controller = CostModelDepth(begun())
     num_on, num_sent, probed_at = 0, 0, list[int]()
     for i in range(120):
         plan = controller.plan()
@@ -190,9 +195,7 @@ def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rar
 
 def test_a_draft_that_becomes_good_is_used_again() -> None:
     """Accepted silent probes turn drafting on again; that takes more than turning it off."""
-    estimates = Estimates()
-    estimates.on_open(10.0, 40.0, 1.0)
-    controller = CostModelDepth(estimates)
+    controller = CostModelDepth(begun())
     for _ in range(40):
         see(controller, judged(0, True))
     assert controller.plan().silent

@@ -67,7 +67,9 @@ def test_a_ladder_steps_down_in_mid_text_and_climbs_again_after_a_pause() -> Non
     prompt = [5, 6, 7, 8, 5, 6, 7]
     ladder.begin(prompt, PARAMS)
     text = target_tokens(prompt, 8, PARAMS)
-    done = 0
+
+    def done() -> int:
+        return ladder.length - len(prompt)
 
     def guess() -> int:
         (guesses,) = ladder.guess([[]], 1)
@@ -76,9 +78,8 @@ def test_a_ladder_steps_down_in_mid_text_and_climbs_again_after_a_pause() -> Non
     for failing in [None, 0, 1]:
         if failing is not None:
             runtimes[failing].fails.set()
-        assert guess() == text[done]
-        ladder.extend(text[done : done + 1])
-        done += 1
+        assert guess() == text[done()]
+        ladder.extend([text[done()]])
     assert [runtime.calls > 0 for runtime in runtimes] == [True] * 3 and len(words) == 2
     assert words[0] == "the NPU failed (ModelFault: the device is gone); drafting goes on with the GPU"
     runtimes[2].fails.set()
@@ -86,16 +87,14 @@ def test_a_ladder_steps_down_in_mid_text_and_climbs_again_after_a_pause() -> Non
     assert "goes on with lookup" in words[-1] and ladder.model_drafter is None
     for runtime in runtimes[:2]:
         runtime.fails.clear()
-    ladder.extend(text[done : done + 1])
-    done += 1
+    ladder.extend([text[done()]])
     calls = [runtime.calls for runtime in runtimes]
     ladder.guess([[]], 1)
     assert [runtime.calls for runtime in runtimes] == calls  # all pause
     clock.now = 1.0
-    ladder.extend(text[done : done + 1])
-    done += 1
-    assert guess() == text[done] and "the NPU is tried again" in words[-1]
-    assert ladder.length == len(prompt) + done and ladder.failed == {0, 1, 2}
+    ladder.extend([text[done()]])
+    assert guess() == text[done()] and "the NPU is tried again" in words[-1]
+    assert ladder.length == len(prompt) + 5 and ladder.failed == {0, 1, 2}
     ladder.close()
     assert all(runtime.is_closed for runtime in runtimes)
 
