@@ -1,4 +1,4 @@
-"""Tests public clients, unchanged but for address, key and model: OpenAI's, LangChain, `llm` and curl.
+"""Tests OpenAI's client, unchanged but for address, key and model: schemas, errors, keys and cancelled calls.
 
 Each talks to the local endpoint and to the verifier itself.
 """

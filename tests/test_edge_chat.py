@@ -1,6 +1,6 @@
-"""Tests conversations and `outrider chat`: ids that are kept, prefixes that a server holds, commands, Ctrl-C.
+"""Tests conversations: ids that are kept, prefixes that a server holds, turns that are dropped.
 
-A real verifier on a loopback port speaks the fake language, token by token; one test has a real pair with a template.
+A real verifier on a loopback port speaks the fake language, token by token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests which devices are found, where a bundle may run, and the messages about both."""
+"""Tests which devices are found, what would help where one is missing, and what `outrider run` says of its draft."""
 
 from __future__ import annotations
 

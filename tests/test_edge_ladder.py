@@ -1,4 +1,4 @@
-"""Tests where drafts run: chosen by measured times, left when they fail and tried again, eased on battery."""
+"""Tests drafts whose device fails: left in mid-text and tried again, handed to other texts, eased on battery."""
 
 from __future__ import annotations
 

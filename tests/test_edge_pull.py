@@ -1,4 +1,4 @@
-"""Tests `outrider pull`: what it chooses, how it downloads and resumes, and that `run` drafts with it."""
+"""Tests how `outrider pull` downloads, resumes and checks a draft, whatever its server sends."""
 
 from __future__ import annotations
 

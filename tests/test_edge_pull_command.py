@@ -1,4 +1,4 @@
-"""Tests pulls with several clouds: the next one is asked where one is down or has no draft that fits."""
+"""Tests the command `outrider pull`: several clouds, of which some are down or have no draft that fits; then `run`."""
 
 from __future__ import annotations
 

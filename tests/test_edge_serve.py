@@ -1,4 +1,4 @@
-"""Tests the local endpoint: the target's text through any client, several drafted texts at a time, and who may call."""
+"""Tests the local endpoint: the target's text through any client, several drafted texts at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests what `outrider pull` says of the cache, and what `--prune` removes from it."""
+"""Tests which of a server's drafts and of the pulled ones is chosen, and what `--prune` removes from the cache."""
 
 from __future__ import annotations
 
