@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import os
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 from tests import tiny_models
+from tests.waiting import run
 
 if TYPE_CHECKING:
+    from tests.chromium import Browser
+    from tests.commands import Outrider
+    from tests.local_endpoint import LocalEndpoint
     from tests.serving import FakeServer
 
+    from outrider.edge.store.shelf import Shelf
     from outrider.export.make.pair import PairPaths
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
@@ -30,31 +38,46 @@ settings.load_profile("outrider")
 TINY_VOCAB = 96
 
 
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Gives this run its own directory for what exports keep between stages, also in processes that it starts."""
-    place = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("OUTRIDER_CACHE")
-    os.environ["OUTRIDER_CACHE"] = str(place)
-    yield place
-    if before is None:
-        del os.environ["OUTRIDER_CACHE"]
-    else:
-        os.environ["OUTRIDER_CACHE"] = before
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine on an event loop of its own, with a limit that only a hang reaches."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty configuration for this run, whatever the user's is, also in processes that it starts."""
-    path = tmp_path_factory.mktemp("config") / "config.toml"
-    path.touch()
-    before = os.environ.get("OUTRIDER_CONFIG")
-    os.environ["OUTRIDER_CONFIG"] = str(path)
-    yield path
-    if before is None:
-        del os.environ["OUTRIDER_CONFIG"]
-    else:
-        os.environ["OUTRIDER_CONFIG"] = before
+def own_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This run's own directory for what exports keep between stages, and an empty configuration.
+
+    Whatever the user's are, also in processes that it starts.
+    """
+    config = tmp_path_factory.mktemp("config") / "config.toml"
+    config.touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTRIDER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OUTRIDER_CONFIG", str(config))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def roots_read_once() -> Iterator[None]:
+    """Lets httpx read the roots of TLS once: it takes 15 ms for each client, also for one that speaks plain HTTP."""
+    from httpx import create_ssl_context
+
+    @functools.cache
+    def usual(trust_env: bool, *roots: str | None) -> ssl.SSLContext:
+        return create_ssl_context(trust_env=trust_env)
+
+    def created(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        if verify is not True or cert is not None:
+            return create_ssl_context(verify, cert, trust_env)
+        return usual(trust_env, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", created)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,7 +168,8 @@ def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path
 
 
-def _verifier() -> Iterator[FakeServer]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
     """One verifier for the tests of a module that only read from it."""
     from tests.serving import serve_fake
 
@@ -153,8 +177,23 @@ def _verifier() -> Iterator[FakeServer]:
         yield running
 
 
-server = pytest.fixture(scope="module", name="server")(_verifier)
-cloud = pytest.fixture(scope="module", name="cloud")(_verifier)
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[FakeServer]:
+    """One that verifies what devices send and nothing else."""
+    from tests.agents import SURE
+    from tests.serving import serve_fake
+
+    with serve_fake(config=SURE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
+    """A local endpoint that drafts for it."""
+    from tests.local_endpoint import DRAFTS, serve_local
+
+    with serve_local(cloud.url, DRAFTS) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
@@ -167,3 +206,66 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
         tiny_models.make_tiny_tokenizer(root / name)
         tiny_models.make_tiny_model("llama", root / name, vocab_size=320, seed=seed)
     return PairPaths(root / "draft", root / "target")
+
+
+@pytest.fixture
+def outrider(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outrider:
+    """Runs the device's commands in this process."""
+    from tests.commands import Outrider
+
+    return Outrider(monkeypatch, capsys)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration file that the commands read, empty, and no variable beside it; write it."""
+    path = tmp_path / "config" / "outrider.toml"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
+    for name in list(os.environ):
+        if name.startswith("OUTRIDER_") and name not in ("OUTRIDER_CONFIG", "OUTRIDER_CACHE"):
+            monkeypatch.delenv(name)
+    return path
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    """An empty cache of this test's own."""
+    from outrider.edge.store.shelf import Shelf
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    return Shelf()
+
+
+@pytest.fixture
+def fake_bundle(tmp_path: Path) -> Path:
+    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
+    from tests.drafts import make_draft
+
+    return make_draft(tmp_path / "draft").path
+
+
+@pytest.fixture
+def opened_models(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Opens a fake model in the place of any draft's; the files that it was asked for."""
+    from tests.fake_runtime import FakeSequenceRuntime
+    from tests.serving import fake_tokenizer
+
+    asked: list[Path] = []
+
+    def open_fake(kind: str, model_file: Path, options: object) -> FakeSequenceRuntime:
+        asked.append(model_file)
+        return FakeSequenceRuntime(vocab_size=fake_tokenizer().size)
+
+    monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", open_fake)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real Chromium; skips where there is none."""
+    from tests.chromium import open_browser
+
+    with open_browser() as running:
+        yield running

@@ -6,13 +6,21 @@ with serve_fake() as cloud, serve_local(cloud.url) as local:
 
 from __future__ import annotations
 
+import json
+import re
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import httpx
+import pytest
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import fake_tokenizer
+from tests.serving import FakeServer, StepGate, fake_tokenizer, target_tokens
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.edge.devices.placement import Placement
@@ -24,10 +32,17 @@ from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.ingress.sockets import open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceRuntime
+from outrider.models.wire.tree_draft import TreeDraft
 
 RETRY = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
+PROMPT = "def verify(tokens, drafts):"
+SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 5}
+PARAMS = SamplingParams(0.8, top_p=0.95, seed=5)
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "zip("}]
+DRAFTS = LocalSettings(depth="8")
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,20 @@ class LocalEndpoint:
     server: LocalServer
 
     wait_until = staticmethod(wait_until)
+
+    def post(self, fields: dict[str, Any], path: str = "/v1/completions", status: int = 200, **options: Any) -> Any:
+        """The JSON of an answer, which must have this status."""
+        answer = httpx.post(self.url + path, json=fields, timeout=60.0, **options)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def text(self, max_tokens: int = 48, **fields: Any) -> str:
+        """The text that `body` asks for."""
+        return str(self.post(body(max_tokens, **fields))["choices"][0]["text"])
+
+    def refusal(self, status: int, fields: dict[str, Any], path: str = "/v1/completions", **options: Any) -> str:
+        """The code of the error."""
+        return str(self.post(fields, path, status, **options)["error"]["code"])
 
     def is_at_rest(self) -> bool:
         """Whether no text is in work and every sequence of the draft is back."""
@@ -111,3 +140,127 @@ def serve_local(
         thread.join(TIMEOUT_S)
         sock.close()
         assert not thread.is_alive(), "the endpoint did not end"
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of a stream's events; checks that it ends with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def documents_of(answer: httpx.Response) -> tuple[list[dict[str, Any]], str]:
+    """The documents of a stream, or the one of a whole answer, and the text of a completion or a chat."""
+    assert answer.status_code == 200, answer.text
+    is_stream = answer.headers["content-type"].startswith("text/event-stream")
+    documents = chunks_of(answer) if is_stream else [answer.json()]
+    choices = [choice for document in documents for choice in document["choices"]]
+    parts = [choice.get("delta") or choice.get("message") or choice for choice in choices]
+    return documents, "".join(part.get("content") or part.get("text") or "" for part in parts)
+
+
+def expected(prompt: str = PROMPT, count: int = 48, params: SamplingParams = PARAMS) -> str:
+    """The target's text after a prompt."""
+    return fake_tokenizer().decode(target_tokens(fake_tokenizer().encode(prompt), count, params))
+
+
+def body(max_tokens: int = 48, **fields: Any) -> dict[str, Any]:
+    """What asks for the text that `expected` tells."""
+    return {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True, **SAMPLED, **fields}
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer."""
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@dataclass
+class ServeProcess:
+    """`outrider serve` as a process; out and log are there at its end."""
+
+    url: str
+    out: str = ""
+    log: str = ""
+    code: int | None = None
+
+
+@contextmanager
+def serve_process(*options: Any) -> Iterator[ServeProcess]:
+    """Runs the command on any free port; SIGTERM ends it."""
+    command = [sys.executable, "-m", "outrider.edge.cli", "serve", *map(str, options), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            yield (running := ServeProcess(process.stdout.readline().removeprefix(READY_PREFIX).strip()))
+        finally:
+            process.terminate()
+        running.out, running.log, running.code = process.stdout.read(), process.stderr.read(), process.wait(30.0)
+
+
+def on_drafts(cloud: FakeServer, arrived: Callable[[int], None]) -> None:
+    """Calls `arrived` with the number of a sequence after each message of drafts for it."""
+    engine, take = cloud.core.engine, cloud.core.engine.draft_tree
+
+    def noted(sequence_id: int, message: TreeDraft) -> None:
+        take(sequence_id, message)
+        arrived(sequence_id)
+
+    engine.draft_tree = noted  # type: ignore[method-assign]
+
+
+@contextmanager
+def posted(local: LocalEndpoint, **fields: Any) -> Iterator[socket.socket]:
+    """The connection of a request for a text; at the end its client leaves."""
+    content, address = json.dumps(body(**fields)).encode(), httpx.URL(local.url)
+    with socket.create_connection((address.host, address.port or 0)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        yield connection
+
+
+@dataclass
+class Wire:
+    """Every request to a verifier: method and path, headers, body; of one in pieces, what has been sent of it."""
+
+    sent: list[tuple[str, httpx.Headers, bytes | bytearray]] = field(default_factory=list)
+    gate: StepGate | None = None  # is opened by the first draft
+
+    def traceparents(self, path: str) -> list[str | None]:
+        """Of the requests to a path."""
+        return [headers.get("traceparent") for found, headers, _ in self.sent if found.split(" ")[1] == path]
+
+    def to(self, path: str) -> list[bytes]:
+        """The bodies of the requests whose path matches."""
+        return [bytes(body) for found, _, body in self.sent if re.fullmatch(path, found)]
+
+    @property
+    def bytes(self) -> bytes:
+        """All bodies and headers."""
+        return b"\n".join(bytes(body) + repr(headers.raw).encode() for _, headers, body in self.sent)
+
+
+def note_requests(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    """What the device sends from now on."""
+    noted, send = Wire(), httpx.AsyncClient.send
+
+    async def note(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        stream, body = request.stream, bytearray()
+        if isinstance(stream, httpx.ByteStream):
+            body += request.content
+        else:
+
+            async def pieces() -> AsyncIterator[bytes]:
+                assert isinstance(stream, httpx.AsyncByteStream)
+                async for piece in stream:
+                    body.extend(piece)
+                    yield piece
+
+            request.stream = httpx.Request("POST", request.url, content=pieces()).stream
+        noted.sent.append((f"{request.method} {request.url.path}", request.headers, body))
+        if noted.gate is not None and request.url.path.endswith("/drafts"):
+            noted.gate.open()
+        return await send(client, request, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", note)
+    return noted

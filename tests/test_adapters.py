@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.commands import Outrider
 from tests.fronts import report_of
 from tests.local_endpoint import serve_local
 from tests.lora_adapters import CONFIG_NAME, WEIGHTS_NAME, save_safetensors, write_adapter
@@ -32,7 +33,6 @@ from tests.serving import (
     target_tokens,
 )
 from tests.test_bundle import make_manifest
-from tests.test_edge_cli import run_main
 from tests.test_vllm_parts import installed
 
 from outrider.cloud.api.metrics import Metrics
@@ -320,9 +320,7 @@ def test_no_text_is_another_models(cloud: FakeServer, monkeypatch: pytest.Monkey
         generate([cloud.url], "sql", mode)
 
 
-def test_run_asks_for_a_model(
-    cloud: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_asks_for_a_model(cloud: FakeServer, tmp_path: Path, outrider: Outrider) -> None:
     """`outrider run --model`; not with a verifier of its own."""
     with BundleWriter(tmp_path / "draft") as writer:
         save_fake_tokenizer(writer.directory)
@@ -330,14 +328,11 @@ def test_run_asks_for_a_model(
             (writer.directory / f"openvino_model.{suffix}").write_text("none")
         draft = writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
     given = ["run", "def f", "--cloud", cloud.url, "--draft", str(draft), "--runtime", "ngram", "--seed", "5"]
-    assert run_main(monkeypatch, *given, "--max-tokens", "8") == 0
-    text = capsys.readouterr().out
-    assert run_main(monkeypatch, *given, "--max-tokens", "8", "--model", "sql") == 0
-    assert capsys.readouterr().out == text
-    assert run_main(monkeypatch, *given, "--model", "other") == 2
-    assert "does not serve the model that was asked for" in capsys.readouterr().err
-    assert run_main(monkeypatch, "run", "a", "--target", "reference", "--model", "sql") == 2
-    assert "--target asks no other verifier, so --model would have no effect" in capsys.readouterr().err
+    text = outrider(*given, "--max-tokens", "8").out
+    assert outrider(*given, "--max-tokens", "8", "--model", "sql").out == text
+    assert "does not serve the model that was asked for" in outrider(*given, "--model", "other", code=2).err
+    refused = outrider("run", "a", "--target", "reference", "--model", "sql", code=2)
+    assert "--target asks no other verifier, so --model would have no effect" in refused.err
 
 
 # -- the local endpoint ------------------------------------------------------------------------------------------------

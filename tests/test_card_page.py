@@ -1,19 +1,28 @@
-"""The report card as a page: written with the bundles or not at all, and over nothing but another such page."""
+"""The report card as a page: what it shows, that it needs nothing else; written with the bundles or not at all."""
 
 from __future__ import annotations
 
 import datetime
 import errno
+import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.export_cli import run_export
+from tests.test_card import judged_at
 
 from outrider.export.make.pair import Judging, PairOptions, PairPaths, export_pair
 from outrider.export.make.sweep import sweep_pair
 from outrider.export.recipes import ExportOptions
+from outrider.export.report.card import (
+    has_trees,
+    judged,
+    verdict,
+)
 from outrider.export.report.card_html import PageWriter, card_html, write_card_html
+from outrider.export.report.card_plots import COLOURS, Item, speed_up_plot
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError, DiskFull, ExportError
 
@@ -121,3 +130,148 @@ def test_what_is_in_the_way_of_the_draft_is_told_before_the_target_is_exported(
         told = capsys.readouterr().err
         assert str(tmp_path / "draft") in told and "exists" in told and "reading" not in told
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: tags must be closed in order; keeps what it names and what it says."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Opens."""
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Opens and closes, as SVG does."""
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        """Closes the last opened."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Text."""
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        return " ".join(" ".join(self.words).split())
+
+
+def pages_of(pair: PairPaths) -> dict[str, str]:
+    """The page of a pair, of a draft alone without a target, and of a target alone."""
+    draft, target = (Bundle.open(path).manifest for path in (pair.draft, pair.target))
+    assert draft.report.timing is not None
+    timing = draft.report.timing.model_copy(update={"forecast": None})
+    alone = draft.model_copy(update={"report": draft.report.model_copy(update={"acceptance": (), "timing": timing})})
+    return {"pair": card_html([draft], target), "draft": card_html([alone]), "target": card_html([], target)}
+
+
+def test_the_page_needs_nothing_else(reference_pair: PairPaths) -> None:
+    """Well-formed, without scripts, and without anything to fetch; all of its links stay inside it."""
+    for page in map(Page, pages_of(reference_pair).values()):
+        assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+        for name, value in page.attributes:
+            assert not name.startswith("on")
+            if name in ("href", "src", "xlink:href") or "url(" in value:
+                assert value.startswith("#") or value.startswith("url(#")
+            elif not name.startswith("xmlns"):
+                assert "://" not in value
+
+
+def test_the_page_shows_what_was_measured(reference_pair: PairPaths) -> None:
+    """Plots and tables of a pair; a draft without a target has no acceptance to show, nor what follows from it."""
+    pages = {name: Page(text) for name, text in pages_of(reference_pair).items()}
+    assert [pages[name].tags.count("svg") for name in ("pair", "draft", "target")] == [3, 1, 1]
+    manifest = Bundle.open(reference_pair.draft).manifest
+    found = judged(manifest.report.acceptance)
+    assert found is not None and manifest.report.timing is not None and manifest.report.timing.forecast is not None
+    even_ms = manifest.report.timing.forecast.breaks_even_ms
+    for words in (f"{found.rate:.3f}", "Predicted speed-up", "stop-and-wait", f"breaks even at {even_ms:.0f} ms"):
+        assert words in pages["pair"].text
+        assert words not in pages["draft"].text
+    assert (
+        "step after rollback" in pages["draft"].text
+        and "argmaxes equal to the unquantized model's" in pages["target"].text
+    )
+
+
+def test_the_page_begins_with_the_verdict_and_explains_its_figures(reference_pair: PairPaths) -> None:
+    """In plain words, before any figure."""
+    for name, path in (("pair", reference_pair.draft), ("target", reference_pair.target)):
+        text = Page(pages_of(reference_pair)[name]).text
+        assert 0 < text.index(verdict(Bundle.open(path).manifest)) < text.index(" MB size")
+        assert "KL divergence: how far its probabilities are from that model's" in text
+
+
+def test_tables_show_that_they_scroll_and_can_be_reached_by_keyboard(reference_pair: PairPaths) -> None:
+    """Every table is in a named region that takes the focus; shadows and a hint show that there is more."""
+    text = pages_of(reference_pair)["pair"]
+    page = Page(text)
+    assert page.tags.count("table") == text.count('role="region"') == text.count('tabindex="0"') == 6
+    assert text.count("The table scrolls sideways") == 6 and "linear-gradient" in text
+    names = [value for name, value in page.attributes if name == "aria-labelledby"]
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(set(names)) == 6 and set(names) <= set(ids)
+
+
+def test_plots_are_readable_on_a_phone(reference_pair: PairPaths) -> None:
+    """At 360 pixels, 320 of them for the plot, no letter is smaller than 10; the page does not shrink or stretch it."""
+    for svg in re.findall(r"<svg.*?</svg>", pages_of(reference_pair)["pair"], flags=re.DOTALL):
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])  # type: ignore[index]
+        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+        assert sizes and min(sizes) * 320 / width >= 10.0
+
+
+def test_drafts_that_branch_are_points_where_the_table_has_them(reference_pair: PairPaths) -> None:
+    """A point at each round trip that was simulated, as many as the plot has room for, and no line between them."""
+    draft = Bundle.open(reference_pair.draft).manifest
+    assert draft.report.timing is not None and draft.report.timing.forecast is not None
+    forecast = draft.report.timing.forecast.model_copy(update={"fades_ms": None})
+    assert has_trees(forecast)
+    for fades_ms, num_points in ((4.0, 2), (None, len(forecast.curve))):
+        timing = draft.report.timing.model_copy(update={"forecast": forecast.model_copy(update={"fades_ms": fades_ms})})
+        report = draft.report.model_copy(update={"timing": timing})
+        svg = speed_up_plot([Item("draft", draft.model_copy(update={"report": report}))])
+        for colour in COLOURS[2:4]:
+            assert len(re.findall(f"<use .*fill: {colour}", svg)) == num_points + 1  # and one in the legend
+            assert not re.search(f"fill: none; stroke: {colour}", svg)
+        assert re.search(f"fill: none; stroke: {COLOURS[0]}", svg)  # the formula's curve is one
+
+
+def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:
+    """A model may have any name; it is shown as text, never as markup."""
+    draft = Bundle.open(reference_pair.draft).manifest.model_copy(update={"name": "<script>alert(1)</script>"})
+    page = Page(card_html([draft]))
+    assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
+
+
+def test_the_page_warns(reference_pair: PairPaths) -> None:
+    """As the terminal does."""
+    page = Page(card_html([judged_at(Bundle.open(reference_pair.draft).manifest, 0.45)]))
+    assert "Warning: acceptance is 0.45" in page.text
+
+
+def test_inspect_makes_the_page_of_any_bundle(
+    reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the given path, in addition to the printed card."""
+    for path in (reference_pair.draft, reference_pair.target):
+        place = tmp_path / f"{path.name}.html"
+        assert run_export(monkeypatch, "inspect", str(path), "--html", str(place)) == 0
+        assert f"Report card: {path.name} outrider-reference" in Page(place.read_text(encoding="utf-8")).text
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "agreement" in said and "target.html" in said

@@ -8,11 +8,12 @@ from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
+from tests.agents import asking, truth
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import serve_local
 from tests.serving import FakeServer
 from tests.test_cascade import VOCAB, Cascade, cascade
-from tests.test_edge_agent import SETTINGS, asking, truth
+from tests.test_edge_agent import SETTINGS
 
 from outrider.edge.drafting.depth import CostModelDepth
 from outrider.edge.drafting.drafter import ModelDrafter

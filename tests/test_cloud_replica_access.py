@@ -16,11 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.certificates import OPENSSL, make_own, make_signed
 from tests.drafts import make_draft
 from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
 from tests.serving import EOS_ID, StepGate, bearer, code_of, fake_tokenizer, read_events, run_session
-from tests.test_edge_tls import OPENSSL, make_own, make_signed
 from tests.waiting import TIMEOUT_S
 
 from outrider.cloud.api.audit import AuditLog

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,9 +31,9 @@ from outrider.cloud.pending.trie import (
     PROMPT_KINDS,
     DraftTrie,
 )
-from outrider.models.bundle.draft_heads import FORMAT, DraftHeads
-from outrider.models.errors import BundleError, ConfigError
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.bundle.draft_heads import DraftHeads
+from outrider.models.errors import ConfigError
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceSlice
 
 GREEDY = SamplingParams()
@@ -89,106 +86,6 @@ def test_the_pool_of_a_sequence_is_bounded() -> None:
         text.append(token)
     assert len(pool._after) == MAX_NGRAMS
     assert (0,) not in pool._after and (0, 1) not in pool._after and (MAX_NGRAMS // 2,) in pool._after
-
-
-# -- draft heads -------------------------------------------------------------------------------------------------------
-
-
-def heads_of(table: NDArray[np.float32], count: int = 3) -> DraftHeads:
-    """Heads whose hidden state is the logits of the next token: head k looks `k + 1` rows further in `table`."""
-    size = len(table)
-    return DraftHeads(
-        np.zeros((count, size, size), np.float32),
-        np.zeros((count, size), np.float32),
-        table,
-        np.zeros(size, np.float32),
-    )
-
-
-def test_heads_guess_from_the_state_that_picked_the_last_token() -> None:
-    """Of the accepted branch's last row; a state of another place guesses nothing."""
-    heads = heads_of(np.eye(8, dtype=np.float32) * 20)
-    text = [1, 2]
-    source = HeadGuesses(heads, GREEDY, text)
-    assert source.propose(3) == ([], [])
-    hidden = np.eye(8, dtype=np.float32)[[3, 5, 6]]
-    source.learn(Verified(text, [4, 1], SelectedDrafts.line([4, 4]), [0], [4, 1, 0], hidden))
-    hidden[:] = np.nan  # the runtime uses the memory again
-    assert source.propose(3) == ([], [])  # before the tokens are there
-    text += [4, 1]
-    assert source.propose(3) == ([5, 5, 5], [HEAD_KINDS[-1]] * 3)
-    assert source.propose(2)[0] == [5, 5]
-    text += [0]
-    assert source.propose(3) == ([], [])
-
-
-def test_heads_pick_with_the_requests_own_noise() -> None:
-    """Where head and target have the same distribution, they pick the same token at any temperature."""
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=16).astype(np.float32)
-    params = SamplingParams(temperature=1.0, seed=5)
-    text = [1]
-    source = HeadGuesses(heads_of(np.diag(logits).astype(np.float32)), params, text)
-    source.learn(Verified(text, [2], NOTHING, [], [2], np.ones((1, 16), np.float32)))
-    text += [2]
-    assert source.propose(3)[0] == [pick(logits, params, 2 + index) for index in range(3)]
-
-
-def write_heads(path: Path, tensors: dict[str, NDArray[Any]], format: str = FORMAT) -> None:
-    """A safetensors file by hand."""
-    header: dict[str, Any] = {"__metadata__": {"format": format}}
-    body = b""
-    for name, tensor in tensors.items():
-        data = tensor.tobytes()
-        kind = {"float32": "F32", "float16": "F16"}[tensor.dtype.name]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [len(body), len(body) + len(data)]}
-        body += data
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
-
-
-def tensors_of(size: int = 4, vocab: int = 6) -> dict[str, NDArray[Any]]:
-    rng = np.random.default_rng(1)
-    return {
-        "weights": rng.normal(size=(2, size, size)).astype(np.float32),
-        "biases": rng.normal(size=(2, size)).astype(np.float32),
-        "unembedding": rng.normal(size=(vocab, size)).astype(np.float16),
-        "bias": np.zeros(vocab, np.float16),
-    }
-
-
-def test_heads_are_read_from_safetensors(tmp_path: Path) -> None:
-    """h + SiLU(W h + b), then the LM head."""
-    tensors = tensors_of()
-    write_heads(tmp_path / "heads.safetensors", tensors)
-    heads = DraftHeads.load(tmp_path / "heads.safetensors")
-    assert (heads.count, heads.hidden_size, heads.vocab_size) == (2, 4, 6)
-    hidden = np.array([0.5, -1.0, 2.0, 0.1], np.float32)
-    for head, row in enumerate(heads.logits(hidden)):
-        inner = tensors["weights"][head] @ hidden + tensors["biases"][head]
-        state = hidden + inner / (1 + np.exp(-inner))
-        np.testing.assert_allclose(row, tensors["unembedding"].astype(np.float32) @ state, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda path: path.write_bytes(b"\x80\x04\x95"), "holds no draft heads"),
-        (lambda path: path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}"), "a header of"),
-        (lambda path: write_heads(path, tensors_of(), format="another"), "its format is not"),
-        (lambda path: write_heads(path, {"weights": np.zeros((1, 2, 2), np.float32)}), "not those of heads"),
-        (lambda path: write_heads(path, tensors_of() | {"bias": np.zeros(5, np.float32)}), "do not fit each other"),
-        (lambda path: write_heads(path, tensors_of() | {"bias": np.full(6, np.nan, np.float32)}), "not finite"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "outside the file"),
-    ],
-)
-def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path, spoil: Any, message: str) -> None:
-    """By a BundleError that says why, never by running anything in it."""
-    path = tmp_path / "heads.safetensors"
-    write_heads(path, tensors_of())
-    spoil(path)
-    with pytest.raises(BundleError, match=message):
-        DraftHeads.load(path)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -363,6 +260,17 @@ class Revealing(FakeBatchRuntime):
 
     def hidden_rows(self) -> NDArray[np.float32]:
         return self._rows
+
+
+def heads_of(table: NDArray[np.float32], count: int = 3) -> DraftHeads:
+    """Heads whose hidden state is the logits of the next token: head k looks `k + 1` rows further in `table`."""
+    size = len(table)
+    return DraftHeads(
+        np.zeros((count, size, size), np.float32),
+        np.zeros((count, size), np.float32),
+        table,
+        np.zeros(size, np.float32),
+    )
 
 
 HEADS = heads_of(np.eye(VOCAB, dtype=np.float32))

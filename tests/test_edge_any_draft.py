@@ -7,15 +7,17 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.commands import Outrider, screen
 from tests.drafts import make_draft
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.other_tokenizers import tokenizer_of
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
-from tests.test_edge_cli import run_main
+from tests.waiting import run
 
 from outrider.edge.cli.chat import chat_here
 from outrider.edge.cli.command_options import ChatOptions, ServeOptions
@@ -24,9 +26,8 @@ from outrider.edge.cli.serve import _open_core
 from outrider.edge.cli.verifiers import open_verifiers
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.modes.assemble import open_draft_bundle, open_draft_model
-from outrider.edge.serve.state import LocalSettings
+from outrider.edge.serve.state import LocalCore, LocalSettings
 from outrider.edge.store import tokenizers
-from outrider.edge.store.choice import Wishes, choose, judge
 from outrider.edge.store.tokenizers import fetch_tokenizer, last_tokenizer, target_tokenizer
 from outrider.models.client.client import ClientOptions
 from outrider.models.errors import BundleError, TokenizerError, TokenizerMismatch
@@ -34,7 +35,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.mapped_sequence import MappedSequence
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.text.vocabulary_map import VocabularyMap
-from outrider.models.wire.offered import OfferedDraft, OfferedFile, TokenizerFiles
+from outrider.models.wire.offered import OfferedFile, TokenizerFiles
 
 FOREIGN = "gpt2"
 
@@ -62,60 +63,54 @@ def server(place: Path) -> Iterator[FakeServer]:
         yield running
 
 
-def test_pull_then_run(
-    server: FakeServer, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pull_then_run(server: FakeServer, cache: Path, outrider: Outrider) -> None:
     """The draft is pulled with the target's tokenizer, drafts, and the text is that of cloud-only; or it is refused."""
-    assert run_main(monkeypatch, "pull", "--server", server.url, "--same-tokenizer") == 2
-    assert "it has another tokenizer than the target, and --same-tokenizer is given" in capsys.readouterr().err
-    assert run_main(monkeypatch, "pull", "--server", server.url) == 0
-    assert "50 % of its tokens are accepted, another tokenizer" in capsys.readouterr().err
+    assert (
+        "it has another tokenizer than the target, and --same-tokenizer is given"
+        in outrider("pull", "--server", server.url, "--same-tokenizer", code=2).err
+    )
+    assert "50 % of its tokens are accepted, another tokenizer" in outrider("pull", "--server", server.url).err
     (kept,) = (cache / "tokenizers").iterdir()
     assert kept.name.startswith(fake_tokenizer().fingerprint[:16]) and (kept / "tokenizer.json").is_file()
     asked = ["run", "def verify(x):", "--cloud", server.url, "--max-tokens", "24", "--seed", "3", "--json"]
     for mode in ("stop-and-wait", "stream"):
-        assert run_main(monkeypatch, *asked, "--depth", "3", "--mode", mode) == 0
-        shown = capsys.readouterr()
+        shown = outrider(*asked, "--depth", "3", "--mode", mode)
         drafted = json.loads(shown.out)
         assert "draft: tiny-draft has another tokenizer than fake: its tokens are mapped" in shown.err
         assert drafted["draft"]["runtime"] == "openvino" and drafted["num_drafted"] > 0
-        assert run_main(monkeypatch, *asked, "--mode", "cloud-only") == 0
-        alone = json.loads(capsys.readouterr().out)
+        alone = json.loads(outrider(*asked, "--mode", "cloud-only").out)
         assert drafted["text"] == alone["text"] and len(alone["text"]) > 20
-    assert run_main(monkeypatch, *asked, "--same-tokenizer") == 2
-    message = capsys.readouterr().err
+    message = outrider(*asked, "--same-tokenizer", code=2).err
     assert "use a draft made for this target, or leave out --same-tokenizer: then its tokens are mapped" in message
 
 
-def test_a_server_that_shares_no_tokenizer(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_shares_no_tokenizer(place: Path, tmp_path: Path, outrider: Outrider) -> None:
     """The error says so, and how to name a directory; another tokenizer there is refused."""
     with serve_fake(shares_tokenizer=False) as silent:
         asked = ["run", "def f(", "--cloud", silent.url, "--draft", str(place / "cpu"), "--max-tokens", "8"]
-        assert run_main(monkeypatch, *asked) == 2
-        message = capsys.readouterr().err
+        message = outrider(*asked, code=2).err
         assert "does not share its target's tokenizer" in message and "Give its directory with --tokenizer" in message
-        assert run_main(monkeypatch, *asked, "--tokenizer", str(tokenizer_of("target").directory)) == 2
-        assert "name the directory that the target was exported from" in capsys.readouterr().err
-        assert run_main(monkeypatch, *asked, "--tokenizer", str(fake_tokenizer().directory)) == 0
-        assert "its tokens are mapped" in capsys.readouterr().err
-        assert run_main(monkeypatch, *asked, "--tokenizer", str(tmp_path), "--same-tokenizer") == 2
-        assert "--same-tokenizer maps no draft, so --tokenizer would have no effect" in capsys.readouterr().err
+        assert (
+            "name the directory that the target was exported from"
+            in outrider(*asked, "--tokenizer", str(tokenizer_of("target").directory), code=2).err
+        )
+        assert "its tokens are mapped" in outrider(*asked, "--tokenizer", str(fake_tokenizer().directory)).err
+        assert (
+            "--same-tokenizer maps no draft, so --tokenizer would have no effect"
+            in outrider(*asked, "--tokenizer", str(tmp_path), "--same-tokenizer", code=2).err
+        )
 
 
 def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both map, too; `chat` refuses with --same-tokenizer."""
-    out, about = Console(file=io.StringIO()), Console(file=io.StringIO())
+    (out, text), (about, said) = screen(), screen()
     draft = [str(place / "cpu")]
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     chat_here(ChatOptions(cloud=[server.url], draft=draft, max_tokens=8), out, about, PipeReader())
-    assert len(out.file.getvalue().strip()) > 2 and "its tokens are mapped" in about.file.getvalue()  # type: ignore[attr-defined]
+    assert len(text.getvalue().strip()) > 2 and "its tokens are mapped" in said.getvalue()
     with pytest.raises(TokenizerMismatch, match=r"leave out --same-tokenizer"):
         chat_here(ChatOptions(cloud=[server.url], draft=draft, same_tokenizer=True), out, about, PipeReader())
-    options = ServeOptions(cloud=[server.url], draft=draft, max_requests=2)
-    with open_verifiers(options, about) as verifiers:
-        core = _open_core(options, verifiers, LocalSettings(), about)
+    core = opened_core(ServeOptions(cloud=[server.url], draft=draft, max_requests=2), about)
     assert core.fingerprint == fake_tokenizer().fingerprint and core.drafts.max_sequences == 2
     with core.drafts.lend(b"", [1, 2]) as loan:
         assert loan.drafter is not None
@@ -124,12 +119,15 @@ def test_chat_and_serve(server: FakeServer, place: Path, monkeypatch: pytest.Mon
     core.drafts.close()
 
 
-def fetched(url: str) -> Tokenizer:
-    async def run() -> Tokenizer:
-        async with DraftClient(url) as client:
-            return await fetch_tokenizer(client, fake_tokenizer().fingerprint)
+def opened_core(options: ServeOptions, about: Console) -> LocalCore:
+    """What `outrider serve` would serve."""
+    with open_verifiers(options, about) as verifiers:
+        return _open_core(options, verifiers, LocalSettings(), about)
 
-    return asyncio.run(run())
+
+async def fetched(url: str) -> Tokenizer:
+    async with DraftClient(url) as client:
+        return await fetch_tokenizer(client, fake_tokenizer().fingerprint)
 
 
 def test_a_tokenizer_is_fetched_once(cache: Path) -> None:
@@ -137,13 +135,13 @@ def test_a_tokenizer_is_fetched_once(cache: Path) -> None:
     own = fake_tokenizer().fingerprint
     assert last_tokenizer(own) is None
     with serve_fake() as server:
-        assert fetched(server.url).fingerprint == own
+        assert run(fetched(server.url)).fingerprint == own
         (kept,) = (cache / "tokenizers").iterdir()
         written = (kept / "tokenizer.json").stat().st_mtime_ns
-        assert fetched(server.url).directory == kept and (kept / "tokenizer.json").stat().st_mtime_ns == written
+        assert run(fetched(server.url)).directory == kept and (kept / "tokenizer.json").stat().st_mtime_ns == written
         (kept / "tokenizer.json").write_text("{")
         assert last_tokenizer(own) is None
-        assert fetched(server.url).fingerprint == own
+        assert run(fetched(server.url)).fingerprint == own
     found = last_tokenizer(own)
     assert found is not None and found.directory == kept and list((cache / "tokenizers").iterdir()) == [kept]
 
@@ -154,7 +152,7 @@ def test_what_one_server_shares_does_not_serve_for_another(cache: Path) -> None:
     shown = []
     for template in (hostile, ours, hostile):
         with serve_fake(chat_template=template) as server:
-            shown.append(fetched(server.url).apply_chat_template([{"role": "user", "content": "hi"}]))
+            shown.append(run(fetched(server.url)).apply_chat_template([{"role": "user", "content": "hi"}]))
     assert shown == ["EVIL hi", "hi", "EVIL hi"] and len(list((cache / "tokenizers").iterdir())) == 2
 
 
@@ -182,7 +180,7 @@ def test_what_is_no_such_tokenizer_is_not_kept(
 
     monkeypatch.setattr(DraftClient, "tokenizer_files", changed)
     with pytest.raises(BundleError, match=why):
-        asyncio.run(target_tokenizer([(server.url, ClientOptions())], fake_tokenizer().fingerprint))
+        run(target_tokenizer([(server.url, ClientOptions())], fake_tokenizer().fingerprint))
     assert not list(cache.glob("tokenizers/*"))
 
 
@@ -192,24 +190,11 @@ def test_a_server_that_is_too_slow_is_given_up(server: FakeServer, monkeypatch: 
         raise AssertionError
 
     with pytest.raises(BundleError, match=r"has the tokenizer .*, not 000000000000"):
-        asyncio.run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
+        run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
     monkeypatch.setattr(tokenizers, "TIMEOUT_S", 0.01)
     monkeypatch.setattr(DraftClient, "tokenizer_files", never)
     with pytest.raises(BundleError, match=r"did not send its tokenizer within 0\.01 s"):
-        asyncio.run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
-
-
-def test_a_draft_of_the_target_s_tokenizer_comes_first() -> None:
-    def offer(name: str, **changes: object) -> OfferedDraft:
-        fields = {"model": "d", "device": "cpu", "runtime": "openvino", "precision": "int8", "size_bytes": 9}
-        files = [OfferedFile(path="manifest.json", size=9, sha256="0" * 64)]
-        return OfferedDraft.model_validate({"name": name, "acceptance": 0.6, "files": files, **fields, **changes})
-
-    other = offer("a", tokenizer="1" * 64)
-    for order in ([other, offer("b")], [offer("b"), other]):
-        chosen = choose(judge(order, Wishes()), "http://cloud")
-        assert chosen.draft.name == "b" and "it has the target's tokenizer" in chosen.why
-    assert choose(judge([other, offer("b", acceptance=0.2)], Wishes()), "http://cloud").draft.name == "a"
+        run(target_tokenizer([(server.url, ClientOptions())], "0" * 64))
 
 
 def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
@@ -220,27 +205,17 @@ def test_the_runtime_is_mapped_for_the_target(place: Path) -> None:
     model.runtime.close()
 
 
-def test_without_a_server_what_was_pulled_with_the_draft_counts(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_server_what_was_pulled_with_the_draft_counts(place: Path, outrider: Outrider) -> None:
     """`serve` at boot, before the network is there: the endpoint has the target's tokenizer."""
     with serve_fake(drafts=place) as server:
-        assert run_main(monkeypatch, "pull", "--server", server.url) == 0
-        url = server.url
-    about = Console(file=io.StringIO(), width=200)
-    options = ServeOptions(cloud=[url], max_requests=2)
-    with open_verifiers(options, about) as verifiers:
-        core = _open_core(options, verifiers, LocalSettings(), about)
-    assert core.fingerprint == fake_tokenizer().fingerprint
-    core.drafts.close()
-    said = about.file.getvalue()  # type: ignore[attr-defined]
-    assert "has another tokenizer than the target: its tokens are mapped" in said
-    named = ServeOptions(cloud=[url], draft=[str(place / "cpu")], tokenizer=fake_tokenizer().directory, max_requests=2)
-    with open_verifiers(named, about) as verifiers:
-        core = _open_core(named, verifiers, LocalSettings(), about)
-    assert core.fingerprint == fake_tokenizer().fingerprint
-    core.drafts.close()
-    capsys.readouterr()
+        outrider("pull", "--server", server.url)
+    about, said = screen(width=200)
+    here = ServeOptions(cloud=[server.url], max_requests=2)
+    for options in (here, replace(here, draft=[str(place / "cpu")], tokenizer=fake_tokenizer().directory)):
+        core = opened_core(options, about)
+        assert core.fingerprint == fake_tokenizer().fingerprint
+        core.drafts.close()
+        assert "has another tokenizer than the target: its tokens are mapped" in said.getvalue()
 
 
 @pytest.mark.parametrize(

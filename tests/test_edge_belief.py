@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.calibration import (
     LOOKUP_RANK,
     MAX_WIDTH,
@@ -31,6 +31,15 @@ CHANCES = (0.6, 0.3, 0.1)
 def ranked(tokens: Sequence[int]) -> list[Guess]:
     """Guesses whose cell is their rank."""
     return [Guess(token, rank, rank) for rank, token in enumerate(tokens)]
+
+
+def believing(tokens: Sequence[int], *guesses: int) -> Belief:
+    """A belief in this text, with a path of guesses after it."""
+    belief = Belief(CHANCES.__getitem__)
+    belief.on_commit(0, tokens)
+    belief.tree.replant()
+    belief.tree.add_path(ranked(guesses))
+    return belief
 
 
 def paths(tree: GuessTree) -> set[tuple[int, ...]]:
@@ -117,10 +126,7 @@ def test_only_a_first_guess_that_was_wrong_is_contradicted() -> None:
 
 def test_a_repeated_commit_changes_nothing() -> None:
     """A duplicate has no new tokens, tests nothing and drops nothing."""
-    belief = Belief(CHANCES.__getitem__)
-    belief.on_commit(0, [5, 6])
-    belief.tree.replant()
-    belief.tree.add_path(ranked([7, 8]))
+    belief = believing([5, 6], 7, 8)
     outcome = belief.on_commit(0, [5, 6])
     assert (outcome.tokens, outcome.tested, paths(belief.tree)) == ((), (), {(7,), (7, 8)})
 
@@ -128,10 +134,7 @@ def test_a_repeated_commit_changes_nothing() -> None:
 @pytest.mark.parametrize(("base", "tokens"), [(3, [9]), (1, [8]), (0, [1, 2])])
 def test_a_verifier_that_breaks_its_word_is_refused(base: int, tokens: list[int]) -> None:
     """A gap, or tokens other than those committed before, raise CloudError and change neither text nor guesses."""
-    belief = Belief(CHANCES.__getitem__)
-    belief.on_commit(0, [1, 7])
-    belief.tree.replant()
-    belief.tree.add_path(ranked([9]))
+    belief = believing([1, 7], 9)
     with pytest.raises(CloudError):
         belief.on_commit(base, tokens)
     assert list(belief.known) == [1, 7] and paths(belief.tree) == {(9,)}
@@ -192,15 +195,22 @@ def test_chances_are_learned_by_gap_and_by_rank() -> None:
     assert calibration.chance(sure[2].cell) < 0.05
 
 
+def committed(estimates: Estimates, guesses: Sequence[Guess], token: int) -> CommitOutcome:
+    """A commit of this token after these guesses."""
+    belief = Belief(estimates.calibration.chance)
+    belief.tree.take_best(1, 0.0, 1)
+    belief.tree.expand(belief.tree.root, guesses)
+    outcome = belief.on_commit(0, [token])
+    estimates.on_commit(outcome, 40.0)
+    return outcome
+
+
 @pytest.mark.parametrize("gaps", [(9.0,), (9.0, 9.0, 9.0, 9.0), (0.1, 0.1, 0.2, 0.2)], ids=["path", "sure", "unsure"])
 def test_an_always_wrong_draft_shows_within_ten_tokens(gaps: tuple[float, ...]) -> None:
     """Also in gaps that it has not shown yet: no pick of it is likely any more."""
     estimates, guesses = Estimates(), scored(*gaps)
     for _ in range(10):
-        belief = Belief(estimates.calibration.chance)
-        belief.tree.take_best(1, 0.0, 1)
-        belief.tree.expand(belief.tree.root, guesses)
-        estimates.on_commit(belief.on_commit(0, [99]), 40.0)
+        committed(estimates, guesses, 99)
     assert estimates.acceptance < 0.15
     for gap in (0.1, 0.3, 0.7, 1.5, 3.0, 9.0):
         assert estimates.calibration.chance(scored(gap)[0].cell) < 0.3
@@ -224,24 +234,23 @@ def test_acceptance_is_that_of_the_first_guess_and_hits_count_all() -> None:
     """A token that was the second guess was not accepted from the path, but it was guessed."""
     estimates = Estimates()
     for _ in range(80):
-        belief = Belief(estimates.calibration.chance)
-        belief.tree.take_best(1, 0.0, 1)
-        belief.tree.expand(belief.tree.root, scored(0.1, 0.1))
-        outcome = belief.on_commit(0, [1])
-        estimates.on_commit(outcome, 40.0)
+        outcome = committed(estimates, scored(0.1, 0.1), 1)
         assert [node.rank for node in outcome.hits] == [1] and len(outcome.tested) == 1
     assert estimates.acceptance < 0.1
     assert estimates.calibration.chance(scored(0.1, 0.1)[1].cell) > 0.85
 
 
+def add(times: CallTimes, count: int, ms: float, size: int) -> None:
+    for _ in range(count):
+        times.add(ms, size)
+
+
 def test_the_time_of_a_call_is_predicted_from_those_that_were_measured() -> None:
     """On the line between two sizes; before another size was seen each further node costs a quarter of a call."""
     times = CallTimes()
-    for _ in range(40):
-        times.add(4.0, 1)
+    add(times, 40, 4.0, 1)
     assert times.ms(1) == pytest.approx(4.0, rel=0.01) and times.ms(5) == pytest.approx(8.0, rel=0.01)
-    for _ in range(40):
-        times.add(6.0, 5)
+    add(times, 40, 6.0, 5)
     assert times.ms(3) == pytest.approx(5.0, rel=0.01) and times.ms(5) == pytest.approx(6.0, rel=0.01)
     assert times.ms(9) == pytest.approx(8.0, rel=0.01)  # on the line through the last two
 
@@ -252,21 +261,17 @@ def test_a_call_that_took_long_once_is_tried_again() -> None:
     times.add(4.0, 1)
     times.add(200.0, 8)
     assert times.ms(8) > 100.0
-    for _ in range(400):
-        times.add(4.0, 1)
+    add(times, 400, 4.0, 1)
     assert times.ms(8) == pytest.approx(4.0 * (1.0 + 7 * 0.25), rel=0.01)
-    for _ in range(400):
-        times.add(11.0, 8)
+    add(times, 400, 11.0, 8)
     assert times.ms(1) == pytest.approx(4.0, rel=0.01)  # the smallest is kept
 
 
 def test_a_call_in_which_the_device_slept_hardly_counts() -> None:
     """Calls of 4 ms and one of 20 s: 1,000 ms as a mean. A draft that became slower is believed within 20 calls."""
     times = CallTimes()
-    for _ in range(40):
-        times.add(4.0, 1)
+    add(times, 40, 4.0, 1)
     times.add(20_000.0, 1)
     assert times.ms(1) < 12.0
-    for _ in range(20):
-        times.add(400.0, 1)
+    add(times, 20, 400.0, 1)
     assert times.ms(1) > 200.0

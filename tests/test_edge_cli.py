@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
 import signal
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
-import typer.main
-from rich.console import Console
+from tests.agents import truth, whole
+from tests.commands import Outrider, commands_group, screen
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import fake_tokenizer, serve_fake, target_tokens
+from tests.serving import FakeServer, fake_tokenizer
 
-from outrider.edge.cli import main as cli
 from outrider.edge.cli.command_options import DemoOptions
 from outrider.edge.cli.run import Ran, _lines, make_request
 from outrider.edge.cli.run import _document as as_document
@@ -36,7 +31,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, make_depth, make_options
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
+from outrider.edge.results import GenerationResult, Mode, Source, TokenBatch
 from outrider.export.cli import main as export_cli
 from outrider.export.quiet import quiet_upstream
 from outrider.models.client.client import VerifierClient
@@ -44,30 +39,6 @@ from outrider.models.client.messages import ByteCounts
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.extras import missing_extra
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of `outrider ARGUMENTS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
-def test_help_needs_no_model_runtime() -> None:
-    """`outrider --help` works where neither openvino nor httpx is installed."""
-    code = (
-        "import sys\n"
-        "for name in ('openvino', 'httpx', 'torch'): sys.modules[name] = None\n"
-        "sys.argv = ['outrider', 'run', '--help']\n"
-        "from outrider.edge.cli.main import main; main()"
-    )
-    paths = [path for path in sys.path if path]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--draft" in done.stdout and "--cloud" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -94,12 +65,9 @@ def test_help_needs_no_model_runtime() -> None:
         (["--draft", "nowhere", "-v", "--mode", "cloud-only"], "nowhere"),
     ],
 )
-def test_a_mistake_is_one_clear_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
-) -> None:
+def test_a_mistake_is_one_clear_line_and_exit_code_2(outrider: Outrider, options: list[str], message: str) -> None:
     """No traceback; standard output stays clean for programs."""
-    assert run_main(monkeypatch, "run", "hello", *options) == 2
-    shown = capsys.readouterr()
+    shown = outrider("run", "hello", *options, code=2)
     assert shown.err.startswith("error: ") and message in shown.err and shown.err.count("\n") == 1
     assert shown.out == ""
 
@@ -153,24 +121,18 @@ def test_depths_by_name() -> None:
             make_depth(wrong, estimates)
 
 
-def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model(mode: Mode, server: FakeServer) -> None:
     """The same text from each, here with prompt lookup as the draft."""
-    prompt, params = (5, 6, 7, 5, 6, 7, 5, 6), SamplingParams(0.7, seed=2)
-    request = GenerationRequest(prompt, params, 30, stop_ids=frozenset(), ignore_eos=True)
-    with serve_fake() as server:
-
-        async def generate(mode: Mode, depth: str) -> GenerationResult:
-            async with VerifierClient(server.url) as client:
-                agent = make_agent(mode, Endpoints([client]), NgramDrafter(), depth)
-                assert isinstance(agent, StopAndWaitAgent if mode is Mode.STOP_AND_WAIT else StreamAgent)
-                return await agent.generate(request)
-
-        for mode in Mode:
-            result = asyncio.run(generate(mode, "3"))
-            assert result.tokens == tuple(target_tokens(prompt, 30, params)) and result.mode is mode
-            assert (result.num_drafted > 0) == (mode is not Mode.CLOUD_ONLY)
-            if mode is Mode.STOP_AND_WAIT:
-                assert result.num_sent == result.num_drafted and sum(result.hits.values()) == result.num_accepted
+    request = whole((5, 6, 7, 5, 6, 7, 5, 6), SamplingParams(0.7, seed=2), 30)
+    async with VerifierClient(server.url) as client:
+        agent = make_agent(mode, Endpoints([client]), NgramDrafter(), "3")
+        assert isinstance(agent, StopAndWaitAgent if mode is Mode.STOP_AND_WAIT else StreamAgent)
+        result = await agent.generate(request)
+    assert result.tokens == truth(request) and result.mode is mode
+    assert (result.num_drafted > 0) == (mode is not Mode.CLOUD_ONLY)
+    if mode is Mode.STOP_AND_WAIT:
+        assert result.num_sent == result.num_drafted and sum(result.hits.values()) == result.num_accepted
 
 
 def test_an_agent_drafts_as_its_options_say() -> None:
@@ -184,11 +146,8 @@ def test_an_agent_drafts_as_its_options_say() -> None:
         return agent
 
     usual = made(model)
-    assert (
-        isinstance(usual.drafter, ModelDrafter)
-        and usual.drafter.lookup
-        and usual.options == make_options() == AgentOptions()
-    )
+    assert isinstance(usual.drafter, ModelDrafter) and usual.drafter.lookup
+    assert usual.options == make_options() == AgentOptions()
     assert (usual.options.tree.width, usual.options.bytes_per_token) == (4, 150.0)
     assert made(model, make_options("1")).drafter is model
     assert made(model, make_options("8", is_looked_up=False)).drafter is model
@@ -248,8 +207,7 @@ def test_options_with_an_effect_are_taken() -> None:
 @pytest.mark.parametrize("command", ["run", "demo"])
 def test_the_options_of_the_tree_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same words for both commands, and the defaults."""
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
+    group = commands_group()
     context = group.commands[command].make_context(command, [] if command == "demo" else ["text"])
     assert (context.params["width"], context.params["lookup"]) == ("auto", None)
     assert context.params["effort"] == "normal"
@@ -310,9 +268,9 @@ def test_a_comparison_of_one_token_is_a_document_that_every_parser_reads() -> No
     """`run --compare --json --max-tokens 1`: numbers that cannot be known are null, and NaN is never printed."""
     one = replace(RESULT, tokens=(1,), sources=(Source.TARGET,), arrival_s=(0.1,), num_accepted=0, num_tested=0)
     compared = Comparison(1, (), "only 1 token", {CLOUD_ONLY: one, DRAFTED: one}, True, None)
-    out = io.StringIO()
+    console, out = screen()
     ran = Ran(one, one, None, compared)
-    print_document(Console(file=out), as_document(RunOptions("x", compare=True), ran, None, fake_tokenizer()))
+    print_document(console, as_document(RunOptions("x", compare=True), ran, None, fake_tokenizer()))
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -322,7 +280,7 @@ def test_a_comparison_of_one_token_is_a_document_that_every_parser_reads() -> No
     assert document["speed_up"] is None and document["speed_up_unknown"] == "only 1 token"
     assert all(found[key] is None for key in unknown for found in (document, document["cloud_only"]))
     with pytest.raises(ValueError, match="not JSON compliant"):
-        print_document(Console(file=out), {"tokens_per_s": one.tokens_per_s})
+        print_document(console, {"tokens_per_s": one.tokens_per_s})
 
 
 def test_the_summary_has_three_figures() -> None:
@@ -393,15 +351,13 @@ def test_the_terminal_shows_every_character_once_and_colours_the_accepted() -> N
     text = "def naïve(東京): return '😀'"
     tokens = tuple(tokenizer.encode(text))
     for num_accepted in range(len(tokens) + 1):
-        out = io.StringIO()
-        printer = TokenPrinter(Console(file=out, width=20, no_color=True), tokenizer.detokenizer())
+        console, out = screen(width=20, no_color=True)
+        printer = TokenPrinter(console, tokenizer.detokenizer())
         for token in tokens[:num_accepted]:
             printer(TokenBatch((token,), 1, 0.0))
         printer(TokenBatch(tokens[num_accepted:], 0, 0.0))
         printer.finish()
         assert out.getvalue() == text
-    coloured = io.StringIO()
-    console = Console(file=coloured, force_terminal=True, color_system="standard")
-    printer = TokenPrinter(console, tokenizer.detokenizer())
-    printer(TokenBatch(tuple(tokenizer.encode("ab")), 1, 0.0))
+    console, coloured = screen(force_terminal=True, color_system="standard")
+    TokenPrinter(console, tokenizer.detokenizer())(TokenBatch(tuple(tokenizer.encode("ab")), 1, 0.0))
     assert "\x1b[32m" in coloured.getvalue()

@@ -11,12 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.agents import SURE, Clock, proxy_to
+from tests.commands import KEY, Outrider, key_file
 from tests.fake_runtime import FakeBatchRuntime
-from tests.faulty_proxy import FaultyProxy
-from tests.local_endpoint import LocalEndpoint, serve_local
+from tests.local_endpoint import DRAFTS, PROMPT, LocalEndpoint, body, expected, serve_local
 from tests.serving import FakeServer, StepGate, serve_fake
-from tests.test_edge_config import KEY, key_file
-from tests.test_edge_serve import DRAFTS, PROMPT, SURE, body, expected, run_main
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.link.fleet import Fleet, text_ms
@@ -28,16 +27,6 @@ from outrider.models.errors import ConfigError
 from outrider.models.wire.protocol import ReadyAnswer
 
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
-
-
-class Clock:
-    """Seconds that pass only as the test says."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_breaker_leaves_out_what_failed_and_allows_one_trial_a_pause() -> None:
@@ -137,75 +126,63 @@ def order(fleet: Fleet) -> list[str]:
     return [client.url for client in fleet.ranked()]
 
 
-def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster() -> None:
+async def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster() -> None:
     """By what was measured; with alike figures the order of the configuration holds."""
-
-    async def check() -> None:
-        clock = Clock()
-        a, b = Cloud(clock, 0.012), Cloud(clock, 0.010)
-        fleet = fleet_of(clock, a=a, b=b)
-        assert order(fleet) == [A, B]  # nothing is known
-        served = await fleet.look(9.0)
-        assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
-        clock.now += 60.0
-        assert a.state is not None
-        a.state |= {"queue_depth": 8, "running": 2}
-        fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
-        await fleet.look(9.0)
-        assert order(fleet) == [B, A]
-        clock.now += 60.0
-        a.state |= {"queue_depth": 0}
-        await fleet.look(9.0)
-        assert order(fleet) == [A, B]
-        assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
-        await fleet.aclose()
-
-    asyncio.run(asyncio.wait_for(check(), 20.0))
+    clock = Clock()
+    a, b = Cloud(clock, 0.012), Cloud(clock, 0.010)
+    fleet = fleet_of(clock, a=a, b=b)
+    assert order(fleet) == [A, B]  # nothing is known
+    served = await fleet.look(9.0)
+    assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
+    clock.now += 60.0
+    assert a.state is not None
+    a.state |= {"queue_depth": 8, "running": 2}
+    fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
+    await fleet.look(9.0)
+    assert order(fleet) == [B, A]
+    clock.now += 60.0
+    a.state |= {"queue_depth": 0}
+    await fleet.look(9.0)
+    assert order(fleet) == [A, B]
+    assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
+    await fleet.aclose()
 
 
-def test_speed_never_chooses_another_model() -> None:
+async def test_speed_never_chooses_another_model() -> None:
     """Where targets differ, the order of the configuration decides, however slow the first is."""
-
-    async def check() -> None:
-        clock = Clock()
-        # Slow in steps: looks go on side by side, and the clock is one for all.
-        a, c = Cloud(clock, step_ms=500.0), Cloud(clock, step_ms=50.0)
-        b = Cloud(clock, step_ms=1.0, target="another")
-        fleet = fleet_of(clock, a=a, b=b, c=c)
-        await fleet.look(9.0)
-        assert order(fleet) == [C, A, B]
-        await fleet.aclose()
-
-    asyncio.run(asyncio.wait_for(check(), 20.0))
+    clock = Clock()
+    # Slow in steps: looks go on side by side, and the clock is one for all.
+    a, c = Cloud(clock, step_ms=500.0), Cloud(clock, step_ms=50.0)
+    b = Cloud(clock, step_ms=1.0, target="another")
+    fleet = fleet_of(clock, a=a, b=b, c=c)
+    await fleet.look(9.0)
+    assert order(fleet) == [C, A, B]
+    await fleet.aclose()
 
 
-def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
+async def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
     """Trials are looks and never texts; then the preferred one is preferred again."""
-
-    async def check() -> None:
-        clock, words = Clock(), list[str]()
-        pauses = Pauses(clock)
-        a, b = Cloud(clock), Cloud(clock)
-        fleet = fleet_of(clock, pauses, words, a=a, b=b)
-        await fleet.look(9.0)
-        a.state = None
-        fleet.failed(A, EndpointLost(f"{A}: gone"))
-        fleet.failed(A, EndpointLost(f"{A}: gone"))  # another text, the same outage
-        assert order(fleet) == [B, A] and fleet.is_down(A)
-        (await pauses.next()).set_result(None)  # the first trial finds nothing
-        second = await pauses.next()
-        back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
-        fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
-        second.set_result(None)
-        await back.wait()
-        assert order(fleet) == [A, B] and not fleet.is_down(A)
-        assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
-        assert pauses.lengths[1] > pauses.lengths[0] > 0.0
-        fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
-        assert not fleet.is_down(B)
-        await fleet.aclose()
-
-    asyncio.run(asyncio.wait_for(check(), 20.0))
+    clock, words = Clock(), list[str]()
+    pauses = Pauses(clock)
+    a, b = Cloud(clock), Cloud(clock)
+    fleet = fleet_of(clock, pauses, words, a=a, b=b)
+    await fleet.look(9.0)
+    a.state = None
+    fleet.failed(A, EndpointLost(f"{A}: gone"))
+    fleet.failed(A, EndpointLost(f"{A}: gone"))  # another text, the same outage
+    assert order(fleet) == [B, A] and fleet.is_down(A)
+    (await pauses.next()).set_result(None)  # the first trial finds nothing
+    second = await pauses.next()
+    back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
+    fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
+    second.set_result(None)
+    await back.wait()
+    assert order(fleet) == [A, B] and not fleet.is_down(A)
+    assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
+    assert pauses.lengths[1] > pauses.lengths[0] > 0.0
+    fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
+    assert not fleet.is_down(B)
+    await fleet.aclose()
 
 
 def test_a_general_key_goes_over_plain_http_only_where_that_is_allowed(tmp_path: Path) -> None:
@@ -225,15 +202,13 @@ def test_a_general_key_goes_over_plain_http_only_where_that_is_allowed(tmp_path:
 
 
 def test_the_command_refuses_to_send_a_key_in_the_clear(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    outrider: Outrider,
 ) -> None:
     """Before anything is sent."""
     command = ["run", "x", "--draft", "nowhere", "--cloud", "http://cloud.example.com", "--api-key", KEY]
-    assert run_main(monkeypatch, *command) == 2
-    shown = capsys.readouterr().err
+    shown = outrider(*command, code=2).err
     assert "without encryption" in shown and KEY not in shown
-    assert run_main(monkeypatch, *command, "--allow-http") != 0
-    assert "without encryption" not in capsys.readouterr().err
+    assert "without encryption" not in outrider(*command, "--allow-http", code=2).err
 
 
 @pytest.fixture
@@ -252,17 +227,11 @@ def replicas(gate: StepGate) -> Iterator[tuple[FakeServer, FakeServer]]:
         yield first, second
 
 
-def post(local: LocalEndpoint, prompt: str, count: int = 48) -> str:
-    answer = httpx.post(f"{local.url}/v1/completions", json=body(count, prompt=prompt), timeout=60.0)
-    assert answer.status_code == 200, answer.text
-    return str(answer.json()["choices"][0]["text"])
-
-
 def concurrent(local: LocalEndpoint, first: FakeServer, break_it: Callable[[], object]) -> None:
     """Four texts begin at `first`, which breaks in their middle: all are the target's, byte for byte."""
     prompts = [f"{index} + {PROMPT}" for index in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        texts = [pool.submit(post, local, prompt) for prompt in prompts]
+        texts = [pool.submit(local.text, prompt=prompt) for prompt in prompts]
         first.wait_until(lambda: len(first.core.sessions) == 4 and first.runtime.num_steps > 6)
         break_it()
         assert [text.result(60.0) for text in texts] == [expected(prompt) for prompt in prompts]
@@ -273,31 +242,22 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
     """The first cloud ends in mid-text of four. Once it is back, the next text begins there again."""
     gate = StepGate()
     gate.allow(8)
-    with ExitStack() as stack:
-        first, second = stack.enter_context(replicas(gate))
-        address = httpx.URL(first.url)
-        assert address.port is not None
-        with ExitStack() as link:
-            proxy = link.enter_context(FaultyProxy(address.host, address.port))
-            local = stack.enter_context(serve_local([proxy.url, second.url], DRAFTS))
+    with replicas(gate) as (first, second), ExitStack() as link:
+        proxy = link.enter_context(proxy_to(first.url))
+        with serve_local([proxy.url, second.url], DRAFTS) as local:
             fleet = local.core.upstream.fleet
-            port = proxy.port
-
-            def break_it() -> None:
-                gate.open()
-                link.close()
-
-            concurrent(local, first, break_it)
+            link.callback(gate.open)
+            concurrent(local, first, link.close)
             assert fleet.is_down(proxy.url) and second.runtime.num_steps > 0
             steps = first.runtime.num_steps
-            assert post(local, PROMPT, 8) == expected(PROMPT, 8) and first.runtime.num_steps == steps
-        with FaultyProxy(address.host, address.port, listen_port=port) as again:
-            assert again.url == proxy.url
-            local.wait_until(lambda: not fleet.is_down(proxy.url))
-            assert post(local, PROMPT, 8) == expected(PROMPT, 8) and first.runtime.num_steps > steps
-            ready = httpx.get(f"{local.url}/health/ready").json()
-            assert [each["state"] for each in ready["clouds"]] == ["up", "up"]
-            assert "127.0.0.1" not in str(ready["clouds"])
+            assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps == steps
+            with proxy_to(first.url, listen_port=proxy.port) as again:
+                assert again.url == proxy.url
+                local.wait_until(lambda: not fleet.is_down(proxy.url))
+                assert local.text(8) == expected(PROMPT, 8) and first.runtime.num_steps > steps
+                ready = httpx.get(f"{local.url}/health/ready").json()
+                assert [each["state"] for each in ready["clouds"]] == ["up", "up"]
+                assert "127.0.0.1" not in str(ready["clouds"])
     outages = [record for record in caplog.records if "is left out" in record.getMessage()]
     assert outages and any("is back" in record.getMessage() for record in caplog.records)
 
@@ -313,15 +273,12 @@ def test_of_several_clouds_one_with_another_model_is_refused() -> None:
         serve_local([first.url, second.url], DRAFTS) as local,
         ThreadPoolExecutor(2) as pool,
     ):
-        answers = [
-            pool.submit(httpx.post, f"{local.url}/v1/completions", json=body(400, prompt=prompt), timeout=60.0)
-            for prompt in ("1 + x", "2 + x")
-        ]
+        answers = [pool.submit(local.post, body(400, prompt=each), status=503) for each in ("1 + x", "2 + x")]
         first.wait_until(lambda: len(first.core.sessions) == 2 and first.runtime.num_steps > 2)
         first.server.begin_drain(0.0)
         gate.open()
         for answer in answers:
-            error = answer.result(60.0).json()["error"]
+            error = answer.result(60.0)["error"]
             assert error["code"] == "no_verifier" and "another target" in error["message"]
         assert other.num_steps == 0
 
@@ -331,10 +288,11 @@ def test_a_silent_cloud_is_left_within_seconds_by_all_its_texts() -> None:
     """Its link swallows everything; the texts go on elsewhere, unchanged."""
     gate = StepGate()
     gate.allow(8)
-    with replicas(gate) as (first, second):
-        address = httpx.URL(first.url)
-        assert address.port is not None
-        with FaultyProxy(address.host, address.port) as proxy, serve_local([proxy.url, second.url], DRAFTS) as local:
-            concurrent(local, first, proxy.hold)
-            assert local.core.upstream.fleet.is_down(proxy.url)
-            gate.open()
+    with (
+        replicas(gate) as (first, second),
+        proxy_to(first.url) as proxy,
+        serve_local([proxy.url, second.url], DRAFTS) as local,
+    ):
+        concurrent(local, first, proxy.hold)
+        assert local.core.upstream.fleet.is_down(proxy.url)
+        gate.open()

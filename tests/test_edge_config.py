@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,81 +11,33 @@ from pathlib import Path
 
 import click
 import pytest
-import typer.main
+from tests.commands import KEY, OTHER_KEY, Outrider, commands_group, key_file
 from tests.drafts import make_draft
-from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
-from tests.test_bundle import make_manifest
+from tests.serving import serve_fake
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.cli import main as cli
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints, read_key_file
 from outrider.edge.setup.settings import Settings, expectation
-from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.client.address import without_password
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
 
-KEY = "a-key-of-many-letters-1"
-OTHER_KEY = "a-key-of-many-letters-2"
 
-Capture = pytest.CaptureFixture[str]
-
-
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of `outrider ARGUMENTS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The configuration file that the commands read; write it."""
-    path = tmp_path / "config" / "outrider.toml"
-    path.parent.mkdir()
-    path.touch()
-    monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
-    for name in list(os.environ):
-        if name.startswith("OUTRIDER_") and name not in ("OUTRIDER_CONFIG", "OUTRIDER_CACHE"):
-            monkeypatch.delenv(name)
-    return path
-
-
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
-    with BundleWriter(tmp_path / "draft") as writer:
-        save_fake_tokenizer(writer.directory)
-        for suffix in ("xml", "bin"):
-            (writer.directory / f"openvino_model.{suffix}").write_text("none")
-        return writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
-
-
-def key_file(folder: Path, key: str = KEY, mode: int = 0o600) -> Path:
-    """A key file."""
-    path = folder / "cloud.key"
-    path.write_text(key + "\n", encoding="ascii")
-    path.chmod(mode)
-    return path
-
-
-def shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture, *arguments: str) -> dict[str, tuple[object, str, object]]:
+def shown(outrider: Outrider, *arguments: str) -> dict[str, tuple[object, str, object]]:
     """Values, sources and places that `outrider config show` prints for a command with these flags."""
-    assert run_main(monkeypatch, "config", "show", "--json", *arguments) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(outrider("config", "show", "--json", *arguments).out)
     return {name: (each["value"], each["source"], each["where"]) for name, each in document["commands"]["run"].items()}
 
 
 def test_a_value_comes_from_flag_then_environment_then_file_then_default(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each source wins over those below it; a command's own table and variable over those for all commands."""
 
     def max_tokens(*flags: str) -> tuple[object, str, object]:
-        return shown(monkeypatch, capsys, "run", *flags)["max_tokens"]
+        return shown(outrider, "run", *flags)["max_tokens"]
 
     assert max_tokens() == (128, "default", None)
     config.write_text("# for all\n[common]\nmax_tokens = 11\n", encoding="utf-8")
@@ -100,7 +51,7 @@ def test_a_value_comes_from_flag_then_environment_then_file_then_default(
     assert max_tokens("--max-tokens", "15") == (15, "flag", "--max-tokens")
 
 
-def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_commands_run_with_what_config_shows(config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kind of option, from the file and from the environment, in the command itself."""
     config.write_text(
         "[common]\neffort = 'low'\n[run]\nlookup = false\ndepth = '3'\nparam = ['top_p=0.9']\ncloud = ['http://a', 'http://b']\n"
@@ -113,13 +64,13 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
     (config.parent / "my.key").chmod(0o600)
     called = []
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: called.append((options, options.keys())))
-    assert run_main(monkeypatch, "run", "text", "--temperature", "0") == 0, capsys.readouterr().err
+    outrider("run", "text", "--temperature", "0")
     ((options, keys),) = called
     assert (options.effort, options.lookup, options.depth, options.params.top_p) == ("low", False, "3", 0.9)
     assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
     assert options.cloud == ["http://a", "http://b"] and options.draft == [str(Path.home() / "drafts" / "x")]
     assert keys == Keys(KEY, is_asked=False)
-    values = shown(monkeypatch, capsys, "run", "--temperature", "0")
+    values = shown(outrider, "run", "--temperature", "0")
     for name in ("effort", "lookup", "depth", "param", "ignore_eos", "seed", "temperature", "cloud", "draft"):
         assert values[name][0] == getattr(options, name), name
 
@@ -158,67 +109,61 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_mistake_in_the_file_names_file_line_and_key(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, text: str, message: str
+    config: Path, outrider: Outrider, text: str, message: str
 ) -> None:
     """With what was found and expected; exit code 2, one line; `--help` still works."""
     config.write_text(text, encoding="utf-8")
-    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
-    error = capsys.readouterr().err
+    error = outrider("run", "hello", "--draft", "nowhere", code=2).err
     assert error.startswith(f"error: {config}") and message in error and error.count("\n") == 1
-    assert run_main(monkeypatch, "run", "--help") == 0
-    assert "configuration" in capsys.readouterr().out
-    assert run_main(monkeypatch, "config", "path") == 0 and capsys.readouterr().out == f"{config}\n"
+    assert "configuration" in outrider("run", "--help").out
+    assert outrider("config", "path").out == f"{config}\n"
 
 
 def test_a_key_in_the_file_is_refused_and_not_shown(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The message names key_file; a key from the environment is only reported as set."""
     config.write_text(f"[run]\napi_key = '{KEY}'\n", encoding="utf-8")
-    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
-    error = capsys.readouterr().err
+    error = outrider("run", "hello", "--draft", "nowhere", code=2).err
     assert "line 2: run.api_key would keep a key in clear text; expected key_file" in error and KEY not in error
     config.write_text("", encoding="utf-8")
     monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
     for arguments in (["config"], ["config", "--json"], ["config", "show", "run", "--cloud", f"http://me:{KEY}@a"]):
-        assert run_main(monkeypatch, *arguments) == 0
-        out = capsys.readouterr().out
+        out = outrider(*arguments).out
         assert KEY not in out and "(set, not shown)" in out and "OUTRIDER_API_KEY" in out
     assert "http://***@a" in out
 
 
 def test_a_value_for_all_commands_may_be_too_much_for_some(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The demo's texts are at most 512 tokens: it refuses the value, and the other commands run with it."""
     config.write_text("[common]\nmax_tokens = 1000\n", encoding="utf-8")
-    assert shown(monkeypatch, capsys, "run")["max_tokens"] == (1000, "file", "line 2")
-    assert run_main(monkeypatch, "demo") == 2
+    assert shown(outrider, "run")["max_tokens"] == (1000, "file", "line 2")
     expected = "a whole number, at least 2, at most 512 for `outrider demo`"
-    assert f"line 2: common.max_tokens is 1000; expected {expected}\n" in capsys.readouterr().err
-    assert run_main(monkeypatch, "config") == 0
-    shows = "".join(capsys.readouterr().out.split())
+    assert f"line 2: common.max_tokens is 1000; expected {expected}\n" in outrider("demo", code=2).err
+    shows = "".join(outrider("config").out.split())
     assert "[run]" in shows and "[demo]cannotrun:" in shows and "atmost512for`outriderdemo`" in shows
-    assert run_main(monkeypatch, "config", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["commands"]["demo"]["error"].endswith(expected)
+    assert json.loads(outrider("config", "--json").out)["commands"]["demo"]["error"].endswith(expected)
 
 
-def test_a_variable_of_the_wrong_type_is_named(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_variable_of_the_wrong_type_is_named(
+    config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the option, which nobody typed."""
     monkeypatch.setenv("OUTRIDER_MAX_TOKENS", "many")
-    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
-    assert capsys.readouterr().err == "error: OUTRIDER_MAX_TOKENS is 'many'; expected a whole number, at least 1\n"
-    assert run_main(monkeypatch, "devices", "--help") == 0
+    assert (
+        outrider("run", "hello", "--draft", "nowhere", code=2).err
+        == "error: OUTRIDER_MAX_TOKENS is 'many'; expected a whole number, at least 1\n"
+    )
+    outrider("devices", "--help")
 
 
 @pytest.mark.parametrize("data", [b"[run]\nseed = 1\xff\n", b"\x00", b"a = " + b"[" * 20_000])
-def test_a_file_that_is_no_configuration_is_one_clear_line(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, data: bytes
-) -> None:
+def test_a_file_that_is_no_configuration_is_one_clear_line(config: Path, outrider: Outrider, data: bytes) -> None:
     """Not UTF-8, not TOML, nested without end."""
     config.write_bytes(data)
-    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
-    error = capsys.readouterr().err
+    error = outrider("run", "hello", "--draft", "nowhere", code=2).err
     assert error.startswith(f"error: {config} is not ") and error.count("\n") == 1
 
 
@@ -239,17 +184,15 @@ def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert read_config().document == {"run": {"seed": 1}}
 
 
-def test_the_example_names_every_option_and_is_never_written_twice(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_the_example_names_every_option_and_is_never_written_twice(config: Path, outrider: Outrider) -> None:
     """As it is, it changes nothing; with every line in use, all but the paths fit."""
-    assert run_main(monkeypatch, "config", "init") == 2
-    assert "is there already and is left as it is" in capsys.readouterr().err and config.read_bytes() == b""
+    assert (
+        "is there already and is left as it is" in outrider("config", "init", code=2).err and config.read_bytes() == b""
+    )
     config.unlink()
-    assert run_main(monkeypatch, "config", "init") == 0
+    outrider("config", "init")
     text = config.read_text(encoding="utf-8")
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
+    group = commands_group()
     settings = Settings(group, read_config(), {})
     assert {each.source for path in settings.commands for each in settings.resolve(path)} == {"default"}
     used = re.sub(r"(?m)^#(?=\w+ = |\[\[)", "", text).replace('"..."', '"x"')
@@ -296,41 +239,37 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         read_key_file(tmp_path)
 
 
-def test_a_run_sends_the_endpoints_key(
-    config: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_run_sends_the_endpoints_key(config: Path, fake_bundle: Path, outrider: Outrider) -> None:
     """An [[endpoint]] is enough: address and key come from the file."""
     key_file(config.parent)
-    command = ["run", "def", "--draft", str(bundle), "--mode", "cloud-only", "--max-tokens", "4"]
+    command = ["run", "def", "--draft", str(fake_bundle), "--mode", "cloud-only", "--max-tokens", "4"]
     with serve_fake(ServerSettings(keys=KeyRing([KEY]))) as server:
         config.write_text(f"[[endpoint]]\nurl = '{server.url}'\n", encoding="utf-8")
-        assert run_main(monkeypatch, *command) == 2 and "requires an API key" in capsys.readouterr().err
+        assert "requires an API key" in outrider(*command, code=2).err
         config.write_text(f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n", encoding="utf-8")
-        assert run_main(monkeypatch, *command) == 0, capsys.readouterr().err
+        outrider(*command)
     endpoints = read_endpoints(read_config())
     assert endpoints[0].key_file == str(config.parent / "cloud.key")
 
 
 def test_a_key_and_a_key_file_from_one_place_are_refused(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which one is meant cannot be known; a flag wins over the environment."""
     path = key_file(config.parent)
     both = ["--api-key", OTHER_KEY, "--key-file", str(path)]
-    assert run_main(monkeypatch, "run", "text", "--draft", "nowhere", *both) == 2
-    assert "leave one of them out" in capsys.readouterr().err
+    assert "leave one of them out" in outrider("run", "text", "--draft", "nowhere", *both, code=2).err
     monkeypatch.setenv("OUTRIDER_API_KEY", OTHER_KEY)
     asked = []
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: asked.append(options.keys()))
-    assert run_main(monkeypatch, "run", "text", "--key-file", str(path)) == 0
-    assert run_main(monkeypatch, "run", "text") == 0
+    outrider("run", "text", "--key-file", str(path))
+    outrider("run", "text")
     assert asked == [Keys(KEY, is_asked=True), Keys(OTHER_KEY, is_asked=True)]
 
 
 def test_variables_that_no_option_has_are_found(config: Path) -> None:
     """With the closest name that one has."""
-    group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
+    group = commands_group()
     environment = {"OUTRIDER_RUN_MAX_TOKNS": "3", "OUTRIDER_SEED": "3", "OUTRIDER_CACHE": "x", "HOME": "x"}
     settings = Settings(group, ConfigFile(config), environment)
     assert settings.unknown_variables() == {"OUTRIDER_RUN_MAX_TOKNS": "OUTRIDER_RUN_MAX_TOKENS"}
@@ -348,24 +287,24 @@ def test_expectations_are_words() -> None:
     assert expectation(click.Option(["--x"], type=click.FloatRange(max=1.5))) == "a number, at most 1.5"
 
 
-def test_config_needs_no_runtime_and_no_http_library() -> None:
-    """A half-installed device still shows its configuration."""
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [(["run", "--help"], ["--draft", "--cloud"]), (["config", "show", "run"], ["max_tokens", "default"])],
+)
+def test_help_and_config_need_no_runtime_and_no_http_library(words: list[str], shown: list[str]) -> None:
+    """A half-installed device still shows them."""
     code = (
-        "import sys\n"
+        f"import sys\nsys.path[:0] = {[path for path in sys.path if path]!r}\n"
         "for name in ('openvino', 'onnxruntime', 'httpx', 'torch'): sys.modules[name] = None\n"
-        "sys.argv = ['outrider', 'config', 'show', 'run']\n"
+        f"sys.argv = ['outrider', *{words!r}]\n"
         "from outrider.edge.cli.main import main; main()"
     )
-    paths = [path for path in sys.path if path]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "max_tokens" in done.stdout and "default" in done.stdout
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and all(word in done.stdout for word in shown), done.stderr
 
 
 def test_configured_values_keep_no_mode_from_running(
-    config: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, fake_bundle: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has no effect is refused where it was typed; a value from the file or the environment is for every run."""
     config.write_text(
@@ -373,35 +312,32 @@ def test_configured_values_keep_no_mode_from_running(
         encoding="utf-8",
     )
     monkeypatch.setenv("OUTRIDER_THREADS", "2")
-    command = ["run", "def", "--draft", str(bundle), "--max-tokens", "4", "--mode", "cloud-only"]
+    command = ["run", "def", "--draft", str(fake_bundle), "--max-tokens", "4", "--mode", "cloud-only"]
     with serve_fake() as server:
-        assert run_main(monkeypatch, *command, "--cloud", server.url) == 0, capsys.readouterr().err
+        outrider(*command, "--cloud", server.url)
     for typed, name in ((("--effort", "low"), "--effort"), (("--draft-device", "cpu"), "--draft-device")):
-        assert run_main(monkeypatch, *command, *typed) == 2
-        shown = capsys.readouterr().err
+        shown = outrider(*command, *typed, code=2).err
         assert f"nothing drafts with --mode cloud-only, so {name} would have no effect; leave it out" in shown
-    assert run_main(monkeypatch, *command, "--compare") == 2
-    assert "--compare measures cloud-only beside another --mode" in capsys.readouterr().err
+    assert "--compare measures cloud-only beside another --mode" in outrider(*command, "--compare", code=2).err
 
 
 def test_a_typed_option_comes_before_a_configured_one_that_contradicts_it(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device in the file does not forbid --runtime ngram, which no device runs; two in the file are a mistake."""
     chosen: list[DraftChoice] = []
     monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: chosen.append(options.choice))
     config.write_text("[run]\ndraft_device = 'gpu.1'\n", encoding="utf-8")
-    assert run_main(monkeypatch, "run", "text", "--runtime", "ngram") == 0
-    assert run_main(monkeypatch, "run", "text", "--draft-device", "prefer-npu") == 0
-    assert run_main(monkeypatch, "run", "text", "--runtime", "openvino") == 0
+    outrider("run", "text", "--runtime", "ngram")
+    outrider("run", "text", "--draft-device", "prefer-npu")
+    outrider("run", "text", "--runtime", "openvino")
     assert chosen == [DraftChoice("ngram"), DraftChoice(provider="prefer-npu"), DraftChoice("openvino", "gpu.1")]
     config.write_text("[run]\ndraft_device = 'gpu.1'\nruntime = 'ngram'\n", encoding="utf-8")
-    assert run_main(monkeypatch, "run", "text") == 2
-    assert "no device runs it" in capsys.readouterr().err
+    assert "no device runs it" in outrider("run", "text", code=2).err
 
 
 def test_a_pull_gets_address_and_key_from_the_file(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The preferred endpoint, with its own key; --server goes elsewhere without it."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
@@ -415,12 +351,12 @@ def test_a_pull_gets_address_and_key_from_the_file(
             f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n[[endpoint]]\nurl = 'http://127.0.0.1:1'\n",
             encoding="utf-8",
         )
-        assert run_main(monkeypatch, "pull") == 0, capsys.readouterr().err
-        pulled = Path(capsys.readouterr().out.strip())
+        pulled = Path(outrider("pull").out.strip())
         assert pulled.parent == tmp_path / "cache" / "drafts"
         monkeypatch.setenv("OUTRIDER_CLOUD", f"{server.url} {other.url}")
-        assert run_main(monkeypatch, "pull", "--list") == 0 and f"at {server.url}" in capsys.readouterr().out
-        assert run_main(monkeypatch, "pull", "--cloud", other.url) == 2
-        assert "requires an API key" in capsys.readouterr().err
-        assert run_main(monkeypatch, "pull", "--server", other.url, "--key-file", str(config.parent / "cloud.key")) == 2
-        assert "has no drafts" in capsys.readouterr().err
+        assert f"at {server.url}" in outrider("pull", "--list").out
+        assert "requires an API key" in outrider("pull", "--cloud", other.url, code=2).err
+        assert (
+            "has no drafts"
+            in outrider("pull", "--server", other.url, "--key-file", str(config.parent / "cloud.key"), code=2).err
+        )

@@ -62,6 +62,19 @@ def estimates_at(
     return estimates
 
 
+def begun() -> Estimates:
+    """Estimates of a text that has begun, 10 ms from a server with steps of 40 ms."""
+    estimates = Estimates()
+    estimates.on_open(10.0, 40.0, 1.0)
+    return estimates
+
+
+def see(controller: CostModelDepth, outcome: CommitOutcome, step_ms: float = 40.0) -> None:
+    """A commit, as estimates and controller see it."""
+    controller._estimates.on_commit(outcome, step_ms)
+    controller.observe(outcome)
+
+
 def depth_at(acceptance: float, **times: float) -> int:
     """The cost model's depth after many commits, 0 when it is off."""
     controller = CostModelDepth(estimates_at(acceptance, **times))
@@ -165,9 +178,7 @@ def test_cost_model_does_not_run_ahead_for_nothing() -> None:
 
 def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rarely() -> None:
     """Depth 0: the gaps between probes double up to the longest, and nearly nothing is sent."""
-    estimates = Estimates()
-    estimates.on_open(10.0, 40.0, 1.0)
-    controller = CostModelDepth(estimates)
+    controller = CostModelDepth(begun())
     num_on, num_sent, probed_at = 0, 0, list[int]()
     for i in range(120):
         plan = controller.plan()
@@ -175,9 +186,7 @@ def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rar
         if not controller.is_on and plan.depth:
             probed_at.append(i - num_on)
             num_sent += not plan.silent
-        outcome = judged(0, plan.depth > 0)
-        estimates.on_commit(outcome, 40.0)
-        controller.observe(outcome)
+        see(controller, judged(0, plan.depth > 0))
     assert 1 <= num_on <= 20
     assert num_sent == 1  # of 100
     gaps = [b - a for a, b in pairwise(probed_at)]
@@ -186,19 +195,13 @@ def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rar
 
 def test_a_draft_that_becomes_good_is_used_again() -> None:
     """Accepted silent probes turn drafting on again; that takes more than turning it off."""
-    estimates = Estimates()
-    estimates.on_open(10.0, 40.0, 1.0)
-    controller = CostModelDepth(estimates)
+    controller = CostModelDepth(begun())
     for _ in range(40):
-        outcome = judged(0, True)
-        estimates.on_commit(outcome, 40.0)
-        controller.observe(outcome)
+        see(controller, judged(0, True))
     assert controller.plan().silent
     num_commits = 0
     while controller.plan().silent:
-        outcome = judged(controller.plan().depth, False)
-        estimates.on_commit(outcome, 40.0)
-        controller.observe(outcome)
+        see(controller, judged(controller.plan().depth, False))
         num_commits += 1
         assert num_commits < 200
     assert controller.plan().depth > 0
@@ -222,9 +225,7 @@ def test_a_draft_that_was_slow_for_a_while_is_timed_again(
         plan = controller.plan()
         if plan.depth and plan.floor <= 1.0:
             estimates.on_drafted(calm_ms, 1)
-        outcome = judged(min(1, plan.depth), False)
-        estimates.on_commit(outcome, 8.0)
-        controller.observe(outcome)
+        see(controller, judged(min(1, plan.depth), False), 8.0)
         if controller.is_on and controller.plan().floor < 0.6:
             break
     assert controller.is_on and estimates.draft_ms < 2.0 * slow_ms / 3.0

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.commands import Outrider
 from tests.serving import fake_tokenizer
 from tests.test_bundle import make_manifest
-from tests.test_edge_config import config, run_main
 from tests.tiny_models import export_openvino, make_tiny_model
 
 from outrider.edge.cli.doctor_screen import draft_for_npu
@@ -32,12 +32,9 @@ from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.runtimes.base import ModelLimits
 
-__all__ = ["config"]  # a fixture
-
 EMULATED = DraftChoice(device="npu", emulate_npu=True)
 REAL = DraftChoice(device="npu")
 SHAPES = StaticShapes(prompt_len=64, response_len=128, step_len=4)
-Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +78,13 @@ def lines_of(text: str) -> dict[str, str]:
 
 
 def test_the_block_of_an_emulated_npu(
-    draft: Bundle, config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+    draft: Bundle, config: Path, shelf: Shelf, tmp_path: Path, outrider: Outrider
 ) -> None:
     """Every step runs, and the block says first that it is no hardware; nothing else goes to standard output."""
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    code = run_main(monkeypatch, "doctor", "--npu", "--emulate-npu", "--draft", str(draft.path), "--threads", "1")
-    shown = capsys.readouterr()
+    shown = outrider("doctor", "--npu", "--emulate-npu", "--draft", draft.path, "--threads", "1")
     assert "fork on the NPU" in shown.err
     found = lines_of(shown.out.rstrip("\n"))
-    assert code == 0 and "FAILED" not in shown.out, shown.out
+    assert "FAILED" not in shown.out, shown.out
     assert NOT_HARDWARE in shown.out.splitlines()[2]
     for name in ("load, first time", "load again", "1 node(s)", "4 node(s)", f"prompt of {SHAPES.prompt_len}"):
         assert re.match(r"[\d.]+ m?s", found[name]), name
@@ -106,6 +101,18 @@ def test_without_an_npu_the_block_says_why_and_times_the_cpu(draft: Bundle) -> N
     assert report.is_faulty and found["NPU"].startswith("FAILED: OpenVINO finds none.")
     assert found["load, first time"].split() == ["-", "-"]
     assert re.fullmatch(r"- +[\d.]+ ms", found["1 node(s)"]) and "equal picks" not in found
+
+
+def examined(draft: Bundle | str, choice: DraftChoice = REAL) -> tuple[NpuReport, dict[str, str]]:
+    """The report, and its lines by their names."""
+    report = examine_npu(draft, choice, 0)
+    return report, lines_of(report.text)
+
+
+def shortened(draft: Bundle, response_len: int) -> Bundle:
+    """The same draft for texts of 16 tokens more than that."""
+    shapes = StaticShapes(prompt_len=16, response_len=response_len, step_len=4)
+    return replace(draft, manifest=draft.manifest.model_copy(update={"static_shapes": shapes}))
 
 
 @dataclass(slots=True)
@@ -145,8 +152,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 def test_what_openvino_says_of_an_npu_is_in_the_block(draft: Bundle, steps: Steps) -> None:
     """Each property, and which of them the driver does not report."""
-    report = examine_npu(draft, REAL, 0)
-    found = lines_of(report.text)
+    report, found = examined(draft)
     assert not report.is_faulty and NOT_HARDWARE not in report.text
     assert (found["NPU name"], found["NPU driver"], found["NPU compiler"]) == (
         "Intel(R) AI Boost",
@@ -160,8 +166,7 @@ def test_what_openvino_says_of_an_npu_is_in_the_block(draft: Bundle, steps: Step
 def test_a_step_that_fails_is_named_and_the_others_run(step: Step, draft: Bundle, steps: Steps) -> None:
     """With its reason in the block, without any path in it."""
     steps.failing[step, "npu"] = "the driver ended: `{bundle}/openvino_model.xml`, {folder}/x.blob " + 400 * "so "
-    report = examine_npu(draft, REAL, 0)
-    found = lines_of(report.text)
+    report, found = examined(draft)
     assert report.is_faulty and found[f"{step}, NPU"].startswith("FAILED: the driver ended: '<path>', <path> so so")
     assert str(draft.path.parent) not in report.text and "npu-report" not in report.text
     assert len(steps.asked) == 6  # all of them
@@ -179,22 +184,21 @@ def test_an_npu_that_computes_something_else_is_a_fault(draft: Bundle, steps: St
     rows = np.zeros((POSITIONS, 300), np.float32)
     rows[:, 5] = 9.0
     steps.rows["npu"] = rows + np.float32(0.2)
-    assert "largest difference 0.2" in lines_of(examine_npu(draft, REAL, 0).text)["logits"]
+    assert "largest difference 0.2" in examined(draft)[1]["logits"]
     steps.rows["npu"] = np.roll(rows, 1, axis=1)
-    report = examine_npu(draft, REAL, 0)
-    found = lines_of(report.text)
+    report, found = examined(draft)
     assert report.is_faulty and found["logits"].startswith("FAILED: largest difference 9")
     assert found["equal picks"].startswith(f"0 of {POSITIONS} greedy")
     steps.rows["npu"] = np.full_like(rows, np.nan)
-    assert lines_of(examine_npu(draft, REAL, 0).text)["equal picks"].startswith("FAILED")
+    assert examined(draft)[1]["equal picks"].startswith("FAILED")
 
 
 @pytest.mark.parametrize("delta", [3.0, None])
 def test_a_wrong_fork_is_a_fault(delta: float | None, draft: Bundle, steps: Steps) -> None:
     """Also where its logits are not finite."""
     steps.fork = {"delta": delta, "num_equal": 2}
-    report = examine_npu(draft, REAL, 0)
-    assert report.is_faulty and "FAILED: 2 of 7 best tokens" in lines_of(report.text)["fork, cut back"]
+    report, found = examined(draft)
+    assert report.is_faulty and "FAILED: 2 of 7 best tokens" in found["fork, cut back"]
 
 
 class Cutting:
@@ -279,12 +283,7 @@ def test_no_name_of_user_or_machine_stays_in_a_reason(monkeypatch: pytest.Monkey
 
 def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> None:
     """Both places compare the positions that the draft has."""
-    short = replace(
-        draft,
-        manifest=draft.manifest.model_copy(
-            update={"static_shapes": StaticShapes(prompt_len=16, response_len=16, step_len=4)}
-        ),
-    )
+    short = shortened(draft, 16)
     tokens = fixed_tokens(short)
     assert len(tokens) == LEAST_POSITIONS == 32
     runtime = Cutting(forgets=False)
@@ -295,14 +294,8 @@ def test_a_draft_of_short_texts_is_examined_as_far_as_they_go(draft: Bundle) -> 
 
 def test_a_draft_of_too_short_texts_is_said_to_be_one(draft: Bundle, steps: Steps) -> None:
     """That is no fault of the device: nothing has FAILED."""
-    short = replace(
-        draft,
-        manifest=draft.manifest.model_copy(
-            update={"static_shapes": StaticShapes(prompt_len=16, response_len=8, step_len=4)}
-        ),
-    )
-    report = examine_npu(short, REAL, 0)
-    found = lines_of(report.text)
+    short = shortened(draft, 8)
+    report, found = examined(short)
     assert not report.is_faulty and steps.asked == [("load", "npu")]
     assert found["load, first time"].split()[0] == "2.00"
     assert found["other steps"] == "not run: the draft takes texts of at most 24 tokens, and they need 32"
@@ -388,8 +381,7 @@ def test_a_block_without_a_draft_says_so(steps: Steps) -> None:
     ],
 )
 def test_options_without_effect_are_refused(
-    arguments: list[str], message: str, config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    arguments: list[str], message: str, config: Path, outrider: Outrider
 ) -> None:
     """Before anything is measured."""
-    assert run_main(monkeypatch, "doctor", "--npu", *arguments) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(outrider("doctor", "--npu", *arguments, code=2).err.split())

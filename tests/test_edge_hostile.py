@@ -5,51 +5,42 @@ The server is a raw socket: it writes any bytes, and knows how many of them were
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import os
 import re
 import signal
-import socket
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import FakeServer, StepGate, fake_tokenizer, read_events, serve_fake, target_tokens
+from tests.agents import MODES, SOON, VOCAB, drafter, generate, whole
+from tests.raw_server import Reply, raw_server, silent_after, writes
+from tests.serving import FakeServer, StepGate, read_events, serve_fake, target_tokens
+from tests.waiting import run
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.depth import FixedDepth
-from outrider.edge.drafting.drafter import ModelDrafter
-from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.edge.results import GenerationResult, Mode, TokenBatch
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointLost, ProtocolBroken
 from outrider.models.client.http_endpoint import longest_silence_s
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.sse import KEEP_ALIVE
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import SessionOpen
 
-VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)
-REQUEST = GenerationRequest(PROMPT, max_tokens=24, stop_ids=frozenset(), ignore_eos=True)
+REQUEST = whole(PROMPT, SamplingParams(), 24)
 TRUTH = target_tokens(PROMPT, 24)
 IDENTITY = f"{0:016x}"
-MODES = (Mode.STREAM, Mode.STOP_AND_WAIT)
 HASTY = ClientOptions(keep_alive_s=0.1)
-SOON = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0, first_pause_s=0.0)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Making one with certificates takes longer than most of these tests."""
 MOST_TAKEN = 32 << 20
@@ -57,102 +48,6 @@ MOST_TAKEN = 32 << 20
 
 OK = b"HTTP/1.1 200 OK\r\n"
 STREAM = OK + b"content-type: text/event-stream\r\n\r\n"
-Reply = Callable[["RawServer", socket.socket], None]
-
-
-class RawServer:
-    """Answers every request on a loopback port by `reply`, which may write for ever; a closed connection ends it."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self._open = set[socket.socket]()
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self.num_sent = 0
-        self.paths = list[str]()
-        self.is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    @property
-    def num_asked(self) -> int:
-        """Requests for tokens; drafts are not counted."""
-        return sum(path in ("/v1/sessions", "/v1/verify") for path in self.paths)
-
-    def close(self) -> None:
-        self.is_over.set()
-        for each in (self._socket, *self._open):
-            with ExitStack() as stack:
-                stack.callback(each.close)
-                try:
-                    each.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
-        for thread in self._threads:
-            thread.join(10.0)
-            assert not thread.is_alive()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            self._open.add(connection)
-            thread = threading.Thread(target=self._serve, args=(connection,))
-            thread.start()
-            self._threads.append(thread)
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            try:
-                head = b""
-                while b"\r\n\r\n" not in head:
-                    if not (data := connection.recv(65536)):
-                        return
-                    head += data
-                self.paths.append(head.split(b" ")[1].decode())
-                head, _, body = head.partition(b"\r\n\r\n")
-                length = re.search(rb"(?i)content-length: *(\d+)", head)
-                while length is not None and len(body) < int(length[1]):
-                    body += connection.recv(65536)  # closing with unread data would take back what was sent
-                self._reply(self, connection)
-            except OSError:
-                pass  # the agent has left
-
-
-@contextmanager
-def raw_server(reply: Reply) -> Iterator[RawServer]:
-    """A raw server, ended at the end."""
-    server = RawServer(reply)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def writes(data: bytes, forever: bytes = b"") -> Reply:
-    """Writes `data`, then `forever` again and again, then closes."""
-
-    def reply(server: RawServer, connection: socket.socket) -> None:
-        connection.sendall(data)
-        block = forever * max(1, 65536 // len(forever)) if forever else b""
-        while block and not server.is_over.is_set():
-            connection.sendall(block)
-            server.num_sent += len(block)
-
-    return reply
-
-
-def silent_after(data: bytes, drip: bytes = b"") -> Reply:
-    """Writes `data`, then nothing, or a byte of `drip` now and then, and keeps the connection."""
-
-    def reply(server: RawServer, connection: socket.socket) -> None:
-        connection.sendall(data)
-        while not server.is_over.wait(0.1):
-            connection.sendall(drip)
-
-    return reply
 
 
 def event(**fields: Any) -> bytes:
@@ -172,29 +67,17 @@ def answer(**fields: Any) -> bytes:
     return OK + f"content-length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def generate(
+def write(
     urls: list[str],
     mode: Mode = Mode.STREAM,
-    troubles: list[str] | None = None,
     options: ClientOptions | None = None,
+    on_trouble: Callable[[str], None] = lambda words: None,
     on_tokens: Callable[[TokenBatch], None] | None = None,
 ) -> GenerationResult:
-    """One text from the first URL that works."""
+    """The text from the first URL that works, with drafts."""
     clients = [VerifierClient(url, options, httpx.AsyncHTTPTransport(NO_TLS)) for url in urls]
-    endpoints = Endpoints(clients, SOON, on_trouble=(troubles if troubles is not None else []).append)
-    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
-    try:
-        if mode is Mode.STOP_AND_WAIT:
-            return await StopAndWaitAgent(endpoints, draft, FixedDepth(2), Estimates()).generate(REQUEST, on_tokens)
-        return await StreamAgent(endpoints, draft, FixedDepth(2)).generate(REQUEST, on_tokens)
-    finally:
-        for client in clients:
-            await client.aclose()
-
-
-def run(*arguments: Any, **options: Any) -> GenerationResult:
-    """Runs `generate` on a loop of its own, with a limit that only a hang reaches."""
-    return asyncio.run(asyncio.wait_for(generate(*arguments, **options), 60.0))
+    told: dict[str, Any] = {"on_trouble": on_trouble, "on_tokens": on_tokens}
+    return run(generate(clients, REQUEST, drafter(1.0), mode=mode, depth=FixedDepth(2), retry=SOON, **told))
 
 
 BOMB = gzip.compress(b"a" * (1 << 20))
@@ -290,7 +173,7 @@ def test_a_server_that_breaks_the_protocol_loses_the_text(
     reply, what = case
     troubles = list[str]()
     with raw_server(reply) as hostile:
-        result = run([hostile.url, server.url], mode, troubles)
+        result = write([hostile.url, server.url], mode, on_trouble=troubles.append)
         assert list(result.tokens) == TRUTH
         assert len(troubles) == 1 and len(troubles[0]) < 2000
         assert re.fullmatch(f"the server at {hostile.url} broke the protocol: .*{what}.*", troubles[0])
@@ -303,7 +186,7 @@ def test_alone_it_is_a_clear_error_at_once(mode: Mode) -> None:
     reply = BROKEN_STREAMS["a negative id"] if mode is Mode.STREAM else BROKEN_ANSWERS["a negative id"]
     with raw_server(reply[0]) as hostile:
         with pytest.raises(ProtocolBroken, match=r"id is -1; .*; compare the versions at both ends$"):
-            run([hostile.url], mode)
+            write([hostile.url], mode)
         assert hostile.num_asked == 1
 
 
@@ -313,12 +196,12 @@ def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -
     """The status decides; a message of any size is cut."""
     with raw_server(writes(f"HTTP/1.1 {status} \r\n\r\n".encode(), b"x")) as hostile:
         with pytest.raises((RequestError, CloudError), match=f"HTTP {status} that is not an Outrider answer"):
-            run([hostile.url], mode)
+            write([hostile.url], mode)
         assert hostile.num_sent < MOST_TAKEN
     body = json.dumps({"error": {"code": "c" * 9999, "message": "m" * 30_000}}).encode()
     long = writes(f"HTTP/1.1 {status} \r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     with raw_server(long) as hostile, pytest.raises((RequestError, CloudError)) as refused:
-        run([hostile.url], mode)
+        write([hostile.url], mode)
     assert len(str(refused.value)) < 2000
 
 
@@ -330,17 +213,14 @@ def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -
         ("ready", "HTTP 503 that is not an Outrider answer"),
     ],
 )
-def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str) -> None:
+async def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str) -> None:
     """Its readiness is an answer of the protocol, with status 503."""
     body = json.dumps({"status": state, "model": "m"}).encode()
     head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
 
-    async def ask(url: str) -> None:
-        async with VerifierClient(url) as client:
-            await client.ready()
-
     with raw_server(writes(head + body)) as server, pytest.raises(EndpointLost, match=expected):
-        asyncio.run(ask(server.url))
+        async with VerifierClient(server.url) as client:
+            await client.ready()
 
 
 def test_an_answer_that_never_begins_is_no_hang() -> None:
@@ -349,52 +229,43 @@ def test_an_answer_that_never_begins_is_no_hang() -> None:
     endless = writes(b"", b"HTTP/1.1 100 Continue\r\n\r\n")
     too_long = pytest.raises(CloudError, match=r"no whole answer came within 1\.7 s")
     with raw_server(endless) as hostile, too_long:
-        run([hostile.url], options=options)
+        write([hostile.url], options=options)
 
 
-def test_cookies_are_not_kept() -> None:
+async def test_cookies_are_not_kept() -> None:
     """A server cannot make every later request larger."""
     cookie = b"set-cookie: a=" + b"b" * 4000 + b"; Path=/\r\n"
     body = b'{"status":"ready","model":"m"}'
     # This server closes after an answer: it says so, or the next request could go out on that connection.
     head = OK + cookie + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     with raw_server(writes(head + body)) as hostile:
-
-        async def ask() -> int:
-            async with VerifierClient(hostile.url) as client:
-                await client.ready()
-                before = client.wire.headers_up
-                await client.ready()
-                return client.wire.headers_up - before
-
-        assert asyncio.run(ask()) < 200
+        async with VerifierClient(hostile.url) as client:
+            await client.ready()
+            before = client.wire.headers_up
+            await client.ready()
+            assert client.wire.headers_up - before < 200
 
 
 @pytest.mark.parametrize(
-    "reply",
+    ("mode", "reply"),
     [
-        silent_after(opening() + event(base=0, tokens=TRUTH[:1])),
-        silent_after(opening(keep_alive_s=-5) + event(base=0, tokens=TRUTH[:1]), drip=b"x"),
-        silent_after(b""),
-        silent_after(OK),
+        pytest.param(Mode.STREAM, silent_after(opening() + event(base=0, tokens=TRUTH[:1])), id="in the stream"),
+        pytest.param(
+            Mode.STREAM,
+            silent_after(opening(keep_alive_s=-5) + event(base=0, tokens=TRUTH[:1]), drip=b"x"),
+            id="a line that never ends",
+        ),
+        pytest.param(Mode.STREAM, silent_after(b""), id="before the answer"),
+        pytest.param(Mode.STREAM, silent_after(OK), id="in the headers"),
+        pytest.param(Mode.STOP_AND_WAIT, silent_after(b""), id="it does not say whether it is alive either"),
     ],
-    ids=["in the stream", "a line that never ends", "before the answer", "in the headers"],
 )
-def test_a_server_that_goes_silent_is_left(server: FakeServer, reply: Reply) -> None:
+def test_a_server_that_goes_silent_is_left(server: FakeServer, mode: Mode, reply: Reply) -> None:
     """After three keep-alives that did not come; the text goes on elsewhere."""
     troubles = list[str]()
     with raw_server(reply) as stopped:
-        result = run([stopped.url, server.url], Mode.STREAM, troubles, HASTY)
-    assert list(result.tokens) == TRUTH
-    assert troubles == [f"{stopped.url}: the server sent nothing for 1.3 s. Trying {server.url}."]
-
-
-def test_a_verification_by_a_silent_server_is_left(server: FakeServer) -> None:
-    """It does not answer whether it is alive either."""
-    troubles = list[str]()
-    with raw_server(silent_after(b"")) as stopped:
-        result = run([stopped.url, server.url], Mode.STOP_AND_WAIT, troubles, HASTY)
-        assert stopped.paths == ["/v1/verify", "/health/live"]
+        result = write([stopped.url, server.url], mode, HASTY, troubles.append)
+        assert mode is Mode.STREAM or stopped.paths == ["/v1/verify", "/health/live"]
     assert list(result.tokens) == TRUTH
     assert troubles == [f"{stopped.url}: the server sent nothing for 1.3 s. Trying {server.url}."]
 
@@ -430,7 +301,7 @@ class Counting(httpx.AsyncHTTPTransport):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_server_that_works_for_long_has_not_stopped(mode: Mode) -> None:
+async def test_a_server_that_works_for_long_has_not_stopped(mode: Mode) -> None:
     """A prefill of more than the longest silence: the stream's comments, or its answers elsewhere, show life."""
     signs, gate = list[str](), StepGate()
 
@@ -439,19 +310,13 @@ def test_a_server_that_works_for_long_has_not_stopped(mode: Mode) -> None:
         if len(signs) == 20:  # at least 1.9 s; the longest silence is 1.3 s
             gate.open()
 
-    async def scenario(url: str) -> GenerationResult:
-        transport = Counting(
-            lambda path: on_sign(path) if path == "/health/live" else None,
-            lambda chunk: on_sign("comment") if chunk == KEEP_ALIVE else None,
-        )
-        async with VerifierClient(url, HASTY, transport) as client:
-            endpoints = Endpoints([client], SOON)
-            if mode is Mode.STREAM:
-                return await StreamAgent(endpoints).generate(REQUEST)
-            return await StopAndWaitAgent(endpoints, None, FixedDepth(0), Estimates()).generate(REQUEST)
-
+    transport = Counting(
+        lambda path: on_sign(path) if path == "/health/live" else None,
+        lambda chunk: on_sign("comment") if chunk == KEEP_ALIVE else None,
+    )
     with serve_fake(ServerSettings(keep_alive_s=0.1), gate=gate) as server:
-        result = asyncio.run(asyncio.wait_for(scenario(server.url), 60.0))
+        client = VerifierClient(server.url, HASTY, transport)
+        result = await generate([client], REQUEST, mode=mode, depth=FixedDepth(0), retry=SOON)
     assert list(result.tokens) == TRUTH and result.num_sessions == 1
     assert set(signs[:20]) == {"comment" if mode is Mode.STREAM else "/health/live"}
 
@@ -517,7 +382,7 @@ def test_a_stopped_process_is_noticed(server: FakeServer, mode: Mode) -> None:
 
     try:
         url = child.stdout.readline().strip()
-        result = run([url, server.url], mode, troubles, HASTY, stop)
+        result = write([url, server.url], mode, HASTY, troubles.append, stop)
     finally:
         child.kill()
         child.wait(30.0)

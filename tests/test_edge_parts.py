@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -79,84 +80,75 @@ class Mailbag:
         self.got.append(number)
 
 
+async def delivered(sender: DraftSender) -> None:
+    """Returns once nothing is in flight."""
+    while sender._tasks:
+        await asyncio.sleep(0)
+
+
 def message(number: int) -> DraftMessage:
     """A draft message that the mailbag tells from others."""
     return DraftMessage("text/plain", str(number).encode())
 
 
-def test_where_too_many_messages_are_in_flight_the_sender_is_not_free() -> None:
+async def test_where_too_many_messages_are_in_flight_the_sender_is_not_free() -> None:
     """It says once when it is free again; what would have been sent meanwhile goes into one message."""
-
-    async def scenario() -> None:
-        bag, freed = Mailbag(), list[bool]()
-        bag.gate.clear()
-        sender = DraftSender(lambda _: None, max_in_flight=2, on_free=lambda: freed.append(sender.is_free))
-        for number in range(2):
-            assert sender.is_free
-            sender.send(bag, "s", message(number))
-        assert not sender.is_free and not sender.is_free
-        with pytest.raises(AssertionError, match="too many messages are in flight"):
-            sender.send(bag, "s", message(2))
-        bag.gate.set()
-        while sender._tasks:
-            await asyncio.sleep(0)
-        assert freed == [True] and sender.is_free and sender.num_sent == 2
-        sender.send(bag, "s", message(3))
-        while sender._tasks:
-            await asyncio.sleep(0)
-        assert freed == [True]  # nobody was turned away
-        await sender.aclose()
-        assert bag.got == [0, 1, 3]
-
-    asyncio.run(scenario())
+    bag, freed = Mailbag(), list[bool]()
+    bag.gate.clear()
+    sender = DraftSender(lambda _: None, max_in_flight=2, on_free=lambda: freed.append(sender.is_free))
+    for number in range(2):
+        assert sender.is_free
+        sender.send(bag, "s", message(number))
+    assert not sender.is_free and not sender.is_free
+    with pytest.raises(AssertionError, match="too many messages are in flight"):
+        sender.send(bag, "s", message(2))
+    bag.gate.set()
+    await delivered(sender)
+    assert freed == [True] and sender.is_free and sender.num_sent == 2
+    sender.send(bag, "s", message(3))
+    await delivered(sender)
+    assert freed == [True]  # nobody was turned away
+    await sender.aclose()
+    assert bag.got == [0, 1, 3]
 
 
-def test_a_lost_message_is_reported_and_one_that_is_dropped_is_not() -> None:
+async def test_a_lost_message_is_reported_and_one_that_is_dropped_is_not() -> None:
     """Those that arrived are not reported either; round trips are of delivered messages."""
+    bag, lost, times = Mailbag(frozenset({1})), list[int](), list[float]()
+    sender = DraftSender(times.append, max_in_flight=9)
 
-    async def scenario() -> None:
-        bag, lost, times = Mailbag(frozenset({1})), list[int](), list[float]()
-        sender = DraftSender(times.append, max_in_flight=9)
+    def send(number: int) -> None:
+        sender.send(bag, "s", message(number), lambda: lost.append(number))
 
-        def send(number: int) -> None:
-            sender.send(bag, "s", message(number), lambda: lost.append(number))
-
-        for number in range(3):
-            send(number)
-        while sender._tasks:
-            await asyncio.sleep(0)
-        assert (bag.got, lost, len(times), sender.num_failed) == ([0, 2], [1], 2, 1)
-        bag.gate.clear()
-        send(1)
-        sender.drop()
-        assert (sender.num_sent, sender.num_failed) == (4, 2) and sender.is_free
-        send(1)
-        await sender.aclose()
-        assert (bag.got, lost, len(times)) == ([0, 2], [1], 2)
-
-    asyncio.run(scenario())
+    for number in range(3):
+        send(number)
+    await delivered(sender)
+    assert (bag.got, lost, len(times), sender.num_failed) == ([0, 2], [1], 2, 1)
+    bag.gate.clear()
+    send(1)
+    sender.drop()
+    assert (sender.num_sent, sender.num_failed) == (4, 2) and sender.is_free
+    send(1)
+    await sender.aclose()
+    assert (bag.got, lost, len(times)) == ([0, 2], [1], 2)
 
 
-def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
+async def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
     """They may hang for as long as a server is silent; they count as failed."""
-
-    async def scenario() -> tuple[list[int], list[int], int, list[bool]]:
-        stopped, live, times, freed = Mailbag(), Mailbag(), list[float](), list[bool]()
-        stopped.gate.clear()
-        sender = DraftSender(times.append, max_in_flight=2, on_free=lambda: freed.append(True))
-        for number in range(2):
-            sender.send(stopped, "s", message(number))
-        assert not sender.is_free
-        sender.drop()
-        for number in (7, 8):
-            assert sender.is_free
-            sender.send(live, "t", message(number))
-        while len(times) < 2:
-            await asyncio.sleep(0)
-        await sender.aclose()
-        return stopped.got, live.got, sender.num_failed, freed
-
-    assert asyncio.run(scenario()) == ([], [7, 8], 2, [])
+    stopped, live, times, freed = Mailbag(), Mailbag(), list[float](), list[bool]()
+    stopped.gate.clear()
+    sender = DraftSender(times.append, max_in_flight=2, on_free=lambda: freed.append(True))
+    for number in range(2):
+        sender.send(stopped, "s", message(number))
+    assert not sender.is_free
+    sender.drop()
+    for number in (7, 8):
+        assert sender.is_free
+        sender.send(live, "t", message(number))
+    while len(times) < 2:
+        await asyncio.sleep(0)
+    await sender.aclose()
+    assert (stopped.got, live.got, sender.num_failed, freed) == ([], [7, 8], 2, [])
 
 
 def test_faults_are_reproducible_and_counted() -> None:
@@ -167,8 +159,7 @@ def test_faults_are_reproducible_and_counted() -> None:
         faulty, sender = FaultyPosts(bag, rates, seed=3), DraftSender(lambda _: None, max_in_flight=1000)
         for number in range(200):
             sender.send(faulty, "s", message(number), functools.partial(lost.append, number))
-        while sender._tasks:
-            await asyncio.sleep(0)
+        await delivered(sender)
         await sender.aclose()
         assert sorted({*bag.got, *lost}) == [*range(200)] and len(lost) == sender.num_failed
         return bag.got, sender.num_failed
@@ -186,26 +177,19 @@ def test_faults_are_reproducible_and_counted() -> None:
 
 @contextmanager
 def echo_server() -> Iterator[tuple[str, int]]:
-    """Echoes every connection's bytes until it closes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    """Echoes every connection's bytes until it closes, one after the other."""
 
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:
-                    return
-                with connection:
-                    try:
-                        while data := connection.recv(4096):
-                            connection.sendall(data)
-                    except OSError:
-                        pass
+    class Echo(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                while data := self.request.recv(4096):
+                    self.request.sendall(data)
 
-        thread = threading.Thread(target=serve, daemon=True)
+    with socketserver.TCPServer(("127.0.0.1", 0), Echo) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server.getsockname()
-        server.shutdown(socket.SHUT_RDWR)
+        yield ("127.0.0.1", server.server_address[1])
+        server.shutdown()
         thread.join()
 
 

@@ -6,14 +6,12 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from tests.local_endpoint import LocalEndpoint, serve_local
+from tests.local_endpoint import LocalEndpoint, Wire, note_requests, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
 from outrider.edge.retrieval.documents import Document
@@ -32,48 +30,9 @@ ALLOWED = {"host", "content-type", "content-length", "accept-encoding", "user-ag
 ALLOWED |= {"outrider-target", "transfer-encoding"}
 
 
-@dataclass
-class Wire:
-    """Every request to a verifier: method and path, headers, body; of one in pieces, what has been sent of it."""
-
-    sent: list[tuple[str, httpx.Headers, bytes | bytearray]] = field(default_factory=list)
-    gate: StepGate | None = None  # is opened by the first draft
-
-    def to(self, path: str) -> list[bytes]:
-        """The bodies of the requests whose path matches."""
-        return [bytes(body) for found, _, body in self.sent if re.fullmatch(path, found)]
-
-    @property
-    def bytes(self) -> bytes:
-        """All bodies and headers."""
-        return b"\n".join(bytes(body) + repr(headers.raw).encode() for _, headers, body in self.sent)
-
-
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
-    """What the device sends from now on."""
-    noted, send = Wire(), httpx.AsyncClient.send
-
-    async def note(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-        stream, body = request.stream, bytearray()
-        if isinstance(stream, httpx.ByteStream):
-            body += request.content
-        else:
-
-            async def pieces() -> AsyncIterator[bytes]:
-                assert isinstance(stream, httpx.AsyncByteStream)
-                async for piece in stream:
-                    body.extend(piece)
-                    yield piece
-
-            request.stream = httpx.Request("POST", request.url, content=pieces()).stream
-        noted.sent.append((f"{request.method} {request.url.path}", request.headers, body))
-        if noted.gate is not None and request.url.path.endswith("/drafts"):
-            noted.gate.open()
-        return await send(client, request, **options)
-
-    monkeypatch.setattr(httpx.AsyncClient, "send", note)
-    return noted
+    return note_requests(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +43,7 @@ def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
 
 
 def post(local: LocalEndpoint, path: str, **fields: Any) -> dict[str, Any]:
-    answer = httpx.post(local.url + path, json={"seed": 5, **fields}, headers=HEADERS, timeout=60.0)
-    assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
+    found: dict[str, Any] = local.post({"seed": 5, **fields}, path, headers=HEADERS)
     return found
 
 

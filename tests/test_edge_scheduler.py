@@ -5,45 +5,31 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from tests.agents import MODES, SURE, VOCAB, drafter, generate, truth, whole
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import StepGate, fake_tokenizer, serve_fake
+from tests.serving import FakeServer, StepGate, serve_fake
+from tests.waiting import run
 
-from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter, guess_together
-from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import GuessNode
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.edge.results import GenerationResult, Mode, TokenBatch
 from outrider.models.client.client import VerifierClient
 from outrider.models.errors import ModelFault
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 
-VOCAB = fake_tokenizer().size
 SAMPLED = SamplingParams(0.8, seed=4)
 LIMIT_S = 30.0
 LONG = tuple(1 + index % (VOCAB - 1) for index in range(700))
-SURE = EngineConfig(policy=Policy.VERIFY, looks_up=False)
-
-
-def truth(prompt: Sequence[int], count: int) -> tuple[int, ...]:
-    runtime, tokens = FakeSequenceRuntime(vocab_size=VOCAB), list(prompt)
-    row = runtime.extend(tokens)
-    for _ in range(count):
-        tokens.append(pick(row, SAMPLED, len(tokens)))
-        row = runtime.extend(tokens[-1:])
-    return tuple(tokens[len(prompt) :])
-
-
-def asking(max_tokens: int = 24, prompt: Sequence[int] = LONG) -> GenerationRequest:
-    return GenerationRequest(tuple(prompt), SAMPLED, max_tokens, stop_ids=frozenset(), ignore_eos=True)
 
 
 class Held:
@@ -67,88 +53,73 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
+@asynccontextmanager
+async def streaming(
+    drafter: ModelDrafter, max_tokens: int, on_tokens: Callable[[TokenBatch], None] | None = None, **server: Any
+) -> AsyncIterator[tuple[StreamAgent, asyncio.Task[GenerationResult]]]:
+    """A text of a long prompt in work, its agent and its task."""
+    with serve_fake(**server) as running:
+        async with VerifierClient(running.url) as client:
+            agent = StreamAgent(Endpoints([client]), drafter, FixedDepth(4))
+            yield agent, asyncio.create_task(agent.generate(whole(LONG, SAMPLED, max_tokens), on_tokens))
+
+
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["the text ends", "Ctrl-C"])
-def test_a_texts_end_waits_for_no_call_of_the_draft(is_cancelled: bool) -> None:
+async def test_a_texts_end_waits_for_no_call_of_the_draft(is_cancelled: bool) -> None:
     """However long the draft's prompt pass takes. Closing the draft does wait: the model is in use."""
     held = Held()
-    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=held))
-    scheduler = DraftScheduler()
-
-    async def scenario(url: str) -> GenerationResult | None:
-        async with VerifierClient(url) as client:
-            agent = StreamAgent(Endpoints([client]), drafter, FixedDepth(4), scheduler=scheduler)
-            task = asyncio.create_task(agent.generate(asking(3000 if is_cancelled else 24)))
-            await asyncio.to_thread(held.begun.wait, LIMIT_S)
-            if is_cancelled:
-                task.cancel()
-            async with asyncio.timeout(LIMIT_S):
-                (found,) = await asyncio.gather(task, return_exceptions=True)
-            assert not held.go.is_set() and len(held.calls) == 1
-            return None if isinstance(found, asyncio.CancelledError) else task.result()
-
-    with serve_fake() as server:
-        result = asyncio.run(scenario(server.url))
-        assert (result is None) == is_cancelled
-        assert result is None or result.tokens == truth(LONG, 24)
-        closing = threading.Thread(target=drafter.close)
-        closing.start()
-        held.go.set()
-        closing.join(LIMIT_S)
-        scheduler.join()
+    draft = drafter(1.0, held)
+    async with streaming(draft, 3000 if is_cancelled else 24) as (agent, task):
+        await asyncio.to_thread(held.begun.wait, LIMIT_S)
+        if is_cancelled:
+            task.cancel()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(task, return_exceptions=True)
+        assert not held.go.is_set() and len(held.calls) == 1
+        assert task.cancelled() == is_cancelled
+        assert is_cancelled or task.result().tokens == truth(whole(LONG, SAMPLED, 24))
+    closing = threading.Thread(target=draft.close)
+    closing.start()
+    held.go.set()
+    closing.join(LIMIT_S)
+    agent.scheduler.join()
     assert held.calls == [64]  # of 700: nothing was read after the piece in progress
 
 
-@pytest.mark.parametrize("mode", ["stream", "stop-and-wait"])
-def test_drafting_stops_between_two_pieces_of_a_prompt(mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+async def test_drafting_stops_between_two_pieces_of_a_prompt(server: FakeServer, mode: Mode) -> None:
     """A long prompt is read in pieces; a text that has ended reads no further."""
     held = Held(num_free=2)
-    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=held), clock=lambda: 0.0)
-
-    async def scenario(url: str) -> None:
-        async with VerifierClient(url) as client:
-            endpoints = Endpoints([client])
-            agent: StreamAgent | StopAndWaitAgent = (
-                StreamAgent(endpoints, drafter, FixedDepth(4))
-                if mode == "stream"
-                else StopAndWaitAgent(endpoints, drafter, FixedDepth(4), Estimates())
-            )
-            task = asyncio.create_task(agent.generate(asking()))
-            await asyncio.to_thread(held.begun.wait, LIMIT_S)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            held.go.set()
-
-    with serve_fake() as server:
-        asyncio.run(scenario(server.url))
-        drafter.close()
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=held), clock=lambda: 0.0)
+    text = generate([server.url], whole(LONG, SAMPLED, 24), draft, mode=mode, depth=FixedDepth(4))
+    task = asyncio.create_task(text)
+    await asyncio.to_thread(held.begun.wait, LIMIT_S)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    held.go.set()
+    draft.close()
     assert held.calls == [64, 128, 256]
 
 
-def test_a_late_draft_joins_when_it_is_ready() -> None:
+async def test_a_late_draft_joins_when_it_is_ready() -> None:
     """It has missed the first commits; the later tokens are drafted, and the text is the target's."""
-    held, gate = Held(), StepGate()
-    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=held))
-    batches: list[int] = []
+    held, gate, num_tokens = Held(), StepGate(), list[int]()
 
-    async def scenario(url: str) -> GenerationResult:
-        async with VerifierClient(url) as client:
-            agent = StreamAgent(Endpoints([client]), drafter, FixedDepth(4))
-            request = asking(64)
-            task = asyncio.create_task(agent.generate(request, lambda batch: batches.append(len(batch.tokens))))
-            while sum(batches) < 5:
-                gate.allow(1)
-                await asyncio.sleep(0.002)
-            assert held.begun.is_set() and len(held.calls) == 1
-            held.go.set()
-            while not task.done():
-                await until(lambda: not agent.scheduler._runs or task.done())
-                gate.allow(1)
-                await asyncio.sleep(0)
-            return task.result()
+    def on_tokens(batch: TokenBatch) -> None:
+        num_tokens.append(len(batch.tokens))
 
-    with serve_fake(config=SURE, gate=gate) as server:
-        result = asyncio.run(scenario(server.url))
-    assert result.tokens == truth(LONG, 64)
+    async with streaming(drafter(1.0, held), 64, on_tokens, config=SURE, gate=gate) as (agent, task):
+        while sum(num_tokens) < 5:
+            gate.allow(1)
+            await asyncio.sleep(0.002)
+        assert held.begun.is_set() and len(held.calls) == 1
+        held.go.set()
+        while not task.done():
+            await until(lambda: not agent.scheduler._runs or task.done())
+            gate.allow(1)
+            await asyncio.sleep(0)
+    result = task.result()
+    assert result.tokens == truth(whole(LONG, SAMPLED, 64))
     assert result.num_sent > 0 and sum(result.hits.values()) > 0
 
 
@@ -160,16 +131,16 @@ def test_pieces_follow_the_time_that_they_take() -> None:
         sizes.append(len(tokens))
         now[0] += s_per_token[0] * len(tokens)
 
-    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=step), clock=lambda: now[0])
-    drafter.begin(LONG, SAMPLED)
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, on_step=step), clock=lambda: now[0])
+    draft.begin(LONG, SAMPLED)
     while len(sizes) < 6:
-        drafter.read_on()
+        draft.read_on()
     assert sizes == [64, 32, 16, 16, 16, 16]
     s_per_token[0] = 0.0
-    while drafter.is_behind:
-        drafter.read_on()
+    while draft.is_behind:
+        draft.read_on()
     assert sizes[6:] == [16, 32, 64, 128, 256] and sum(sizes) < len(LONG)
-    drafter.guess([[]], 2)
+    draft.guess([[]], 2)
     assert sum(sizes) == len(LONG)
 
 
@@ -177,20 +148,20 @@ def test_pieces_follow_the_time_that_they_take() -> None:
 def test_a_shared_call_gives_the_guesses_of_calls_alone(seed: int) -> None:
     """For any texts, commits and branches, with lookup and without."""
     chance = random.Random(seed)
-    model = FakeSequenceRuntime(vocab_size=VOCAB, max_positions=90, agreement=0.7)
-    sequences = [model, model.open_sequence(), model.open_sequence()]
-    together: list[Drafter] = [ModelDrafter(sequences[0]), ModelDrafter(sequences[1]).with_lookup()]
-    together.append(ModelDrafter(sequences[2]))
 
-    def plain(index: int) -> ModelDrafter:
-        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=90, agreement=0.7))
-        return drafter.with_lookup() if index == 1 else drafter
+    def agreeing() -> FakeSequenceRuntime:
+        return FakeSequenceRuntime(vocab_size=VOCAB, max_positions=90, agreement=0.7)
 
-    alone = [plain(index) for index in range(3)]
+    def drafters(runtimes: Sequence[FakeSequenceRuntime]) -> list[Drafter]:
+        first, second, third = map(ModelDrafter, runtimes)
+        return [first, second.with_lookup(), third]
+
+    model = agreeing()
+    together = drafters([model, model.open_sequence(), model.open_sequence()])
+    alone = drafters([agreeing() for _ in range(3)])
     texts: list[list[int]] = [[] for _ in range(3)]
     for _ in range(12):
-        for index, text in enumerate(texts):
-            pair = (together[index], alone[index])
+        for text, *pair in zip(texts, together, alone, strict=True):
             if not text or chance.random() < 0.1 or len(text) > 86:
                 text[:] = [chance.randrange(6) for _ in range(chance.randint(1, 60))]
                 for each in pair:
@@ -200,13 +171,12 @@ def test_a_shared_call_gives_the_guesses_of_calls_alone(seed: int) -> None:
                 text += new
                 for each in pair:
                     each.extend(new)
-        asked: list[tuple[Drafter, list[list[int]]]] = []
-        expected = []
-        for index in range(3):
-            branches = [[chance.randrange(6) for _ in range(chance.randint(0, 3))] for _ in range(chance.randint(1, 2))]
-            asked.append((together[index], branches))
-            expected.append(alone[index].guess(branches, 3))
-        assert guess_together(asked, 3) == expected
+        branches = [
+            [[chance.randrange(6) for _ in range(chance.randint(0, 3))] for _ in range(chance.randint(1, 2))]
+            for _ in range(3)
+        ]
+        expected = [each.guess(own, 3) for each, own in zip(alone, branches, strict=True)]
+        assert guess_together(list(zip(together, branches, strict=True)), 3) == expected
 
 
 class Job:
@@ -233,11 +203,11 @@ class Job:
 
 
 def run_jobs(jobs: Sequence[Job]) -> tuple[DraftScheduler, list[BaseException | None]]:
-    async def scenario() -> list[BaseException | None]:
+    async def all_of_them() -> list[BaseException | None]:
         for _ in jobs:
             scheduler.enter()
         go = threading.Event()
-        scheduler.do(lambda: assert_set(go))  # so that all are there at the first turn
+        scheduler.do(lambda: arrived.append(go.wait(LIMIT_S)))  # so that all are there at the first turn
         runs = [scheduler.run(job) for job in jobs]
         go.set()
         found = await asyncio.gather(*runs, return_exceptions=True)
@@ -245,15 +215,12 @@ def run_jobs(jobs: Sequence[Job]) -> tuple[DraftScheduler, list[BaseException | 
             scheduler.leave()
         return found
 
-    scheduler = DraftScheduler()
-    found = asyncio.run(scenario())
+    scheduler, arrived = DraftScheduler(), list[bool]()
+    found = run(all_of_them())
     scheduler.join()
+    assert arrived == [True]
     assert not [thread for thread in threading.enumerate() if thread.name == "outrider-draft"]
     return scheduler, found
-
-
-def assert_set(event: threading.Event) -> None:
-    assert event.wait(LIMIT_S)
 
 
 def opened(runtime: FakeSequenceRuntime) -> ModelDrafter:

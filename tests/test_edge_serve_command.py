@@ -7,17 +7,19 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
+from tests.agents import nowhere
+from tests.commands import KEY, OTHER_KEY, Outrider, key_file
 from tests.drafts import make_draft
-from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import serve_local
-from tests.serving import fake_tokenizer, serve_fake
-from tests.test_edge_config import KEY, OTHER_KEY, Capture, config, key_file, run_main
+from tests.raw_server import NOT_FOUND, RawServer, raw_server
+from tests.serving import serve_fake
+from tests.waiting import run
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli import serve as command
@@ -30,8 +32,6 @@ from outrider.models.http.security import KeyRing
 from outrider.models.process import watched_files
 from outrider.models.wire.protocol import ModelFacts
 
-__all__ = ["config"]  # a fixture
-
 Look = Callable[[LocalCore], Awaitable[None]]
 
 
@@ -43,15 +43,15 @@ async def nothing(_: LocalCore) -> None:
 class Started:
     """What the command would have served. look: called before the end, with its connections open."""
 
+    opened: list[Path]
     cores: list[LocalCore] = field(default_factory=list)
-    opened: list[Path] = field(default_factory=list)
     look: Look = nothing
 
 
 @pytest.fixture
-def started(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+def started(config: Path, shelf: Shelf, opened_models: list[Path], monkeypatch: pytest.MonkeyPatch) -> Started:
     """Lets the command do everything but serve, with a fake model and a cache of this test's own."""
-    found = Started()
+    found = Started(opened_models)
 
     class Server:
         def __init__(self, core: LocalCore, **_: object) -> None:
@@ -59,27 +59,19 @@ def started(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
 
         def run(self, sockets: list[socket.socket]) -> None:
             found.cores.append(self._core)
-            asyncio.run(self._serve())
+            run(self._serve())
 
         async def _serve(self) -> None:
             await found.look(self._core)
             await self._core.aclose()
 
-    def open_fake(kind: str, model_file: Path, options: object) -> FakeSequenceRuntime:
-        found.opened.append(model_file)
-        return FakeSequenceRuntime(vocab_size=fake_tokenizer().size)
-
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(command, "LocalServer", Server)
     monkeypatch.setattr(command, "configure_logging", lambda format_: None)
-    monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", open_fake)
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: pytest.fail("took the reference"))
     return found
 
 
-def test_everything_comes_from_the_file(
-    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_everything_comes_from_the_file(config: Path, started: Started, tmp_path: Path, outrider: Outrider) -> None:
     """As a service runs it: the draft that was pulled, and to each cloud its own key."""
     key_file(config.parent).rename(config.parent / "first.key")
     key_file(config.parent, OTHER_KEY).rename(config.parent / "second.key")
@@ -100,43 +92,39 @@ def test_everything_comes_from_the_file(
             "[common]\neffort = 'low'\n[serve]\nport = 0\nmax_requests = 3\ndepth = '4'\n",
             encoding="utf-8",
         )
-        assert run_main(monkeypatch, "pull") == 0, capsys.readouterr().err
-        pulled = Path(capsys.readouterr().out.strip())
-        assert run_main(monkeypatch, "serve") == 0, capsys.readouterr().err
+        pulled = Path(outrider("pull").out.strip())
+        shown = outrider("serve")
     assert [each.name for each in asked] == ["fake", "fake"]
-    assert f"draft: cpu, pulled from {first.url}" in capsys.readouterr().err
+    assert f"draft: cpu, pulled from {first.url}" in shown.err
     assert started.opened == [pulled / "openvino_model.xml"]
     (core,) = started.cores
     assert core.settings.max_requests == 3 and core.settings.depth == "4"
 
 
 def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
-    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, started: Started, shelf: Shelf, tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A service may start before the network does; with nothing pulled from there it takes the reference draft."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # nobody answers there once it is closed
+    url = nowhere()
     monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOADING_S", 0.0)
-    shelf = Shelf()
     for number, (server, at_s) in enumerate([(url, 1.0), (url, 2.0), ("http://other", 3.0)], 1):
         sha256 = str(number) * 64
         make_draft(shelf.root / "new", content=sha256.encode()).path.rename(shelf.place(sha256))
         shelf.note(sha256, "target", PulledFor(model="fake", server=server, name="d", at_s=at_s))
-    assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", url) == 0
+    shown = outrider("serve", "--port", "0", "--cloud", url).err
     assert started.opened == [shelf.place("2" * 64) / "openvino_model.xml"]
-    shown = capsys.readouterr().err
     assert shown.count(f"No verifier answers at {url}") == 1 and f"draft: d, pulled from {url}" in shown
     other = find_pulled_from(["http://other/"], AS_BUNDLED, shelf)
     assert other is not None and other.bundle.path == shelf.place("3" * 64)
     assert find_pulled_from([url], DraftChoice("onnxruntime"), shelf) is None
     reference = make_draft(tmp_path / "reference").path
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: reference)
-    assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", "http://127.0.0.1:9") == 0
+    outrider("serve", "--port", "0", "--cloud", "http://127.0.0.1:9")
     assert started.opened[1:] == [reference / "openvino_model.xml"]
 
 
 def test_keys_of_clients_are_read_again(
-    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, started: Started, tmp_path: Path, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new key is accepted without a restart, and one that is gone is refused."""
     own, draft = tmp_path / "own.keys", make_draft(tmp_path / "draft").path
@@ -157,13 +145,11 @@ def test_keys_of_clients_are_read_again(
     started.look = look
     with serve_fake() as cloud:
         options = ["--port", "0", "--cloud", cloud.url, "--draft", str(draft), "--api-key-file", str(own)]
-        assert run_main(monkeypatch, "serve", *options) == 0, capsys.readouterr().err
+        outrider("serve", *options)
     assert len(started.cores) == 1
 
 
-def test_typed_options_without_effect_are_refused(
-    config: Path, started: Started, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_typed_options_without_effect_are_refused(config: Path, started: Started, outrider: Outrider) -> None:
     """By name, as in `outrider run`."""
     for options, message in (
         (["--depth", "4", "--effort", "low"], "--depth 4 does not depend on times, so --effort"),
@@ -172,26 +158,23 @@ def test_typed_options_without_effect_are_refused(
         (["--runtime", "ngram", "--draft-device", "gpu.1"], "no device runs it"),
         (["--delta", "1"], "No such option '--delta'. Every text is exactly the target's"),
     ):
-        assert run_main(monkeypatch, "serve", *options) == 2
-        assert message in capsys.readouterr().err
+        assert message in outrider("serve", *options, code=2).err
     assert started.cores == []
 
 
 def test_a_verifier_that_never_answers_delays_the_start_little(
-    config: Path, started: Started, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, started: Started, shelf: Shelf, outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes connections and says nothing: each look is short, and both are at the same time."""
     monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOOK_S", 0.2)
     monkeypatch.setattr("outrider.edge.cli.placing.LINK_TIMEOUT_S", 0.2)
-    shelf = Shelf()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         make_draft(shelf.root / "new").path.rename(shelf.place("1" * 64))
         shelf.note("1" * 64, "target", PulledFor(model="fake", server=url, name="d", at_s=1.0))
         began = time.monotonic()
-        assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", url) == 0
+        shown = outrider("serve", "--port", "0", "--cloud", url).err
         took_s = time.monotonic() - began
-    shown = capsys.readouterr().err
     assert f"No verifier answers at {url} within 0.2 s." in shown and f"draft: d, pulled from {url}" in shown
     assert len(started.cores) == 1 and took_s < 10.0
 
@@ -202,32 +185,22 @@ def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
     """What the look finds is logged when it has ended."""
     may_answer = threading.Event()
 
-    class Slow(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            assert may_answer.wait(30.0)
-            self.send_error(404)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+    def slow(server: RawServer, connection: socket.socket) -> None:
+        assert may_answer.wait(30.0)
+        connection.sendall(NOT_FOUND)
 
     monkeypatch.setattr("outrider.edge.serve.server.LOOK_S", 0.0)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as cloud:
-        thread = threading.Thread(target=cloud.serve_forever)
-        thread.start()
-        try:
-            with serve_local(f"http://127.0.0.1:{cloud.server_port}") as local:
-                assert httpx.get(f"{local.url}/health/live").status_code == 200
-                assert "it is still looked for" in caplog.text and "Requests get 503" not in caplog.text
-                may_answer.set()
-                local.wait_until(lambda: "Requests get 503 until one answers." in caplog.text)
-        finally:
-            may_answer.set()
-            cloud.shutdown()
-            thread.join()
+    with raw_server(slow) as cloud, ExitStack() as stack:
+        stack.callback(may_answer.set)
+        local = stack.enter_context(serve_local(cloud.url))
+        assert httpx.get(f"{local.url}/health/live").status_code == 200
+        assert "it is still looked for" in caplog.text and "Requests get 503" not in caplog.text
+        may_answer.set()
+        local.wait_until(lambda: "Requests get 503 until one answers." in caplog.text)
 
 
 def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
-    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, started: Started, tmp_path: Path, outrider: Outrider
 ) -> None:
     """A list of keys in --key-file, and one file for both, are refused with what each option is for."""
     several, one = tmp_path / "several", key_file(tmp_path)
@@ -248,7 +221,6 @@ def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
         ([], f"key_file = '{several}'\n", "keys that clients of this endpoint send belong into --api-key-file"),
     ):
         config.write_text(f"[[endpoint]]\nurl = 'https://a.example'\n{endpoint}", encoding="utf-8")
-        assert run_main(monkeypatch, "serve", "--port", "0", *map(str, options)) == 2
-        shown = capsys.readouterr().err
+        shown = outrider("serve", "--port", "0", *map(str, options), code=2).err
         assert message in shown and KEY not in shown, shown
     assert started.cores == []

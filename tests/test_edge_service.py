@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from tests.test_edge_config import config, run_main
+from tests.commands import Outrider
 
 from outrider.edge.cli import setup_screens as service_screen
 from outrider.edge.setup.service import (
@@ -30,14 +30,11 @@ from outrider.edge.setup.service import (
 )
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 
-__all__ = ["config"]  # a fixture
-
 PLACES = (
     ("systemd", ".config/systemd/user/outrider.service"),
     ("launchd", "Library/LaunchAgents/outrider.serve.plist"),
     ("windows", "AppData/Local/outrider/outrider-task.xml"),
 )
-Capture = pytest.CaptureFixture[str]
 
 
 def service(
@@ -189,49 +186,48 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
 
 
 def test_install_status_and_uninstall(
-    config: Path, tmp_path: Path, managed: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, tmp_path: Path, managed: list[tuple[str, ...]], outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--print writes nothing; install enables and starts; variables that the service will not see are named."""
     path = service(tmp_path).path
-    assert run_main(monkeypatch, "service", "install", "--print") == 0
-    assert capsys.readouterr().out == service(tmp_path).content.decode() and not path.exists() and not managed
-    assert run_main(monkeypatch, "service", "status") == 1 and "not installed" in capsys.readouterr().out
+    assert (
+        outrider("service", "install", "--print").out == service(tmp_path).content.decode()
+        and not path.exists()
+        and not managed
+    )
+    assert "not installed" in outrider("service", "status", code=1).out
     monkeypatch.setenv("OUTRIDER_DRAFT", "x")
-    assert run_main(monkeypatch, "service", "install") == 0
-    shown = capsys.readouterr()
+    shown = outrider("service", "install")
     assert f"wrote {path}" in shown.out.replace("\n", "") and "the service does not see OUTRIDER_DRAFT" in shown.err
     assert [command[2] for command in managed] == ["daemon-reload", "enable", "restart"]
-    assert run_main(monkeypatch, "service", "status") == 0 and "runs\n" in capsys.readouterr().out
+    assert "runs\n" in outrider("service", "status").out
     path.write_text(f"# {MARK}, an older one\n")
-    assert run_main(monkeypatch, "service", "status") == 0
-    assert "is not this version's; run `outrider service install --force`" in capsys.readouterr().out
-    assert run_main(monkeypatch, "service", "install") == 2 and "--force" in capsys.readouterr().err
-    assert (
-        run_main(monkeypatch, "service", "install", "--force") == 0 and path.read_bytes() == service(tmp_path).content
-    )
-    assert run_main(monkeypatch, "service", "uninstall") == 0 and not path.exists()
+    assert "is not this version's; run `outrider service install --force`" in outrider("service", "status").out
+    assert "--force" in outrider("service", "install", code=2).err
+    outrider("service", "install", "--force")
+    assert path.read_bytes() == service(tmp_path).content
+    outrider("service", "uninstall")
+    assert not path.exists()
     assert managed[-2] == ("systemctl", "--user", "disable", "--now", "outrider.service")
-    assert run_main(monkeypatch, "service", "uninstall") == 0 and "not installed" in capsys.readouterr().out
+    assert "not installed" in outrider("service", "uninstall").out
 
 
 def test_a_broken_configuration_is_not_installed(
-    config: Path, tmp_path: Path, managed: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, tmp_path: Path, managed: list[tuple[str, ...]], outrider: Outrider
 ) -> None:
     """The service would only fail at each login; uninstalling still works."""
     config.write_text("[run]\nseed = 'x'\n", encoding="utf-8")
-    assert run_main(monkeypatch, "service", "install") == 2
-    assert "line 2: run.seed is 'x'" in capsys.readouterr().err
+    assert "line 2: run.seed is 'x'" in outrider("service", "install", code=2).err
     assert not service(tmp_path).path.exists() and not managed
-    assert run_main(monkeypatch, "service", "uninstall") == 0
+    outrider("service", "uninstall")
 
 
 def test_a_manager_that_fails_is_reported_with_the_command(
-    config: Path, managed: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    config: Path, managed: list[tuple[str, ...]], outrider: Outrider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is there, so the user can run the command later; the exit status says that it is not done."""
     monkeypatch.setattr(service_screen, "run_command", lambda command: (False, "Failed to connect to bus"))
-    assert run_main(monkeypatch, "service", "install") == 1
-    shown = capsys.readouterr()
+    shown = outrider("service", "install", code=1)
     assert "`systemctl --user daemon-reload` failed: Failed to connect to bus" in shown.err
     assert "started" not in shown.out
     assert run_command(("outrider-no-such-manager",)) == (False, "outrider-no-such-manager is not installed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 
@@ -10,9 +9,10 @@ import httpx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.agents import VOCAB, Clock, drafter, generate, scripted_client, whole
 from tests.always_wrong import AlwaysWrongDrafter
-from tests.fake_runtime import FakeSequenceRuntime
-from tests.serving import fake_tokenizer, serve_fake, target_tokens
+from tests.serving import serve_fake, target_tokens
+from tests.waiting import run
 
 from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.depth import FixedDepth
@@ -20,12 +20,12 @@ from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.client.client import VerifierClient
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.wire.verify import VerifyAnswer, VerifyRequest, VerifyResult
 
-VOCAB = fake_tokenizer().size
 PERIOD = 5
 
 
@@ -73,10 +73,11 @@ class LoopServer:
         return httpx.Response(200, text=answer.model_dump_json())
 
 
-async def generate(client: VerifierClient, request: GenerationRequest, draft: Drafter, depth: int) -> GenerationResult:
+async def blocks(
+    cloud: str | VerifierClient, request: GenerationRequest, draft: Drafter, depth: int = 8
+) -> GenerationResult:
     """One text, `depth` drafted tokens per block."""
-    async with client:
-        return await StopAndWaitAgent(Endpoints([client]), draft, FixedDepth(depth), Estimates()).generate(request)
+    return await generate([cloud], request, draft, mode=Mode.STOP_AND_WAIT, depth=FixedDepth(depth))
 
 
 @pytest.mark.parametrize("max_run", [0, 1, 3])
@@ -85,8 +86,7 @@ def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run:
     """In a repeating text every block has full depth and is accepted, so no pass is wasted."""
     draft: Drafter = ModelDrafter(LoopRuntime()) if kind == "model" else NgramDrafter()
     server, prompt = LoopServer(max_run), tuple(i % PERIOD for i in range(2 * PERIOD))
-    client = VerifierClient("http://looping", transport=httpx.MockTransport(server))
-    result = asyncio.run(generate(client, GenerationRequest(prompt, max_tokens=40), draft, depth=8))
+    result = run(blocks(scripted_client(server), GenerationRequest(prompt, max_tokens=40), draft))
     assert result.tokens == tuple((len(prompt) + i) % PERIOD for i in range(40))
     assert result.num_passes == 40 // (max_run + 1)
     known = 0
@@ -96,23 +96,18 @@ def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run:
     assert result.num_accepted == result.num_tested == max_run * result.num_passes
 
 
-def test_the_time_of_a_step_is_learned_from_the_answers() -> None:
+async def test_the_time_of_a_step_is_learned_from_the_answers() -> None:
     """It was 40 ms for ever. What a call takes beyond its step and its drafted tokens is the round trip."""
-    estimates, now = Estimates(), [0.0]
+    estimates, clock = Estimates(), Clock()
 
     def verify(request: httpx.Request) -> httpx.Response:
-        now[0] += 0.030
-        return httpx.Response(
-            200,
-            text=VerifyAnswer(results=[VerifyResult(tokens=[1])], step_ms=8.0, draft_token_ms=0.5).model_dump_json(),
-        )
+        clock.now += 0.030
+        answer = VerifyAnswer(results=[VerifyResult(tokens=[1])], step_ms=8.0, draft_token_ms=0.5)
+        return httpx.Response(200, text=answer.model_dump_json())
 
-    async def run() -> None:
-        async with VerifierClient("http://slow", transport=httpx.MockTransport(verify)) as client:
-            agent = StopAndWaitAgent(Endpoints([client]), None, FixedDepth(0), estimates, lambda: now[0])
-            await agent.generate(GenerationRequest((1, 2), max_tokens=2))
-
-    asyncio.run(run())
+    async with scripted_client(verify) as client:
+        agent = StopAndWaitAgent(Endpoints([client]), None, FixedDepth(0), estimates, clock)
+        await agent.generate(GenerationRequest((1, 2), max_tokens=2))
     assert (estimates.step_ms, estimates.extra_ms) == (8.0, 0.5)
     assert estimates.round_trip_ms == pytest.approx(22.0)
 
@@ -123,14 +118,14 @@ def test_a_server_with_small_steps_commits_the_same_text(kind: str, step_tokens:
     """A real engine whose step budget is smaller than a block."""
     prompt = (5, 6, 7, 5, 6, 7, 5, 6)
     drafts: dict[str, Drafter] = {
-        "perfect": ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB)),
-        "good": ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.8)),
-        "wrong": AlwaysWrongDrafter(ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB)), VOCAB),
+        "perfect": drafter(1.0),
+        "good": drafter(0.8),
+        "wrong": AlwaysWrongDrafter(drafter(1.0), VOCAB),
         "ngram": NgramDrafter(),
     }
-    request = GenerationRequest(prompt, max_tokens=30, stop_ids=frozenset(), ignore_eos=True)
+    request = whole(prompt, SamplingParams(), 30)
     with serve_fake(config=EngineConfig(step_tokens=step_tokens)) as server:
-        result = asyncio.run(generate(VerifierClient(server.url), request, drafts[kind], depth=8))
+        result = run(blocks(server.url, request, drafts[kind]))
     assert result.tokens == tuple(target_tokens(prompt, 30))
     if kind == "perfect":
         assert result.num_tested == result.num_accepted
@@ -139,9 +134,8 @@ def test_a_server_with_small_steps_commits_the_same_text(kind: str, step_tokens:
 def test_a_prompt_that_leaves_no_room_for_its_draft_loses_no_pass() -> None:
     """A prompt of almost a whole step shortens the first block's draft; later blocks are full."""
     prompt = tuple(1 + i % (VOCAB - 1) for i in range(250))
-    request = GenerationRequest(prompt, max_tokens=28, stop_ids=frozenset(), ignore_eos=True)
-    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
+    request = whole(prompt, SamplingParams(), 28)
     with serve_fake(config=EngineConfig(step_tokens=256)) as server:
-        result = asyncio.run(generate(VerifierClient(server.url), request, draft, depth=8))
+        result = run(blocks(server.url, request, drafter(1.0)))
     assert result.tokens == tuple(target_tokens(prompt, 28))
     assert result.num_passes == 4  # 7, 9, 9 and the 3 that are left

@@ -1,115 +1,106 @@
-"""Tests that a text is finished by the target that began it, also where another shares its tokenizer."""
+"""Tests where a text goes on: with the target that began it, and not before the time that a verifier asks for."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import io
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
-from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
-from tests.faulty_proxy import FaultyProxy
+from tests.agents import MODES, VOCAB, Clock, drafter, generate, nowhere, proxy_to, scripted_client, whole
+from tests.commands import screen
+from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
+from tests.waiting import run
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.server import target as target_module
 from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import Notes
-from outrider.edge.cli.run import _generate
+from outrider.edge.cli.run import OFFLINE_RETRY, _generate
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.drafting.depth import FixedDepth
-from outrider.edge.drafting.drafter import ModelDrafter
-from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import open_fleet
-from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.edge.results import GenerationResult, Mode, TokenBatch
+from outrider.edge.serve.upstream import Upstream, quick
 from outrider.models.bundle.manifest import FileEntry, Manifest
 from outrider.models.client.client import ClientOptions, VerifierClient
-from outrider.models.client.errors import TargetMismatch
+from outrider.models.client.errors import MAX_RETRY_AFTER_S, EndpointLost, TargetMismatch, retry_after_s
 from outrider.models.errors import CloudError
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import RuntimeOptions
-from outrider.models.wire.protocol import ReadyAnswer, SessionOpen
+from outrider.models.wire.protocol import ModelFacts, ReadyAnswer, SessionOpen
 from outrider.models.wire.verify import VerifyAnswer
 
-VOCAB = fake_tokenizer().size
 PROMPT = (5, 6, 7, 8)
-REQUEST = GenerationRequest(PROMPT, max_tokens=60, stop_ids=frozenset(), ignore_eos=True)
-MODES = (Mode.STREAM, Mode.STOP_AND_WAIT)
+REQUEST = whole(PROMPT, SamplingParams(), 60)
+TRUTH = tuple(target_tokens(PROMPT, 60))
 SOON = RetryPolicy(max_failures=3, max_outage_s=0.0, max_loading_s=0.0, first_pause_s=0.0)
 
 
-def begun(stack: ExitStack, cut: ExitStack) -> tuple[FakeServer, str]:
-    """A server that stands still after 6 steps (6 to 30 tokens), and an address that `cut` takes away."""
-    gate = StepGate()
-    gate.allow(6)
-    server = stack.enter_context(serve_fake(gate=gate))
-    address = httpx.URL(server.url)
-    assert address.port is not None
-    return server, cut.enter_context(FaultyProxy(address.host, address.port)).url
+class Moving:
+    """Servers, of which the first stands still after 6 steps (6 to 30 tokens), and the text that goes on elsewhere."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self.cut = stack, stack.enter_context(ExitStack())
+        self.seen, self.troubles = list[int](), list[str]()
+        gate = StepGate()
+        gate.allow(6)
+        self.first = self.serve(gate=gate)
+        self.first_url = self.cut.enter_context(proxy_to(self.first.url)).url
+        """An address that `cut` takes away."""
+
+    def serve(self, **options: Any) -> FakeServer:
+        return self._stack.enter_context(serve_fake(**options))
+
+    def another_target(self, name: str = "other") -> FakeServer:
+        """It has the same tokenizer and speaks another language."""
+        return self.serve(runtime=FakeBatchRuntime(vocab_size=VOCAB, seed=1), name=name)
+
+    async def generate(self, mode: Mode, *clouds: str | VerifierClient, after: int = 6) -> GenerationResult:
+        """One text from the first cloud, whose address is gone after so many tokens."""
+
+        def on_tokens(batch: TokenBatch) -> None:
+            self.seen += batch.tokens
+            if len(self.seen) >= after:
+                self.cut.close()
+
+        told: dict[str, Any] = {"on_trouble": self.troubles.append, "on_tokens": on_tokens}
+        return await generate(clouds, REQUEST, drafter(), mode=mode, depth=FixedDepth(4), retry=SOON, **told)
 
 
-def other(stack: ExitStack, name: str = "other") -> FakeServer:
-    """A server with the same tokenizer that speaks another language."""
-    return stack.enter_context(serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, seed=1), name=name))
-
-
-async def generate(
-    clients: list[VerifierClient], mode: Mode, troubles: list[str], seen: list[int], cut: ExitStack, after: int = 6
-) -> GenerationResult:
-    """One text from the first of the clients, whose address on `cut` is gone after so many tokens."""
-
-    def on_tokens(batch: TokenBatch) -> None:
-        seen.extend(batch.tokens)
-        if len(seen) >= after:
-            cut.close()
-
-    endpoints = Endpoints(clients, SOON, on_trouble=troubles.append)
-    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.7))
-    try:
-        if mode is Mode.STOP_AND_WAIT:
-            agent = StopAndWaitAgent(endpoints, draft, FixedDepth(4), Estimates())
-            return await agent.generate(REQUEST, on_tokens)
-        return await StreamAgent(endpoints, draft, FixedDepth(4)).generate(REQUEST, on_tokens)
-    finally:
-        for client in clients:
-            await client.aclose()
+@pytest.fixture
+def moving() -> Iterator[Moving]:
+    with ExitStack() as stack:
+        yield Moving(stack)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_another_target_with_the_same_tokenizer_does_not_go_on_with_a_text(mode: Mode) -> None:
+async def test_another_target_with_the_same_tokenizer_does_not_go_on_with_a_text(mode: Mode, moving: Moving) -> None:
     """The error names both endpoints and both models; no token of the other is shown, and it computes nothing."""
-    seen, troubles = list[int](), list[str]()
-    with ExitStack() as stack:
-        cut = stack.enter_context(ExitStack())
-        (_, a_url), b = begun(stack, cut), other(stack)
-        with pytest.raises(CloudError) as refused:
-            asyncio.run(generate([VerifierClient(a_url), VerifierClient(b.url)], mode, troubles, seen, cut))
-        assert b.core.engine.stats().totals.steps == 0
-    assert len(seen) >= 6 and seen == target_tokens(PROMPT, len(seen))
+    a_url, b = moving.first_url, moving.another_target()
+    with pytest.raises(CloudError) as refused:
+        await moving.generate(mode, a_url, b.url)
+    assert b.core.engine.stats().totals.steps == 0
+    assert len(moving.seen) >= 6 and moving.seen == target_tokens(PROMPT, len(moving.seen))
     named = f"the text began with fake (target {0:016x}) at {a_url}; other (target {1:016x}) at {b.url} serves another"
-    for words in (str(refused.value), "\n".join(troubles)):
+    for words in (str(refused.value), "\n".join(moving.troubles)):
         assert named in words and "give --cloud replicas of one target only" in words
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_replica_behind_another_target_is_found(mode: Mode) -> None:
+async def test_a_replica_behind_another_target_is_found(mode: Mode, moving: Moving) -> None:
     """A wrong endpoint between two replicas is passed over, and the text is whole."""
-    seen, troubles = list[int](), list[str]()
-    with ExitStack() as stack:
-        cut = stack.enter_context(ExitStack())
-        (_, a_url), b, c = begun(stack, cut), other(stack), stack.enter_context(serve_fake(name="renamed"))
-        clients = [VerifierClient(url) for url in (a_url, b.url, c.url)]
-        result = asyncio.run(generate(clients, mode, troubles, seen, cut))
-    assert result.tokens == tuple(seen) == tuple(target_tokens(PROMPT, 60))
-    assert sum("serves another target" in trouble for trouble in troubles) == 1
+    b, c = moving.another_target(), moving.serve(name="renamed")
+    result = await moving.generate(mode, moving.first_url, b.url, c.url)
+    assert result.tokens == tuple(moving.seen) == TRUTH
+    assert sum("serves another target" in trouble for trouble in moving.troubles) == 1
 
 
 class Hiding(httpx.AsyncHTTPTransport):
@@ -127,27 +118,18 @@ class Hiding(httpx.AsyncHTTPTransport):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("status", [403, 404])
-def test_a_replica_that_hides_its_readiness_goes_on_with_a_text(mode: Mode, status: int) -> None:
+async def test_a_replica_that_hides_its_readiness_goes_on_with_a_text(mode: Mode, status: int, moving: Moving) -> None:
     """Its answers show its target, too."""
-    seen = list[int]()
-    with ExitStack() as stack:
-        cut = stack.enter_context(ExitStack())
-        (_, a_url), b = begun(stack, cut), stack.enter_context(serve_fake())
-        clients = [VerifierClient(a_url), VerifierClient(b.url, transport=Hiding(status))]
-        result = asyncio.run(generate(clients, mode, [], seen, cut))
-    assert result.tokens == tuple(seen) == tuple(target_tokens(PROMPT, 60))
+    hidden = VerifierClient(moving.serve().url, transport=Hiding(status))
+    result = await moving.generate(mode, moving.first_url, hidden)
+    assert result.tokens == tuple(moving.seen) == TRUTH
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_text_that_has_not_begun_may_go_anywhere(mode: Mode) -> None:
+async def test_a_text_that_has_not_begun_may_go_anywhere(mode: Mode, moving: Moving) -> None:
     """The first endpoint is not there; nothing of it is in the text."""
-    with ExitStack() as stack, ExitStack() as gone:
-        absent = gone.enter_context(serve_fake()).url
-        gone.close()
-        b = other(stack)
-        clients = [VerifierClient(absent), VerifierClient(b.url)]
-        result = asyncio.run(generate(clients, mode, [], [], ExitStack(), after=1000))
-    assert len(result.tokens) == 60 and result.tokens != tuple(target_tokens(PROMPT, 60))
+    result = await moving.generate(mode, nowhere(), moving.another_target().url, after=1000)
+    assert len(result.tokens) == 60 and result.tokens != TRUTH
 
 
 class Swapping(httpx.AsyncHTTPTransport):
@@ -163,86 +145,66 @@ class Swapping(httpx.AsyncHTTPTransport):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_address_that_now_leads_to_another_target_is_refused_at_once(mode: Mode) -> None:
+async def test_one_address_that_now_leads_to_another_target_is_refused_at_once(mode: Mode, moving: Moving) -> None:
     """What answers says who it is: `open` and the verify answer. There is nothing left to try."""
-    seen = list[int]()
-    with ExitStack() as stack:
-        cut = stack.enter_context(ExitStack())
-        (_, a_url), b = begun(stack, cut), other(stack, "fake")
-        swapping = Swapping([a_url, b.url])
-        cut.callback(swapping.urls.pop, 0)
-        with pytest.raises(
-            TargetMismatch,
-            match=r"began with fake .* at http://one\.localhost; fake .* at http://one\.localhost serves",
-        ):
-            asyncio.run(generate([VerifierClient("http://one.localhost", transport=swapping)], mode, [], seen, cut))
-    assert seen == target_tokens(PROMPT, len(seen))
+    swapping = Swapping([moving.first_url, moving.another_target("fake").url])
+    moving.cut.callback(swapping.urls.pop, 0)
+    words = r"began with fake .* at http://one\.localhost; fake .* at http://one\.localhost serves"
+    with pytest.raises(TargetMismatch, match=words):
+        await moving.generate(mode, VerifierClient("http://one.localhost", transport=swapping))
+    assert moving.seen == target_tokens(PROMPT, len(moving.seen))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("first", "second"), [(None, "known"), ("known", None), (None, None)])
-def test_an_identity_that_comes_or_goes_in_mid_text_is_another(
-    mode: Mode, first: str | None, second: str | None
+async def test_an_identity_that_comes_or_goes_in_mid_text_is_another(
+    mode: Mode, first: str | None, second: str | None, moving: Moving
 ) -> None:
     """An older server sends none: who it is cannot be known. Between two of them a text goes on as before."""
-
-    def name_target(server: FakeServer, target: str | None) -> None:
+    b = moving.serve()
+    for server, target in ((moving.first, first), (b, second)):
         server.core.model = replace(server.core.model)
         object.__setattr__(server.core.model, "target", target)
-
-    with ExitStack() as stack:
-        cut = stack.enter_context(ExitStack())
-        (a, a_url), b = begun(stack, cut), stack.enter_context(serve_fake())
-        name_target(a, first)
-        name_target(b, second)
-        generation = generate([VerifierClient(a_url), VerifierClient(b.url)], mode, [], [], cut)
-        if first == second:
-            assert asyncio.run(generation).tokens == tuple(target_tokens(PROMPT, 60))
-        else:
-            with pytest.raises(CloudError, match="no target identity"):
-                asyncio.run(generation)
+    with nullcontext() if first == second else pytest.raises(CloudError, match="no target identity"):
+        assert (await moving.generate(mode, moving.first_url, b.url)).tokens == TRUTH
 
 
-def test_different_targets_are_reported_before_the_first_token() -> None:
+async def test_different_targets_are_reported_before_the_first_token(moving: Moving) -> None:
     """Where readiness shows them; replicas and endpoints that do not answer are no trouble."""
 
     async def look(*urls: str) -> str | None:
         async with open_fleet([(url, ClientOptions()) for url in urls]) as fleet:
             return await fleet.mixed_targets()
 
-    with ExitStack() as stack, ExitStack() as gone:
-        a, b, c = stack.enter_context(serve_fake()), other(stack), stack.enter_context(serve_fake())
-        absent = gone.enter_context(serve_fake()).url
-        gone.close()
-        trouble = asyncio.run(look(a.url, b.url))
-        assert trouble is not None and f"at {a.url} and other" in trouble and "different targets" in trouble
-        assert asyncio.run(look(a.url, c.url)) is asyncio.run(look(absent, b.url)) is asyncio.run(look(a.url)) is None
+    a_url, b_url, c_url = moving.first.url, moving.another_target().url, moving.serve().url
+    trouble = await look(a_url, b_url)
+    assert trouble is not None and f"at {a_url} and other" in trouble and "different targets" in trouble
+    assert await look(a_url, c_url) is await look(nowhere(), b_url) is await look(a_url) is None
 
 
-def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_names() -> None:
+async def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_names(moving: Moving) -> None:
     """On standard error, and the text is the first one's."""
-    about = io.StringIO()
-    console = Console(file=about, force_terminal=True, color_system=None, width=1000)
-    with ExitStack() as stack:
-        a, b = stack.enter_context(serve_fake()), other(stack, "\x1b]0;[bold]other\x07")
-        options = RunOptions("x", cloud=[a.url, b.url], mode=Mode.CLOUD_ONLY)
-        clouds = [(url, ClientOptions()) for url in options.cloud]
-        notes = Notes(console)
-        notes.printer = TokenPrinter(Console(file=io.StringIO()), fake_tokenizer().detokenizer())
-        ran = asyncio.run(_generate(options, clouds, REQUEST, fake_tokenizer(), None, None, None, notes))
-    assert ran.result.tokens == tuple(target_tokens(PROMPT, 60))
+    console, about = screen(force_terminal=True, color_system=None, width=1000)
+    notes = Notes(console)
+    notes.printer = TokenPrinter(screen()[0], fake_tokenizer().detokenizer())
+    a, b = moving.serve(), moving.another_target("\x1b]0;[bold]other\x07")
+    options = RunOptions("x", cloud=[a.url, b.url], mode=Mode.CLOUD_ONLY)
+    clouds = [(url, ClientOptions()) for url in options.cloud]
+    ran = await _generate(options, clouds, REQUEST, fake_tokenizer(), None, None, None, notes)
+    assert ran.result.tokens == TRUTH
     (line,) = about.getvalue().splitlines()
     assert r"and \x1b]0;[bold]other\x07 (target" in line and "are different targets" in line
 
 
-def test_every_answer_that_leads_to_tokens_names_the_target() -> None:
+def test_every_answer_that_leads_to_tokens_names_the_target(server: FakeServer) -> None:
     """`open`, verify answers, readiness and /v1/model agree; a model without a bundle has an identity too."""
-    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
-        body = {"prompt": [1, 2], "max_tokens": 1}
-        stream = client.post("/v1/sessions", json=body).text
+    with httpx.Client(base_url=server.url) as client:
+        stream = client.post("/v1/sessions", json={"prompt": [1, 2], "max_tokens": 1}).text
         opened = SessionOpen.model_validate_json(stream.splitlines()[0].removeprefix("data: "))
-        verified = VerifyAnswer.model_validate_json(client.post("/v1/verify", json={"items": [{"prefix": [1]}]}).text)
-        failed = VerifyAnswer.model_validate_json(client.post("/v1/verify", json={"items": [{"prefix": []}]}).text)
+        verified, failed = (
+            VerifyAnswer.model_validate_json(client.post("/v1/verify", json={"items": [{"prefix": prefix}]}).text)
+            for prefix in ([1], [])
+        )
         ready = ReadyAnswer.model_validate_json(client.get("/health/ready").text)
         facts = client.get("/v1/model").json()
     assert opened.target == verified.target == failed.target == ready.target == facts["target"] == f"{0:016x}"
@@ -295,3 +257,112 @@ def test_what_may_change_a_token_changes_the_identity(monkeypatch: pytest.Monkey
     monkeypatch.setattr(target_module, "version", lambda name: "0.0")
     found.append(target_identity(IR, RuntimeOptions()))
     assert len(set(found)) == len(found)
+
+
+FACTS = ModelFacts(name="m", tokenizer="t", vocab_size=9, max_positions=9, eos_token_ids=[], has_chat_template=False)
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def verifier(clock: Clock, asked: list[float], *retry_after: str, status: int = 429) -> Answer:
+    """Answers `status` with each of these headers, then the facts; notes when it was asked."""
+    left = list(retry_after)
+
+    def handle(_: httpx.Request) -> httpx.Response:
+        asked.append(clock.now)
+        if not left:
+            return httpx.Response(200, json=FACTS.model_dump())
+        error = {"error": {"code": "tokens_exhausted", "message": "too many tokens", "type": "rate_limit_error"}}
+        return httpx.Response(status, json=error, headers={"retry-after": left.pop(0)})
+
+    return handle
+
+
+async def facts_from(
+    clock: Clock,
+    *handlers: Answer,
+    retry: RetryPolicy | None = None,
+    on_trouble: Callable[[str], None] = lambda words: None,
+) -> ModelFacts:
+    """Asks the verifiers, one after the other, until one answers."""
+    clients = [scripted_client(handler, f"http://verifier{index}") for index, handler in enumerate(handlers)]
+    return await Endpoints(clients, retry, clock.sleep, clock, on_trouble).call(lambda client: client.model_facts())
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), (" 7 ", 7.0), ("9999", MAX_RETRY_AFTER_S), (None, 0.0), ("-3", 0.0), ("1e9", 0.0), ("soon", 0.0)],
+)
+def test_a_header_is_whole_seconds_and_bounded(header: str | None, seconds: float) -> None:
+    """No server keeps a device waiting for longer than a minute, and a date counts as none."""
+    assert retry_after_s(header) == seconds
+    assert EndpointLost("lost").retry_after_s == 0.0
+
+
+def test_a_verifier_is_not_asked_before_the_time_it_names() -> None:
+    """However short the device's own pauses would be."""
+    clock, asked = Clock(), list[float]()
+    assert run(facts_from(clock, verifier(clock, asked, "7", "3"))) == FACTS
+    assert asked == [0.0, 7.0, 10.0] and clock.pauses == [7.0, 3.0]
+
+
+def test_another_verifier_is_asked_at_once() -> None:
+    """And where all ask for clock, the one that asks for least comes first."""
+    clock, first, second = Clock(), list[float](), list[float]()
+    assert run(facts_from(clock, verifier(clock, first, "30"), verifier(clock, second))) == FACTS
+    assert (first, second, clock.pauses) == ([0.0], [0.0], [])
+    first, second = [], []
+    assert run(facts_from(clock, verifier(clock, first, "30"), verifier(clock, second, "5"))) == FACTS
+    assert (first, second, clock.pauses) == ([0.0], [0.0, 5.0], [5.0])
+
+
+def test_a_verifier_that_always_asks_for_time_is_given_up() -> None:
+    """After as many attempts as any other that fails."""
+    clock, asked = Clock(), list[float]()
+    with pytest.raises(CloudError, match="tokens_exhausted: too many tokens"):
+        run(facts_from(clock, verifier(clock, asked, *["60"] * 50)))
+    assert len(asked) == 6 and clock.now == 300.0
+
+
+def test_the_policy_bounds_what_a_verifier_asks_for() -> None:
+    """A text of `run --offline-ok` and one of `outrider serve` wait for 3 s; a question of the latter does not wait."""
+    client = VerifierClient("http://verifier", transport=httpx.MockTransport(lambda _: httpx.Response(503)))
+    for_texts = Upstream([client], "t").endpoints()._retry
+    for policy, first_s, last_s, num in ((OFFLINE_RETRY, 3, 3, 2), (for_texts, 3, 4.5, 6), (quick(1), 0.05, 0.05, 2)):
+        clock, asked = Clock(), list[float]()
+        with pytest.raises(CloudError, match="tokens_exhausted"):
+            run(facts_from(clock, verifier(clock, asked, *["60"] * 9, status=503), retry=policy))
+        assert asked[1] == first_s and clock.now == pytest.approx(last_s) and len(asked) == num
+
+
+async def test_an_outage_that_was_given_up_is_not_waited_out_again() -> None:
+    """Else `run --offline-ok` is silent for 3 s at each look for a cloud; once one answers, its next outage is."""
+    clock, is_up = Clock(), True
+
+    def handle(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=FACTS.model_dump()) if is_up else httpx.Response(503)
+
+    waited = list[float]()
+    async with VerifierClient("http://verifier", transport=httpx.MockTransport(handle)) as client:
+        endpoints = Endpoints([client], OFFLINE_RETRY, clock.sleep, clock)
+        for is_up in (True, False, False, True, False):
+            began = clock.now
+            with nullcontext() if is_up else pytest.raises(CloudError):
+                await endpoints.call(lambda client: client.model_facts())
+            waited.append(clock.now - began)
+    up, first, second, up_again, third = waited
+    assert up == up_again == 0.0 and first == pytest.approx(third) and first >= 3.0 and second < 0.1
+
+
+def test_the_user_reads_how_long_a_verifier_asks_to_wait() -> None:
+    """Else a minute's silence looks like a hang."""
+    clock, said = Clock(), list[str]()
+    run(facts_from(clock, verifier(clock, [], "60"), on_trouble=said.append))
+    assert said == ["http://verifier0: tokens_exhausted: too many tokens. Trying again in 60 s."]
+
+
+@pytest.mark.parametrize("status", [425, 500, 501, 507, 520, 521, 522, 523, 524, 525, 526, 527, 529, 530, 599])
+def test_another_verifier_is_asked_where_a_proxy_says_that_one_is_away(status: int) -> None:
+    """Whatever number its proxy gives that; the request is not at fault."""
+    clock = Clock()
+    away, works = verifier(clock, [], "0", status=status), verifier(clock, [])
+    assert run(facts_from(clock, away, works)) == FACTS and not clock.pauses

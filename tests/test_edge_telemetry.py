@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.local_endpoint import LocalEndpoint, serve_local
-from tests.serving import FakeServer
+from tests.commands import KEY
+from tests.local_endpoint import LocalEndpoint, note_requests, serve_local
+from tests.serving import FakeServer, bearer
 
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.link.endpoints import Endpoints
@@ -26,29 +27,10 @@ from outrider.models.process.extras import is_installed
 
 SECRET = "zanzibar"
 """A word of prompts that no metric and no trace may have."""
-KEY = "a-key-of-the-device"
 ASKED: dict[str, Any] = {"prompt": f"{SECRET} def verify(", "max_tokens": 12, "ignore_eos": True, "seed": 5}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "seed": 5}
 UNKNOWN_ID = 987654
 NEVER = (SECRET, KEY, "verify(")
-
-
-class Seen:
-    """The headers of every request to a verifier, by path."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.headers: list[tuple[str, httpx.Headers]] = []
-        send = httpx.AsyncClient.send
-
-        async def noted(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-            self.headers.append((request.url.path, request.headers))
-            return await send(client, request, **options)
-
-        monkeypatch.setattr(httpx.AsyncClient, "send", noted)
-
-    def of(self, path: str) -> list[str | None]:
-        """The traceparent of each request to a path."""
-        return [headers.get("traceparent") for found, headers in self.headers if found == path]
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +44,9 @@ def test_metrics_are_off_unless_asked_for_and_behind_the_gate(cloud: FakeServer)
     with serve_local(cloud.url) as local:
         assert httpx.get(f"{local.url}/metrics").status_code == 404
     with serve_local(cloud.url, LocalSettings(keys=KeyRing([KEY]), shows_metrics=True)) as local:
-        assert httpx.get(f"{local.url}/metrics").status_code == 401
-        page = {"Origin": "https://evil.example", "Authorization": f"Bearer {KEY}"}
-        assert httpx.get(f"{local.url}/metrics", headers=page).status_code == 403
-        assert httpx.get(f"{local.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+        page = {"Origin": "https://evil.example"}
+        for headers, status in (({}, 401), (page | bearer(KEY), 403), (bearer(KEY), 200)):
+            assert httpx.get(f"{local.url}/metrics", headers=headers).status_code == status
 
 
 def samples(local: LocalEndpoint) -> dict[str, float]:
@@ -113,14 +94,14 @@ def test_nothing_is_traced_or_loaded_unless_the_variables_ask_for_it(
     local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verifier gets no traceparent, also where the client sends one."""
-    seen = Seen(monkeypatch)
+    seen = note_requests(monkeypatch)
     for name in ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     loaded = {name for name in sys.modules if name.startswith("opentelemetry")}
     tracing.start_tracing(pytest.fail)()
     traced = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     assert httpx.post(f"{local.url}/v1/completions", json=ASKED, headers=traced).status_code == 200
-    assert seen.of("/v1/sessions") == [None] and not tracing.is_on()
+    assert seen.traceparents("/v1/sessions") == [None] and not tracing.is_on()
     assert {name for name in sys.modules if name.startswith("opentelemetry")} == loaded
 
 
@@ -215,7 +196,7 @@ def test_a_trace_goes_from_the_client_through_the_device_to_the_verifier(
     local: LocalEndpoint, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session's traceparent names the span of the call; drafts and foreign headers carry nothing of it."""
-    seen = Seen(monkeypatch)
+    seen = note_requests(monkeypatch)
     trace_id = "0af7651916cd43dd8448eb211c80319c"
     sent = {"traceparent": f"00-{trace_id}-b7ad6b7169203331-01", "tracestate": f"x={SECRET}", "baggage": f"a={SECRET}"}
     assert httpx.post(f"{local.url}/v1/completions", json=ASKED, headers=sent).status_code == 200
@@ -227,32 +208,29 @@ def test_a_trace_goes_from_the_client_through_the_device_to_the_verifier(
     assert {f"{context.trace_id:032x}" for context in contexts} == {trace_id}
     assert request.parent == 0xB7AD6B7169203331
     assert (text.parent, call.parent) == (contexts[0].span_id, contexts[1].span_id)
-    assert seen.of("/v1/sessions") == [f"00-{trace_id}-{contexts[2].span_id:016x}-01"]
+    assert seen.traceparents("/v1/sessions") == [f"00-{trace_id}-{contexts[2].span_id:016x}-01"]
     assert request.attributes == {
         "http.request.method": "POST",
         "http.route": "/v1/completions",
         "http.response.status_code": 200,
     }
     assert text.attributes["outrider.tokens"] == 12 and text.attributes["outrider.finish_reason"] == "length"
-    for path, headers in seen.headers:
+    for call, headers, _ in seen.sent:
         assert "tracestate" not in headers and "baggage" not in headers
-        assert path in ("/v1/sessions", "/v1/model") or "traceparent" not in headers
+        assert call.endswith((" /v1/sessions", " /v1/model")) or "traceparent" not in headers
 
 
-def test_each_verification_carries_the_trace(
+async def test_each_verification_carries_the_trace(
     cloud: FakeServer, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stop-and-wait has a call per block; each names its own span."""
-    seen = Seen(monkeypatch)
+    seen = note_requests(monkeypatch)
 
-    async def scenario() -> None:
-        async with VerifierClient(cloud.url) as client:
-            agent = make_agent(Mode.STOP_AND_WAIT, Endpoints([client]), NgramDrafter())
-            await agent.generate(GenerationRequest((5, 6, 7), max_tokens=3, ignore_eos=True))
-
-    asyncio.run(scenario())
+    async with VerifierClient(cloud.url) as client:
+        agent = make_agent(Mode.STOP_AND_WAIT, Endpoints([client]), NgramDrafter())
+        await agent.generate(GenerationRequest((5, 6, 7), max_tokens=3, ignore_eos=True))
     calls = [span for span in provider.spans if span.name == "POST /v1/verify"]
-    assert calls and [parent and parent.split("-")[2] for parent in seen.of("/v1/verify")] == [
+    assert calls and [parent and parent.split("-")[2] for parent in seen.traceparents("/v1/verify")] == [
         f"{span.get_span_context().span_id:016x}" for span in calls
     ]
     (text,) = (span for span in provider.spans if span.name == "text")
@@ -275,20 +253,17 @@ def test_traces_have_no_word_of_a_text_and_errors_only_their_kind(local: LocalEn
     assert "POST /v1/render" in written
 
 
-def test_a_call_that_is_cancelled_ends_its_span(provider: Provider) -> None:
+async def test_a_call_that_is_cancelled_ends_its_span(provider: Provider) -> None:
     """As such, and not as a failure."""
 
     async def scenario() -> None:
         with tracing.call("POST /v1/sessions", "http://user:pass@127.0.0.1:9/v1"):
             await asyncio.Event().wait()
 
-    async def cancel() -> None:
-        task = asyncio.create_task(scenario())
-        await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(cancel())
+    task = asyncio.create_task(scenario())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     (span,) = provider.spans
     assert span.is_ended and span.status is None
     assert span.attributes == {"server.address": "127.0.0.1", "server.port": 9, "outrider.cancelled": True}

@@ -28,6 +28,12 @@ def some_guesses(chance: random.Random) -> list[Guess]:
     return [Guess(token, rank, cell) for rank, (token, cell) in enumerate(zip(tokens, cells, strict=True))]
 
 
+def grown(tree: GuessTree, *guesses: Guess) -> list[GuessNode]:
+    """Expands the likeliest node that waits."""
+    (node,) = tree.take_best(1, 0.0, 99)
+    return tree.expand(node, guesses)
+
+
 def below(node: GuessNode) -> Iterator[tuple[GuessNode, float]]:
     """Every node below `node`, and the chance of reaching it from there: the product of the chances on the way."""
     for child in node.children.values():
@@ -49,8 +55,7 @@ def change(tree: GuessTree, chance: random.Random) -> None:
 def test_a_guess_is_no_likelier_than_a_better_one() -> None:
     """Whatever few tests say of their cells; lookup's is another kind of guess."""
     tree = GuessTree(CHANCES.__getitem__)
-    (root,) = tree.take_best(1, 0.0, 9)
-    found = tree.expand(root, [Guess(1, 0, 2), Guess(2, 1, 0), Guess(3, 2, 4), Guess(4, LOOKUP_RANK, 1)])
+    found = grown(tree, Guess(1, 0, 2), Guess(2, 1, 0), Guess(3, 2, 4), Guess(4, LOOKUP_RANK, 1))
     assert [node.chance for node in found] == [0.52, 0.52, 0.17, 0.71]
 
 
@@ -92,17 +97,15 @@ def test_a_guess_that_lookup_and_model_share_is_reached_more_often_at_once() -> 
     """What is below it too: it is expanded before the rest, and not only after the next commit."""
     tree = GuessTree((0.2, 0.9, 0.5).__getitem__)
     tree.add_path([Guess(1, 0, 0), Guess(2, 0, 2)])
-    (root,) = tree.take_best(1, 0.0, 9)
-    tree.expand(root, [Guess(5, 0, 2), Guess(1, 1, 1)])
+    grown(tree, Guess(5, 0, 2), Guess(1, 1, 1))
     assert [node.path() for node in tree.take_best(3, 0.0, 9)] == [[1], [5], [1, 2]]
 
 
 def test_unlikely_guesses_are_not_kept() -> None:
     """And what follows a dead node is dropped."""
     tree = GuessTree((0.5, 0.1).__getitem__, least=0.2)
-    (root,) = tree.take_best(1, 0.0, 9)
-    (kept,) = tree.expand(root, [Guess(1, 0, 0), Guess(2, 1, 1)])
-    assert kept.token == 1 and [guess.token for guess in root.guesses] == [1, 2]
+    (kept,) = grown(tree, Guess(1, 0, 0), Guess(2, 1, 1))
+    assert kept.token == 1 and [guess.token for guess in tree.root.guesses] == [1, 2]
     tree.advance(3)
     tree.replant()
     assert tree.expand(kept, [Guess(4, 0, 0)]) == [] and tree.num_nodes == 0
@@ -196,8 +199,7 @@ def test_the_path_for_an_old_server_is_the_likeliest() -> None:
     """At each node the likeliest child, as far as an old message reaches."""
     tree = GuessTree((0.99, 0.01).__getitem__)
     for depth in range(MAX_PATH_TOKENS + 4):
-        (node,) = tree.take_best(1, 0.0, 99)
-        tree.expand(node, [Guess(100 + depth, 0, 0), Guess(depth, 1, 1)])
+        grown(tree, Guess(100 + depth, 0, 0), Guess(depth, 1, 1))
     path = [node.token for node in tree.likeliest()]
     assert path == [*range(100, 104 + MAX_PATH_TOKENS)] and len(tree.likeliest()) == len(path)
     message = path_message(7, path)

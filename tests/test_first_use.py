@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,18 +12,17 @@ from typing import Any
 
 import httpx
 import pytest
-from rich.console import Console
-from tests.export_cli import run_export
+from tests.agents import nowhere, scripted_client
+from tests.commands import screen
 from tests.serving import fake_tokenizer, serve_fake
 
 from outrider.edge.cli.devices_screen import show_devices
-from outrider.edge.cli.draft_source import NPU_SHAPES, default_draft, draft_kind
 from outrider.edge.cli.run import _printer, run_once
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
-from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
@@ -43,12 +39,8 @@ from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
-from outrider.export.cli import main as export_cli
-from outrider.export.make.pair import PairOptions, PairPaths, reference_directories
-from outrider.export.recipes import ExportOptions
-from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.client.client import VerifierClient, verifier_url
-from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
+from outrider.models.errors import CloudError, ConfigError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.machine_load import Counters, MachineLoad, read_counters
 
@@ -71,7 +63,7 @@ def result(num_tokens: int = 40, tokens_per_s: float = 50.0, **changes: Any) -> 
 
 def agent(estimates: Estimates, depth: DepthController) -> StreamAgent:
     """A drafting agent that has measured `estimates`."""
-    client = VerifierClient("127.0.0.1:1", transport=httpx.MockTransport(lambda request: httpx.Response(500)))
+    client = scripted_client(lambda request: httpx.Response(500), "127.0.0.1:1")
     return StreamAgent(Endpoints([client]), NgramDrafter(), depth, estimates)
 
 
@@ -85,13 +77,20 @@ def estimates(step_ms: float, extra_ms: float = 0.4, draft_ms: float = 1.0, roun
     return found
 
 
-def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
-    """What the depth controller decided, in its own numbers."""
-    measured = estimates(step_ms=2.1)
+def why_off(measured: Estimates, *later_ms: float) -> str:
+    """Why the cost model drafts nothing after a commit, and after one with each of these times of a drafted token."""
     depth = CostModelDepth(measured)
     depth.observe(CommitOutcome(tokens=(1,)))
-    why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
-    assert why is not None and why.startswith("Drafting would not pay: a target step takes 2.1 ms")
+    for extra_ms in later_ms:
+        measured.on_times(measured.step_ms, extra_ms)
+        depth.observe(CommitOutcome(tokens=(2,)))
+    return str(why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10))
+
+
+def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
+    """What the depth controller decided, in its own numbers."""
+    why = why_off(estimates(step_ms=2.1))
+    assert why.startswith("Drafting would not pay: a target step takes 2.1 ms")
     assert why.endswith(
         "A drafted token saves 1.3 ms on average (60% of a step). To draft again it must save 2.8 ms: 1.5 times the "
         "1.9 ms that it costs the server with its message."
@@ -101,23 +100,15 @@ def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
 
 def test_the_two_sums_that_were_compared_are_named() -> None:
     """Once off, a draft must be worth more than its cost: 33.3 ms saved do not contradict 29.6 ms spent."""
-    measured = estimates(step_ms=55.5, extra_ms=60.0)
-    depth = CostModelDepth(measured)
-    depth.observe(CommitOutcome(tokens=(1,)))
-    measured.on_times(55.5, 28.1)
-    depth.observe(CommitOutcome(tokens=(2,)))
-    why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
-    assert why is not None and "saves 33.3 ms on average" in why
+    why = why_off(estimates(step_ms=55.5, extra_ms=60.0), 28.1)
+    assert "saves 33.3 ms on average" in why
     assert "it must save 44.4 ms: 1.5 times the 29.6 ms" in why
 
 
 def test_a_draft_that_is_too_slow_is_named_so() -> None:
     """Whatever it saves: no guess is sure enough to be worth 95 ms of the device."""
-    measured = estimates(step_ms=8.0, draft_ms=95.0)
-    depth = CostModelDepth(measured)
-    depth.observe(CommitOutcome(tokens=(1,)))
-    why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
-    assert why is not None and why.endswith("The draft is too slow for this target.") and "95.0 ms" in why
+    why = why_off(estimates(step_ms=8.0, draft_ms=95.0))
+    assert why.endswith("The draft is too slow for this target.") and "95.0 ms" in why
 
 
 @pytest.mark.parametrize(
@@ -249,154 +240,39 @@ def test_what_is_no_address_is_refused(wrong: str) -> None:
         verifier_url(wrong)
 
 
-def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None:
+async def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None:
     """At once, once, and again when it is given up."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    reported: list[str] = []
-
-    async def ask() -> None:
-        async with VerifierClient(url) as client:
-            endpoints = Endpoints(
-                [client], RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0), on_trouble=reported.append
-            )
-            await endpoints.call(lambda client: client.ready())
+    url, reported = nowhere(), list[str]()
 
     question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
     with pytest.raises(CloudError) as given_up:
-        asyncio.run(ask())
+        retry = RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0)
+        endpoints = Endpoints([VerifierClient(url)], retry, on_trouble=reported.append)
+        await endpoints.call(lambda client: client.ready())
     assert reported == [f"{question} Trying again."]
     assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
 
 
-def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
+async def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
     """A server that answers with an error is there."""
     reported: list[str] = []
-    transport = httpx.MockTransport(lambda request: httpx.Response(503))
-
-    async def ask() -> None:
-        client = VerifierClient("http://127.0.0.1:1", transport=transport)
-        endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=reported.append)
-        await endpoints.call(lambda client: client.ready())
 
     with pytest.raises(CloudError, match="no cloud endpoint is left after 2 attempts"):
-        asyncio.run(ask())
+        client = scripted_client(lambda request: httpx.Response(503), "http://127.0.0.1:1")
+        endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=reported.append)
+        await endpoints.call(lambda client: client.ready())
     assert len(reported) == 1 and "HTTP 503" in reported[0] and "running there" not in reported[0]
 
 
 def test_a_message_begins_on_a_line_of_its_own() -> None:
     """Also where half a line of text has been shown; nothing is added where none is open."""
-    out, tokenizer = io.StringIO(), fake_tokenizer()
-    printer = TokenPrinter(Console(file=out, force_terminal=True, color_system=None), tokenizer.detokenizer())
+    (console, out), tokenizer = screen(force_terminal=True, color_system=None), fake_tokenizer()
+    printer = TokenPrinter(console, tokenizer.detokenizer())
     printer.break_line()
     printer(TokenBatch(tuple(tokenizer.encode("def")), 0, 0.0))
     printer.break_line()
     printer.break_line()
     assert out.getvalue() == "def\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "widen_mb", "precision"),
-    [
-        (["pair", "reference"], 700.0, "fp32"),
-        (["pair", "reference", "--widen", "0"], None, None),
-        (["pair", "reference", "--widen", "300", "--target-precision", "int8"], 300.0, "int8"),
-        (["pair", "DRAFT", "TARGET"], None, None),
-    ],
-)
-def test_the_reference_target_is_widened_unless_asked_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    widen_mb: float | None,
-    precision: str | None,
-) -> None:
-    """Said on the screen where it was not asked for; the next command is printed; others' pairs stay as they are."""
-    seen: list[ExportOptions] = []
-
-    def export(*_: object, options: PairOptions, **__: object) -> tuple[()]:
-        seen.append(options.target)
-        return ()
-
-    monkeypatch.setattr(export_cli, "export_pair", export)
-    assert run_export(monkeypatch, *arguments) == 0
-    shown = capsys.readouterr()
-    assert [(options.widen_mb, options.precision) for options in seen] == [(widen_mb, precision)]
-    assert ("is widened to 700 MB" in shown.err) == (widen_mb == 700.0)
-    assert shown.out.endswith("Serve it: outrider-cloud serve bundles/target\n")
-
-
-def test_a_draft_of_ones_own_is_exported_with_the_reference_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name stands for the one model in its place, as it does for `distill`; nothing is widened unasked."""
-    seen: list[tuple[object, ...]] = []
-
-    def export(*given: object, options: PairOptions, **_: object) -> tuple[()]:
-        seen.append((*given[:2], options.target.widen_mb))
-        return ()
-
-    monkeypatch.setattr(export_cli, "export_pair", export)
-    assert run_export(monkeypatch, "pair", "mine", "reference") == 0
-    assert run_export(monkeypatch, "pair", "reference", "theirs") == 0
-    pair = reference_directories()
-    assert seen == [("mine", pair.target, None), (pair.draft, "theirs", None)]
-
-
-def test_the_cached_pair_is_printed_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What the commands of the device and the server read; only the reference pair is kept."""
-    seen: dict[str, object] = {}
-
-    def export(**options: object) -> PairPaths:
-        seen.update(options)
-        return PairPaths(Path("d"), Path("t"))
-
-    monkeypatch.setattr(export_cli, "export_reference_pair", export)
-    choice = DraftChoice(emulate_npu=True)
-    assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(choice))) == 0
-    assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
-    assert (seen["widen_mb"], seen["target_precision"]) == (700.0, "fp32")
-    assert seen["draft"] == ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
-    assert run_export(monkeypatch, *export_arguments(0.0, *draft_kind(DraftChoice("onnxruntime")))) == 0
-    assert seen["widen_mb"] is None and seen["draft"] == ExportOptions("draft", runtime="onnxruntime")
-    assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
-    assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
-
-
-REFUSED_BY_CACHE = {
-    "--out": "x", "--ahead-of-time": None, "--npu-platform": "NPU4000", "--target-device": "gpu", "--extra-ms": "1",
-    "--target-runtime": "torch", "--prompts": "x.json", "--chat": None, "--step-ms": "15", "--sweep": None,
-    "--rtt-ms": "20", "--keep": None, "--force": None, "--threads": "2", "--overwrite": None,
-    "--same-tokenizer": None,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("option", REFUSED_BY_CACHE)
-def test_the_cached_pair_refuses_options_that_it_would_drop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
-    """By name, in one message, before any work."""
-    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
-    value = REFUSED_BY_CACHE[option]
-    given = [option] if value is None else [option, value]
-    assert run_export(monkeypatch, "pair", "reference", "--cached", "--widen", "0", *given) == 2
-    assert f"--cached does not take {option}; leave out" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_cached_pair_names_every_option_that_it_refuses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also one that is given with its default."""
-    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
-    assert run_export(monkeypatch, "pair", "--cached", "--threads", "0", "--out", "bundles") == 2
-    assert "--cached does not take --out, --threads;" in " ".join(capsys.readouterr().err.split())
-
-
-def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One piece of advice: to name one."""
-    monkeypatch.setattr("outrider.edge.cli.draft_source.is_installed", lambda name: name != "torch")
-    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Get a draft from your server with"):
-        default_draft(AS_BUNDLED)
 
 
 def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,14 +283,14 @@ def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pyt
 
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", export)
     with pytest.raises(ConfigError, match="the prompt is empty"):
-        run_once(RunOptions(""), Console(file=io.StringIO()), Console(file=io.StringIO()))
+        run_once(RunOptions(""), screen()[0], screen()[0])
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_the_prompt_is_shown_before_the_text_on_a_terminal_only(is_terminal: bool) -> None:
     """Dim, once, with the first token; a pipe gets the generated text alone."""
-    out, tokenizer = io.StringIO(), fake_tokenizer()
-    console = Console(file=out, force_terminal=is_terminal, color_system="standard" if is_terminal else None)
+    tokenizer = fake_tokenizer()
+    console, out = screen(force_terminal=is_terminal, color_system="standard" if is_terminal else None)
     printer = _printer(console, RunOptions("def f(x):\n "), tokenizer.detokenizer())
     printer.break_line()
     assert out.getvalue() == ""
@@ -445,8 +321,8 @@ def test_devices_and_summaries_keep_their_numbers_on_a_narrow_terminal() -> None
         FoundRuntime("onnxruntime", "1.31.1", (FoundDevice("NvTensorRTRTXExecutionProvider", long, "gpu"),)),
     ]
     for width in (60, 200):
-        out = io.StringIO()
-        show_devices(Console(file=out, width=width, no_color=True), found)
+        console, out = screen(width=width, no_color=True)
+        show_devices(console, found)
         shown = out.getvalue()
         assert "…" not in shown and max(len(line.rstrip()) for line in shown.splitlines()) <= width
         for whole in (

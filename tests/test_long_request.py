@@ -13,12 +13,12 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
 from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests, FaultyProxy
 from tests.fronts import replicas, serve_front
 from tests.serving import FakeServer, StepGate, read_all_events, serve_fake, target_tokens
 from tests.test_cloud_ingress import Raw, post
-from tests.test_edge_agent import VOCAB, asking, drafter, is_at_rest, truth
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.state import DraftLimits, ServerSettings

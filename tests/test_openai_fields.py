@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,27 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.fake_runtime import FakeSequenceRuntime
-from tests.local_endpoint import LocalEndpoint, fake_draft, serve_local
-from tests.scripted import ScriptedRuntime
-from tests.serving import EOS_ID, FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
+from tests.local_endpoint import LocalEndpoint, chunks_of
+from tests.serving import EOS_ID, FakeServer, fake_tokenizer, target_tokens
 
-from outrider.cloud.api import sessions
-from outrider.cloud.api.stream import SessionText
-from outrider.cloud.engine import EngineConfig
-from outrider.cloud.pending.policy import Policy
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.models.client.client import VerifierClient
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, openai_answers
-from outrider.models.http.answer_text import TextStyle, _StopString
+from outrider.models.http.answer_text import _StopString
 from outrider.models.http.answers import best_choices, choice_seed
 from outrider.models.http.encoding import fill_in_prompt
-from outrider.models.http.errors import FieldError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import logprobs_of
-from outrider.models.text.predicted import PredictionFollower
 from outrider.models.text.tokenizer import Tokenizer
 
 PROMPT = "def verify("
@@ -46,12 +32,6 @@ def test_a_message_of_parts_is_passed_on_without_a_warning() -> None:
     assert openai.ChatMessage.model_validate(message).model_dump(exclude_unset=True) == message
 
 
-@pytest.fixture(scope="module")
-def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
-    with serve_local(cloud.url) as running:
-        yield running
-
-
 @pytest.fixture(scope="module", params=["endpoint", "verifier"])
 def client(request: pytest.FixtureRequest, cloud: FakeServer, local: LocalEndpoint) -> Iterator[httpx.Client]:
     url = local.url if request.param == "endpoint" else cloud.url
@@ -59,24 +39,20 @@ def client(request: pytest.FixtureRequest, cloud: FakeServer, local: LocalEndpoi
         yield opened
 
 
+def asked(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    whole: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True}
+    return ({"prompt": PROMPT} if path == "/v1/completions" else {}) | whole | fields
+
+
 def complete(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -> dict[str, Any]:
-    whole: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True} | fields
-    if path == "/v1/completions":
-        whole = {"prompt": PROMPT} | whole
-    answer = client.post(path, json=whole)
+    answer = client.post(path, json=asked(path, fields))
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
 
 
 def chunks(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -> list[dict[str, Any]]:
-    whole: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True, "stream": True}
-    if path == "/v1/completions":
-        whole = {"prompt": PROMPT} | whole
-    answer = client.post(path, json=whole | fields)
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
-    assert lines.pop() == "[DONE]", answer.text
-    return [json.loads(line) for line in lines]
+    return chunks_of(client.post(path, json=asked(path, {"stream": True, **fields})))
 
 
 def refused(client: httpx.Client, path: str = "/v1/completions", **fields: Any) -> tuple[str, str | None]:
@@ -319,248 +295,10 @@ def test_usage_in_each_chunk(client: httpx.Client) -> None:
 # stop strings in sessions
 
 
-def session_stop(prompt: list[int], tokens: list[int], stop: str) -> tuple[int, int]:
-    """Tokens up to the one that completes the stop string, and the characters before it, one token at a time."""
-    for count in range(1, len(tokens) + 1):
-        text = fake_tokenizer().detokenizer(context=prompt).push(tokens[:count])
-        if stop in text:
-            return count, text.index(stop)
-    raise AssertionError("the text does not have it")
-
-
-def test_a_session_ends_at_a_stop_string(cloud: FakeServer) -> None:
-    """The commits end with the token that completes it, across tokens, drafted or not; the end says where."""
-    ids = fake_tokenizer().encode(PROMPT)
-    tokens = target_tokens(ids, 40, PARAMS)
-    text = fake_tokenizer().decode(tokens)
-    with httpx.Client(base_url=cloud.url) as client:
-        for begin, length in ((6, 1), (9, 3), (14, 7)):
-            stop = text[begin : begin + length]
-            count, chars = session_stop(ids, tokens, stop)
-            body: dict[str, Any] = {"prompt": ids, "max_tokens": 40, "temperature": 1.0, "seed": 7, "ignore_eos": True}
-            found = run_session(client, body | {"stop": ["never there", stop]})
-            assert found.tokens == tokens[:count] and found.end.reason == "stop"
-            assert found.end.cut is not None and found.end.usage.completion_tokens == count
-            assert (found.end.cut.tokens, found.end.cut.chars, found.end.cut.stop) == (count, chars, stop)
-            # One that went on with the text from any place: also from inside the stop string, and from behind it.
-            for done in (count - 1, count):
-                rest = {"prompt": ids + tokens[:done], "generated": done, "max_tokens": 40 - done, "stop": [stop]}
-                again = run_session(client, body | rest)
-                assert again.tokens == tokens[done:count] and again.end.reason == "stop"
-                assert again.end.cut is not None and again.end.cut.chars == chars
-        assert fake_tokenizer().decode(ids).endswith("(")  # in the prompt it is no part of the text
-        whole = run_session(client, body | {"stop": [PROMPT]})
-        assert whole.tokens == tokens and whole.end.reason == "length" and whole.end.cut is None
-        cloud.wait_until(cloud.is_empty)
-        answer = client.post("/v1/sessions", json=body | {"generated": len(ids) + 1})
-        assert answer.json()["error"]["param"] == "generated"
-
-
-def test_the_devices_text_ends_with_the_session(
-    cloud: FakeServer, local: LocalEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both sides cut at the same character; where special tokens are shown, only the device can know where."""
-    made: list[SessionText] = []
-
-    class Kept(SessionText):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            made.append(self)
-
-    monkeypatch.setattr(sessions, "SessionText", Kept)
-    with httpx.Client(base_url=local.url) as client:
-        text = complete(client, max_tokens=60)["choices"][0]["text"]
-        stop = text[20:24]
-        found = complete(client, max_tokens=60, stop=stop)
-        assert found["choices"][0]["text"] == text[: text.index(stop)]
-        (server,) = made
-        cloud.wait_until(cloud.is_empty)
-        assert server.cut is not None and server.cut.chars == text.index(stop)
-        assert server.cut.tokens == found["usage"]["completion_tokens"]
-        shown = complete(client, max_tokens=60, stop=stop, skip_special_tokens=False)
-        assert shown["choices"] == found["choices"] and len(made) == 1
-
-
-def test_an_agent_learns_where_a_stop_string_ends_its_text(cloud: FakeServer) -> None:
-    """Also after a lost connection, inside the stop string; an older server is asked without it."""
-    ids = fake_tokenizer().encode(PROMPT)
-    tokens = target_tokens(ids, 40, PARAMS)
-    stop = fake_tokenizer().decode(tokens)[14:21]
-    count, chars = session_stop(ids, tokens, stop)
-    request = GenerationRequest(tuple(ids), PARAMS, 40, ignore_eos=True, stop=(stop,))
-
-    async def run(asked: GenerationRequest) -> GenerationResult:
-        async with VerifierClient(cloud.url) as client:
-            return await StreamAgent(Endpoints([client])).generate(asked)
-
-    found = asyncio.run(run(request))
-    assert found.tokens == tuple(tokens[:count]) and found.finish_reason == "stop"
-    assert found.cut is not None and (found.cut.tokens, found.cut.chars) == (count, chars)
-    done = count - 1
-    rest = replace(request, prompt=(*ids, *tokens[:done]), num_generated=done, max_tokens=40 - done)
-    again = asyncio.run(run(rest))
-    assert again.tokens == (tokens[done],) and again.cut is not None and again.cut.chars == chars
-    with pytest.MonkeyPatch.context() as patch:
-        parse = cloud.core.bodies.parse
-
-        async def as_older(owner: bytes, message: Any, body: bytes, **more: Any) -> Any:
-            if b'"stop":' in body or b'"prediction":' in body:
-                raise FieldError("invalid_parameter", "stop: Extra inputs are not permitted", param="stop")
-            return await parse(owner, message, body, **more)
-
-        patch.setattr(cloud.core.bodies, "parse", as_older)
-        old = asyncio.run(run(replace(request, prediction=(1, 2))))
-    assert old.tokens == tuple(tokens) and old.cut is None
-
-
 # predicted outputs
 
 
-@pytest.mark.parametrize("is_local", [False, True])
-def test_a_predicted_output_is_drafted_from(is_local: bool) -> None:
-    """The text is the same, in fewer passes; usage counts the prediction's tokens by whether the text has them."""
-    sure = EngineConfig(policy=Policy.VERIFY, looks_up=False)  # times of this machine decide nothing
-    written = "def check(tokens, drafts): return all(token == draft for token, draft in zip(tokens, drafts))"
-    predicted = written.replace("all(", "any(")
-    runtime = ScriptedRuntime(written, PROMPT)
-    with serve_fake(config=sure, runtime=runtime) as cloud, serve_local(cloud.url, runtime=fake_draft(0.0)) as local:
-        stats = cloud.core.engine.stats
-        with httpx.Client(base_url=local.url if is_local else cloud.url) as client:
-            asked: dict[str, Any] = {"max_tokens": 90, "ignore_eos": False, "temperature": 0}
-            plain = complete(client, **asked)
-            assert plain["choices"][0]["text"] == written and stats().totals.lookup_accepted == 0
-            passes = stats().totals.passes
-            tokens = fake_tokenizer().encode(predicted)
-            follower = PredictionFollower(tokens)
-            follower.push(fake_tokenizer().encode(written))
-            found = complete(client, prediction={"type": "content", "content": predicted}, **asked)
-            assert found["choices"] == plain["choices"]
-            details = found["usage"]["completion_tokens_details"]
-            assert details["accepted_prediction_tokens"] == follower.num_accepted > 0.8 * len(tokens)
-            assert details["rejected_prediction_tokens"] == len(tokens) - follower.num_accepted > 0
-            assert stats().totals.lookup_accepted > 10 and stats().totals.passes - passes < passes / 2
-            parts = [{"type": "text", "text": predicted[:10]}, {"type": "text", "text": predicted[10:]}]
-            again = complete(client, prediction={"type": "content", "content": parts}, **asked)
-            assert again["usage"]["completion_tokens_details"] == details
-            predicting = {"prediction": {"type": "content", "content": predicted}}
-            check_acceptance(client, asked | predicting, found["metrics"]["speculative_decoding"], len(tokens))
-
-
-def check_acceptance(client: httpx.Client, asked: dict[str, Any], found: dict[str, Any], num_predicted: int) -> None:
-    """What an answer says of its drafts, by vLLM's names; a stream says it with its usage, several texts do not."""
-    steps, accepted = found["num_spec_steps"], found["num_accepted_draft_tokens"]
-    assert 0 < steps == sum(found["acceptance_histogram"]) and found["num_spec_tokens"] > 1
-    assert accepted == sum(count * each for count, each in enumerate(found["acceptance_histogram"]))
-    assert len(found["acceptance_histogram"]) == found["num_spec_tokens"] + 1
-    assert num_predicted * 0.5 < accepted <= found["num_draft_tokens"]
-    assert found["mean_acceptance_length"] == 1 + accepted / steps
-    assert found["draft_acceptance_rate"] == accepted / found["num_draft_tokens"]
-    body = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}} | asked
-    events = client.post("/v1/completions", json=body).text.split("\n\n")
-    *others, last = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert last["metrics"]["speculative_decoding"].keys() == found.keys() and last["usage"]["completion_tokens"] > 10
-    assert not any("metrics" in other for other in others)
-    assert "metrics" not in complete(client, n=2, **asked)
-
-
-def test_a_prediction_is_bounded(client: httpx.Client) -> None:
-    """By its characters before it is tokenized, then by its tokens."""
-    for text in ("zip " * 20_000, "é" * 500_000):
-        assert refused(client, prediction={"type": "content", "content": text}) == ("invalid_parameter", "prediction")
-
-
-def test_a_prediction_is_found_again_after_a_difference() -> None:
-    """Each token counts once, and `rest` is what a resumed session is told."""
-    follower = PredictionFollower([1, 2, 3, 4, 5, 6, 7, 8])
-    follower.push([1, 2, 9, 9, 4, 5, 6])
-    assert (follower.num_accepted, follower.num_rejected, follower.rest) == (5, 3, (7, 8))
-    follower.push([7, 8, 1, 2, 3, 4])
-    assert (follower.num_accepted, follower.num_rejected) == (8, 0)
-    empty = PredictionFollower([])
-    empty.push([1])
-    assert (empty.num_accepted, empty.num_rejected, empty.rest) == (0, 0, ())
-    assert TextStyle(skips_special=False).is_plain is False
-
-
 # tools and reasoning, from a target that writes them
-
-TOOL_TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
-    "assistant: {% if thinks %}<think>{% endif %}"
-)
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-    }
-]
-WRITTEN = '<think>Hm.</think>Sure.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def caller() -> Iterator[tuple[str, str]]:
-    """A verifier whose target writes a call, and an endpoint before it."""
-    template = TOOL_TEMPLATE + "{# </think> #}"
-    runtime = ScriptedRuntime(WRITTEN, "assistant: ")
-    with serve_fake(runtime=runtime, chat_template=template) as server, serve_local(server.url) as endpoint:
-        yield server.url, endpoint.url
-
-
-@pytest.mark.parametrize("place", [0, 1], ids=["verifier", "endpoint"])
-def test_a_call_of_a_tool(caller: tuple[str, str], place: int) -> None:
-    """In message and deltas, with the reasoning beside it; without tools the text is content."""
-    with httpx.Client(base_url=caller[place], timeout=30.0) as client:
-        asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 200, "temperature": 0, "ignore_eos": False}
-        whole = complete(client, CHAT, tools=TOOLS, **asked)
-        openai_answers.ChatCompletion.model_validate(whole, strict=True)
-        (choice,) = whole["choices"]
-        message = choice["message"]
-        (call,) = message["tool_calls"]
-        assert call["function"] == {"name": "weather", "arguments": '{"city": "Paris"}'} and call["type"] == "function"
-        assert (message["content"], message["reasoning_content"]) == ("Sure.", "Hm.")
-        assert choice["finish_reason"] == "tool_calls" and call["id"].startswith("call_")
-        content = thought = arguments = ""
-        reasons = []
-        for chunk in chunks(client, CHAT, tools=TOOLS, **asked):
-            openai_answers.ChatChunk.model_validate(chunk, strict=True)
-            delta = chunk["choices"][0]["delta"]
-            content += delta.get("content", "")
-            thought += delta.get("reasoning_content", "")
-            arguments += "".join(each["function"]["arguments"] for each in delta.get("tool_calls", ()))
-            reasons.append(chunk["choices"][0]["finish_reason"])
-        assert (content, thought, arguments) == ("Sure.", "Hm.", '{"city": "Paris"}')
-        assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
-        for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
-            (choice,) = complete(client, CHAT, **asked, **fields)["choices"]
-            assert "tool_calls" not in choice["message"] and choice["message"]["content"].endswith("</tool_call>")
-            assert choice["finish_reason"] == "stop"
-        (choice,) = complete(client, CHAT, include_reasoning=False, **asked)["choices"]
-        assert "reasoning_content" not in choice["message"] and choice["message"]["content"].startswith("Sure.")
-
-
-@pytest.mark.parametrize("place", [0, 1], ids=["verifier", "endpoint"])
-def test_a_choice_of_tools_is_checked(caller: tuple[str, str], place: int) -> None:
-    """The schema of tools, and what may be chosen."""
-    with httpx.Client(base_url=caller[place], timeout=30.0) as client:
-        named = {"type": "function", "function": {"name": "other"}}
-        for fields, param in (
-            ({"tools": TOOLS, "tool_choice": named}, "tool_choice"),
-            ({"tool_choice": "required"}, "tool_choice"),
-            ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
-            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-            ({"tools": [{"type": "custom"}]}, "tools.0.type"),
-            ({"tools": TOOLS * 129}, "tools"),
-        ):
-            assert refused(client, CHAT, **fields) == ("invalid_parameter", param), fields
-
-
-def test_the_responses_api_is_refused_by_name(client: httpx.Client) -> None:
-    """With the endpoint that does the same work."""
-    answer = client.post("/v1/responses", json={"model": "fake", "input": "zip"})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (404, "unsupported_endpoint")
-    assert "/v1/chat/completions" in error["message"]
 
 
 @given(

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 from rich.console import Console
+from tests.commands import Outrider
 from tests.serving import code_of
-from tests.test_edge_config import Capture, config, run_main
 
 from outrider.edge.cli.command_options import ChatOptions
 from outrider.edge.cli.verifiers import _bundles
@@ -25,8 +25,6 @@ from outrider.edge.lab.own_verifier import OwnVerifier
 from outrider.export.make.pair import PairPaths
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.process import with_parent
-
-__all__ = ["config"]  # a fixture
 
 TIMEOUT_S = 120.0
 
@@ -139,9 +137,7 @@ def test_a_module_reads_nothing_and_ends_with_what_started_it() -> None:
         assert process.wait(TIMEOUT_S) == 1
 
 
-def test_the_target_comes_from_the_source_that_comes_first(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_the_target_comes_from_the_source_that_comes_first(config: Path, outrider: Outrider) -> None:
     """A flag before the file; two of one source are refused in one sentence."""
     config.write_text("[common]\ntarget = 'nowhere'\n", encoding="utf-8")
     for flags, said in (
@@ -151,22 +147,20 @@ def test_the_target_comes_from_the_source_that_comes_first(
         (["--target", "x", "--key-file", "k"], "--target asks no other verifier, so --key-file would have no effect"),
     ):
         for name in ("run", "chat", "serve"):
-            assert run_main(monkeypatch, name, *(["text"] if name == "run" else []), *flags) == 2
-            shown = capsys.readouterr().err
+            shown = outrider(name, *(["text"] if name == "run" else []), *flags, code=2).err
             assert said in shown and shown.count("\n") == 1
     config.write_text("[run]\ncloud = 'http://192.0.2.1'\ntarget = 'nowhere'\n", encoding="utf-8")
-    assert run_main(monkeypatch, "run", "text") == 2 and "leave one of them out" in capsys.readouterr().err
-    assert run_main(monkeypatch, "run", "text", "--target", "x") == 2 and "--target is 'x'" in capsys.readouterr().err
+    assert "leave one of them out" in outrider("run", "text", code=2).err
+    assert "--target is 'x'" in outrider("run", "text", "--target", "x", code=2).err
 
 
 def test_without_the_servers_packages_one_command_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, tmp_path: Path
+    outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """For a bundle those of the server; for the reference pair those of the exporter, too."""
     monkeypatch.setitem(sys.modules, "fastapi", None)
     for target, extras in ((str(tmp_path), "cloud"), ("reference", "cloud,export")):
-        assert run_main(monkeypatch, "run", "text", "--target", target) == 2
-        shown = capsys.readouterr().err
+        shown = outrider("run", "text", "--target", target, code=2).err
         assert "needs the package 'fastapi'" in shown and f'run: pip install "outrider[{extras}]"\n' in shown
         assert shown.count("\n") == 1
 

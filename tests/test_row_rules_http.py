@@ -15,7 +15,8 @@ from tests.fake_runtime import FakeBatchRuntime
 from tests.local_endpoint import fake_draft, serve_local
 from tests.serving import EOS_ID, FakeServer, Transcript, fake_tokenizer, run_session, serve_fake
 from tests.test_edge_resume import PROMPT as SCRIPTED
-from tests.test_edge_resume import Script, ended, opened, run, session, stream
+from tests.test_edge_resume import Script, ended, opened, session, stream
+from tests.waiting import run
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli.run import make_request

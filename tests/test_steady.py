@@ -11,13 +11,13 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
 from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
 from tests.serving import FakeServer, StepGate, serve_fake, target_tokens
 from tests.test_cloud_draft_budget import Streaming, settle
 from tests.test_cloud_ingress import Raw, post
-from tests.test_edge_agent import VOCAB, asking, drafter, is_at_rest, truth
 from tests.test_long_request import PROMPT, ROUTE, SESSION, At, Paced, chunk, long_head, posts, tree
 from tests.waiting import TIMEOUT_S, wait_until
 
@@ -182,20 +182,17 @@ def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
         assert accepted > 0 and up.answer()[0] == 204
 
 
-def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where more waits than the server holds."""
     monkeypatch.setattr("outrider.cloud.api.steady_stream.MOST_WAITING", 900)
 
-    async def scenario() -> None:
-        stream = Streaming(steady=pace_of(None))
-        stream.connection.can_write.set()
-        await settle()
-        stream.commit(*range(100))
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(stream.task, TIMEOUT_S)
-        assert stream.num_closed == 1
-
-    asyncio.run(scenario())
+    stream = Streaming(steady=pace_of(None))
+    stream.connection.can_write.set()
+    await settle()
+    stream.commit(*range(100))
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(stream.task, TIMEOUT_S)
+    assert stream.num_closed == 1
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/sessions", "/v1/verify"])
@@ -268,18 +265,15 @@ def test_a_device_becomes_steady_where_the_server_is() -> None:
         assert result.tokens == truth(asking(seed, max_tokens=40)) and result.num_accepted > 0
 
 
-def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
+async def test_a_server_that_does_not_know_it_is_refused_by_name() -> None:
     """An older one calls the field unknown; one that ignores it is no verifier."""
     unknown = {"error": {"code": "invalid_parameter", "message": "steady: unknown field", "param": "steady"}}
 
-    async def scenario() -> None:
+    with pytest.raises(EndpointUnfit, match="http://old knows no steady sessions: upgrade it"):
         refusing = httpx.MockTransport(lambda request: httpx.Response(400, json=unknown))
         asked = SessionRequest(prompt=PROMPT, max_tokens=9)
         async with VerifierClient("http://old", STEADY, refusing) as client, client.open_session(asked):
             pass
-
-    with pytest.raises(EndpointUnfit, match="http://old knows no steady sessions: upgrade it"):
-        asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("how", ["buffers", "refuses", "cuts"])
@@ -304,20 +298,16 @@ def test_an_open_event_that_is_not_what_was_asked_for_is_broken(is_asked: bool) 
         check(SessionOpen(session="a", model="b", steady=None if is_asked else pace_of(None)))
 
 
-def test_what_has_no_pace_is_not_sent() -> None:
+async def test_what_has_no_pace_is_not_sent() -> None:
     """/v1/verify; conversations and their ids are padded, through the front of replicas, too."""
     with replicas(1) as group, serve_front(group) as front:
-
-        async def scenario() -> None:
-            async with VerifierClient(front.url, STEADY) as client:
-                with pytest.raises(RequestError, match="/v1/verify is not"):
-                    await client.verify(VerifyRequest(items=[VerifyItem(prefix=PROMPT, draft=[1])]))
-                before = client.wire.body_up, client.wire.body_down
-                body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
-                assert (await client.render(body)).tokens
-                assert (client.wire.body_up - before[0], client.wire.body_down - before[1]) == (4096, 4096)
-
-        asyncio.run(scenario())
+        async with VerifierClient(front.url, STEADY) as client:
+            with pytest.raises(RequestError, match="/v1/verify is not"):
+                await client.verify(VerifyRequest(items=[VerifyItem(prefix=PROMPT, draft=[1])]))
+            before = client.wire.body_up, client.wire.body_down
+            body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+            assert (await client.render(body)).tokens
+            assert (client.wire.body_up - before[0], client.wire.body_down - before[1]) == (4096, 4096)
 
 
 def test_options_that_contradict_steady_are_refused() -> None:

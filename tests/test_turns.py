@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.agents import SURE, VOCAB, Spying, asking, drafter, generate, truth
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import serve_fake
-from tests.test_edge_agent import SURE, VOCAB, Spying, asking, drafter, generate, run, truth
 from tests.test_pending_trees import commit, line_message, pending
+from tests.waiting import run
 
 from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting

@@ -1,11 +1,22 @@
-"""Waits for what goes on beside a test."""
+"""Waits for what goes on beside a test, and runs what a test awaits."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 TIMEOUT_S = 30.0
+HANG_S = 60.0
+"""For one coroutine: only a hang takes as long."""
+
+Result = TypeVar("Result")
+
+
+def run(scenario: Coroutine[Any, Any, Result]) -> Result:
+    """Runs it on an event loop of its own."""
+    return asyncio.run(asyncio.wait_for(scenario, HANG_S))
 
 
 def wait_until(is_so: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from tests import test_edge_agent as same
+from tests.serving import FakeServer
 from tests.vllm.serving import SharedEngine, TransformersDraft
 
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.results import GenerationRequest
 
-server = same.server
 test_the_text_is_the_targets_whatever_the_draft = same.test_the_text_is_the_targets_whatever_the_draft
 test_the_text_does_not_depend_on_the_depth = same.test_the_text_does_not_depend_on_the_depth
 test_a_stop_token_ends_the_text = same.test_a_stop_token_ends_the_text
@@ -47,3 +47,9 @@ def on_vllm(vllm: SharedEngine) -> Iterator[None]:
         patch.setattr(same, "truth", truth)
         patch.setattr(same, "drafter", drafter)
         yield
+
+
+@pytest.fixture(scope="module")
+def server(vllm: SharedEngine) -> Iterator[FakeServer]:
+    with vllm.serve() as running:
+        yield running

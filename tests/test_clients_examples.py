@@ -1,0 +1,319 @@
+"""Tests examples of clients' documents and of ours, unchanged but for address, key and model."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import operator
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import llm
+import openai
+import pytest
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_openai import ChatOpenAI
+from openai.types import Completion
+from pydantic import BaseModel
+from tests.local_endpoint import LocalEndpoint, serve_local
+from tests.scripted import ScriptedRuntime
+from tests.serving import FakeServer, serve_fake
+from tests.test_clients import ASKED, CHAT_UI, MESSAGES, ROOT, USER, chat_text, plain_text, unknown, url
+
+__all__ = ["url"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def strict(url: str) -> Iterator[Any]:
+    """Refuses an answer that is not typed as OpenAI's."""
+    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0, _strict_response_validation=True) as opened:
+        yield opened
+
+
+def test_openais_example_of_logprobs(cloud: FakeServer, strict: Any) -> None:
+    """From the cookbook: the likeliest tokens at each place, whole and streamed."""
+    asked: dict[str, Any] = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **ASKED}
+    response = strict.chat.completions.create(**asked)
+    found = response.choices[0].logprobs.content
+    assert len(found) == 12 and all(len(each.top_logprobs) == 2 for each in found)
+    joined = bytes(byte for each in found for byte in each.bytes)
+    assert joined.decode(errors="replace") == chat_text(cloud)
+    with strict.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        gathered = stream.current_completion_snapshot
+    assert gathered.choices[0].logprobs.content == found
+    legacy = strict.completions.create(prompt="zip", logprobs=2, n=2, best_of=3, **ASKED)
+    assert [len(choice.logprobs.tokens) for choice in legacy.choices] == [12, 12]
+    assert sum(len(each) >= 2 for each in legacy.choices[0].logprobs.top_logprobs) == 12
+
+
+def test_openais_example_of_predicted_outputs(cloud: FakeServer, strict: Any) -> None:
+    """From the guide: code that is written again, with a small change; usage says how much of it was used."""
+    code = chat_text(cloud)
+    completion = strict.chat.completions.create(
+        messages=MESSAGES, prediction={"type": "content", "content": code}, **ASKED
+    )
+    details = completion.usage.completion_tokens_details
+    assert completion.choices[0].message.content == code
+    assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens >= 0
+    stream = strict.chat.completions.create(
+        messages=MESSAGES, prediction={"type": "content", "content": code}, stream=True, **ASKED
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == code
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get current temperature for a given location.",
+            "parameters": {
+                "type": "object",
+                "properties": {"location": {"type": "string", "description": "City and country"}},
+                "required": ["location"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+
+TOOL_TEMPLATE: Final = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments.location }}{% endfor %}\n{% endfor %}assistant: "
+)
+
+
+def test_openais_example_of_tools() -> None:
+    """From the guide: a call, its result, the answer; whole, and as the client's own stream gathers it."""
+    written = 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>'
+    runtime = ScriptedRuntime(written, "assistant: ")
+    with (
+        serve_fake(runtime=runtime, chat_template=TOOL_TEMPLATE) as server,
+        serve_local(server.url) as endpoint,
+    ):
+        for address in (server.url, endpoint.url):
+            with openai.OpenAI(
+                base_url=f"{address}/v1", api_key="unused", max_retries=0, _strict_response_validation=True
+            ) as client:
+                messages: Any = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+                asked: dict[str, Any] = {"model": "fake", "tools": TOOLS, "temperature": 0}
+                completion = client.chat.completions.create(messages=messages, **asked)
+                (choice,) = completion.choices
+                (call,) = choice.message.tool_calls or []
+                assert choice.finish_reason == "tool_calls" and call.type == "function"
+                assert json.loads(call.function.arguments) == {"location": "Paris"}
+                with client.chat.completions.stream(messages=messages, **asked) as stream:
+                    kinds = [event.type for event in stream]
+                    gathered = stream.get_final_completion().choices[0]
+                (again,) = gathered.message.tool_calls or []
+                assert again.function.arguments == call.function.arguments and gathered.finish_reason == "tool_calls"
+                assert gathered.message.content == choice.message.content == "Let me look."
+                assert "tool_calls.function.arguments.done" in kinds
+                messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14"}]
+                final = client.chat.completions.create(messages=messages, tool_choice="none", **asked)
+                assert final.choices[0].message.tool_calls is None and final.choices[0].finish_reason == "stop"
+
+
+class CalendarEvent(BaseModel):
+    """Of OpenAI's guide to structured outputs."""
+
+    name: str
+    date: str
+    participants: list[str]
+
+
+class GetWeather(BaseModel):
+    """Of OpenAI's guide to function calling."""
+
+    location: str
+    unit: Literal["celsius", "fahrenheit"]
+
+
+@contextmanager
+def clients_of(written: str) -> Iterator[list[Any]]:
+    """OpenAI's clients of a verifier whose target would write this, and of an endpoint before it."""
+    with (
+        serve_fake(runtime=ScriptedRuntime(written, "assistant: "), chat_template=TOOL_TEMPLATE) as server,
+        serve_local(server.url) as endpoint,
+        ExitStack() as stack,
+    ):
+        options: Any = {"api_key": "unused", "max_retries": 0, "_strict_response_validation": True}
+        yield [
+            stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", **options))
+            for address in (server.url, endpoint.url)
+        ]
+
+
+def test_openais_example_of_a_json_schema() -> None:
+    """From the guide: `parse` with a class; whole, and as the client's own stream gathers it."""
+    event = CalendarEvent(name="Science Fair", date="Friday", participants=["Alice", "Bob"])
+    asked: dict[str, Any] = {
+        "model": "fake",
+        "messages": [
+            {"role": "system", "content": "Extract the event information."},
+            {"role": "user", "content": "Alice and Bob are going to a science fair on Friday."},
+        ],
+        "response_format": CalendarEvent,
+    }
+    # What is outside the schema is not written: the text ends where the object does.
+    with clients_of(event.model_dump_json() + " I hope this helps!") as clients:
+        for client in clients:
+            completion = client.chat.completions.parse(temperature=0, **asked)
+            (choice,) = completion.choices
+            assert choice.message.parsed == event and choice.finish_reason == "stop"
+            with client.chat.completions.stream(temperature=0, **asked) as stream:
+                kinds = [each.type for each in stream]
+                gathered = stream.get_final_completion().choices[0].message
+            assert gathered.parsed == event and gathered.content == choice.message.content
+            assert kinds[-1] == "content.done"
+            with pytest.raises(openai.LengthFinishReasonError):
+                client.chat.completions.parse(temperature=0, max_tokens=3, **asked)
+
+
+def test_openais_example_of_strict_tools() -> None:
+    """From the guide: `pydantic_function_tool`, which is strict; chosen by the model, required, and by its name."""
+    weather = GetWeather(location="Paris, France", unit="celsius")
+    call = json.dumps({"name": "GetWeather", "arguments": weather.model_dump() | {"unit": "kelvin"}})
+    tools: Any = [openai.pydantic_function_tool(GetWeather)]
+    named = {"type": "function", "function": {"name": "GetWeather"}}
+    choices: list[dict[str, Any]] = [{}, {"tool_choice": "required"}, {"tool_choice": named}]
+    messages: Any = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+    with clients_of(f"<tool_call>\n{call}\n</tool_call>") as clients:
+        for client in clients:
+            for fields in choices:
+                asked: dict[str, Any] = {
+                    "model": "fake",
+                    "messages": messages,
+                    "tools": tools,
+                    "temperature": 0,
+                    **fields,
+                }
+                asked |= {"parallel_tool_calls": False}
+                (choice,) = client.chat.completions.parse(**asked).choices
+                (found,) = choice.message.tool_calls
+                assert isinstance(found.function.parsed_arguments, GetWeather)
+                assert found.function.parsed_arguments.location == weather.location
+                if fields:
+                    continue
+                with client.chat.completions.stream(**asked) as stream:
+                    for _ in stream:
+                        pass
+                    (gathered,) = stream.get_final_completion().choices[0].message.tool_calls
+                assert gathered.function.parsed_arguments == found.function.parsed_arguments
+
+
+def test_a_langchain_chain(cloud: FakeServer, url: str) -> None:
+    """prompt | ChatOpenAI | StrOutputParser: whole, streamed, several at a time, and without waiting."""
+    prompt = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{topic}")])
+    chain = prompt | ChatOpenAI(base_url=url, api_key="unused", **ASKED) | StrOutputParser()
+    assert chain.invoke({"topic": "zip"}) == chat_text(cloud)
+    pieces = list(chain.stream({"topic": "zip"}))
+    assert "".join(pieces) == chat_text(cloud) and len(pieces) > 2
+    topics = ["zip", "all", "def"]
+    expected = [chat_text(cloud, [MESSAGES[0], {"role": "user", "content": topic}]) for topic in topics]
+    assert chain.batch([{"topic": topic} for topic in topics]) == expected
+    assert asyncio.run(chain.ainvoke({"topic": "zip"})) == expected[0]
+
+
+def test_langchain_reads_usage_and_fingerprint(cloud: FakeServer, url: str) -> None:
+    """And raises OpenAI's error where a chain needs what is not offered."""
+    model = ChatOpenAI(base_url=url, api_key="unused", max_retries=0, stream_usage=True, **ASKED)
+    message = model.invoke("zip")
+    assert message.usage_metadata["output_tokens"] == 12
+    assert message.response_metadata["system_fingerprint"] == cloud.core.model.target
+    assert message.response_metadata["finish_reason"] == "length"
+    gathered = functools.reduce(operator.add, model.stream("zip"))
+    assert gathered.content == message.content and gathered.usage_metadata["output_tokens"] == 12
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        unknown = {"type": "array", "uniqueItems": True}
+        schema = {"title": "name", "type": "object", "properties": {"a": unknown}}
+        model.with_structured_output(schema, strict=True).invoke("zip")
+
+
+def test_llm_with_its_configuration(
+    cloud: FakeServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of examples/chat_ui/README.md: a chat model, two turns of it, and a model for completions."""
+    (lines,) = re.findall(r"```yaml\n(.*?)```", (CHAT_UI / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    written = lines.replace("http://127.0.0.1:8077/v1", url).replace("outrider-reference-target", "fake")
+    (tmp_path / "extra-openai-models.yaml").write_text(written, encoding="utf-8")
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    options = {"seed": 7, "max_tokens": 12}
+    turns = llm.get_model("outrider").conversation()
+    first = turns.prompt("zip", system="Be brief.", **options)
+    assert first.text() == chat_text(cloud) and first.usage().output == 12
+    again = turns.prompt("all", system="Be brief.", **options)
+    assert again.text() == chat_text(
+        cloud,
+        [*MESSAGES, {"role": "assistant", "content": first.text()}, {"role": "user", "content": "all"}],
+    )
+    assert llm.get_model("outrider").prompt("zip", stream=False, **options).text() == chat_text(cloud, USER)
+    assert llm.get_model("outrider-completion").prompt("zip", **options).text() == plain_text(cloud)
+
+
+def test_llm_without_configuration(cloud: FakeServer, local: LocalEndpoint, tmp_path: Path) -> None:
+    """The command of the README, as a process."""
+    (line,) = re.findall(r"^llm openai endpoint .*-m .*$", (CHAT_UI / "README.md").read_text(encoding="utf-8"), re.M)
+    words = [local.url + "/v1" if word.startswith("http:") else word for word in shlex.split(line)[1:]]
+    words[words.index("-m") + 1] = "fake"
+    command = [sys.executable, "-m", "llm", *words[:-1], "-o", "seed", "7", "-o", "max_tokens", "12", "zip"]
+    known = os.environ | {"LLM_USER_PATH": str(tmp_path), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, env=known, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().replace("\r\n", "\n") == chat_text(cloud, USER) + "\n"
+
+
+@pytest.mark.parametrize("name", ["openai_client.py", "langchain_chain.py"])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_examples_run(
+    cloud: FakeServer,
+    local: LocalEndpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    is_chat: bool,
+) -> None:
+    """The text is the cloud's own for the same prompt and seed."""
+    is_chain = name == "langchain_chain.py"
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{local.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    monkeypatch.setattr(sys, "argv", [name, "zip", *([] if is_chat else ["--completion"])])
+    runpy.run_path(str(CHAT_UI / name), run_name="__main__")
+    shown = capsys.readouterr().out
+    asked: dict[str, Any] = {"max_tokens": 64}
+    if is_chat:
+        asked_of = [MESSAGES[0], {"role": "user", "content": "Tell me about zip."}] if is_chain else USER
+        expected = chat_text(cloud, asked_of, **asked)
+    else:
+        if is_chain:  # the library has a temperature of its own
+            asked["temperature"] = 0.7
+        expected = plain_text(cloud, "# zip\n" if is_chain else "zip", **asked)
+    assert shown.rstrip("\n") == expected.rstrip("\n")
+
+
+def test_the_lines_of_the_document(local: LocalEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/serve.md: curl and OpenAI's client give one text for one seed."""
+    document = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8077", local.url)
+    (line,) = re.findall(r"^curl .*?def walk.*?'$", document, re.MULTILINE | re.DOTALL)
+    program = shutil.which("curl")
+    assert program is not None
+    done = subprocess.run([program, "-sS", *shlex.split(line)[1:]], capture_output=True, check=False)
+    completion = Completion.model_validate_json(done.stdout, strict=True)
+    assert completion.choices[0].text and unknown(completion) == {"seed", "metrics"}
+    (block,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    exec(block.replace("stream=True", "stream=True, temperature=0.8, seed=7"), {})
+    assert capsys.readouterr().out == completion.choices[0].text

@@ -1,0 +1,284 @@
+"""Tests single checks of `outrider doctor`: the machine, its packages, runtimes and bundles; clocks and protocols."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.commands import KEY
+from tests.serving import fake_tokenizer
+
+from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.doctor import cloud as cloud_checks
+from outrider.edge.doctor import examine as examination
+from outrider.edge.doctor import probe
+from outrider.edge.doctor.bundles import Bundles, cached_drafts, check_bundle
+from outrider.edge.doctor.cloud import CloudReport, Facts, check_tokenizer
+from outrider.edge.doctor.examine import (
+    check_disk,
+    check_memory,
+    check_packages,
+    check_power,
+    check_runtimes,
+)
+from outrider.edge.doctor.findings import Failed, Finding, guarded, without_secrets
+from outrider.edge.doctor.probe import ProbeFailed, TimedDraft, ask_runtime, profile_draft
+from outrider.models.wire.protocol import PROTOCOL_VERSION
+
+CPU = FoundDevice("CPU", "Some Processor", "cpu")
+NGRAM = DraftChoice("ngram")
+
+
+def find_cpu(runtime: ModelRuntime) -> FoundRuntime:
+    """Both runtimes, and no other device."""
+    return FoundRuntime(runtime, "1.2.3", (CPU,))
+
+
+@pytest.mark.parametrize(
+    ("token_ms", "step_ms", "round_trip_ms", "status", "found"),
+    [
+        (2.0, 20.0, 40.0, "ok", "the target is the slowest"),
+        (25.0, 20.0, 40.0, "warning", "the draft is slower than the target"),
+        (12.0, 20.0, 40.0, "warning", "little time for alternatives"),
+        (1.0, 2.0, 200.0, "warning", "100 tokens ahead, at most 64"),
+        (1.0, None, 10.0, "ok", "has not measured its step"),
+    ],
+)
+def test_what_is_slow_is_named(
+    token_ms: float, step_ms: float | None, round_trip_ms: float, status: str, found: str
+) -> None:
+    """Draft, target or network, with all three times."""
+    profile = TimedDraft(words="int8", open_s=0.5, calls_ms={1: token_ms}, worst_ms=token_ms)
+    finding = examination.judge_speed(profile, step_ms, round_trip_ms)
+    assert finding.status == status and found in finding.found and bool(finding.advice) == (found[:10] != "the target")
+
+
+def test_devices_are_listed_and_a_broken_runtime_is_a_fault(tmp_path: Path) -> None:
+    """Hardware that the system shows and no runtime drives is a warning; none at all is no problem."""
+
+    def ask(runtime: ModelRuntime) -> FoundRuntime:
+        if runtime == "onnxruntime":
+            raise ProbeFailed("its process was ended by SIGSEGV")
+        return find_cpu(runtime)
+
+    openvino, onnx, npu, _gpu = check_runtimes(ask, tmp_path)
+    assert openvino.found == "1.2.3: CPU (Some Processor)" and npu.status == "ok"
+    assert onnx.status == "fault" and "SIGSEGV" in onnx.found and "--force-reinstall" in onnx.advice
+    (tmp_path / "dev" / "accel").mkdir(parents=True)
+    (tmp_path / "dev" / "accel" / "accel0").touch()
+    *_, npu, gpu = check_runtimes(ask, tmp_path)
+    assert npu.status == "warning" and "no runtime drives it" in npu.found and npu.advice and gpu.status == "ok"
+    none = list(check_runtimes(lambda runtime: FoundRuntime(runtime, None, ()), tmp_path))
+    assert [each.status for each in none] == ["ok", "ok", "warning"] and "n-gram" in none[-1].found
+    no_cpu = list(check_runtimes(lambda runtime: FoundRuntime(runtime, "1", ()), tmp_path))
+    assert no_cpu[0].status == "fault"
+
+
+def test_probes_run_in_a_process_of_their_own(fake_bundle: Path) -> None:
+    """A draft is timed; a model that a runtime cannot read is an error in one line."""
+    assert profile_draft(str(fake_bundle), NGRAM).token_ms < 1000.0
+    with pytest.raises(ProbeFailed) as found:
+        profile_draft(str(fake_bundle), DraftChoice())
+    assert "\n" not in str(found.value) and "Traceback" not in str(found.value)
+
+
+def test_a_probe_runs_nothing_of_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m` would look there first, and a directory with a model may hold anything."""
+    (tmp_path / "psutil.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path)
+    assert ask_runtime("openvino").version
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands for a driver that crashes")
+def test_a_driver_that_crashes_ends_only_its_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal is named; a driver that hangs too."""
+    crash = tmp_path / "python"
+    crash.write_text("#!/bin/sh\necho loading >&2\nkill -SEGV $$\n")
+    crash.chmod(0o755)
+    monkeypatch.setattr("outrider.edge.doctor.probe.sys.executable", str(crash))
+    with pytest.raises(ProbeFailed, match="its process was ended by SIGSEGV: loading"):
+        ask_runtime("openvino")
+    crash.write_text("#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.setattr(probe, "TIMEOUT_S", 0.05)
+    with pytest.raises(ProbeFailed, match="no answer within"):
+        ask_runtime("openvino")
+
+
+def test_packages_must_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one that is missing or of another version is named, with the command that mends it."""
+    needed = [
+        "rich>=13.9",
+        'httpx<0.29,>=0.28; extra == "edge"',
+        'openvino==2026.4.1; extra == "edge"',
+        'torch==2; extra == "cloud"',
+        'colorama; sys_platform == "none"',
+    ]
+    monkeypatch.setattr(metadata, "requires", lambda name: needed)
+    have = {"outrider": "0.1.0", "rich": "14.0", "httpx": "0.28.1", "openvino": "2026.4.1"}
+
+    def version(name: str) -> str:
+        if name not in have:
+            raise metadata.PackageNotFoundError(name)
+        return have[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert [each.found for each in check_packages()] == ["outrider 0.1.0; 3 requirements are met"]
+    del have["httpx"]
+    have |= {"openvino": "2025.1.0", "onnxruntime": "1", "onnxruntime-gpu": "1"}
+    findings = list(check_packages())
+    assert [each.found for each in findings] == [
+        "httpx is not installed; expected <0.29,>=0.28",
+        "openvino is 2025.1.0; expected ==2026.4.1",
+        "onnxruntime and onnxruntime-gpu are both installed and overwrite each other",
+    ]
+    assert findings[0].advice == 'pip install "outrider[edge]"'
+    have.clear()
+    assert [each.status for each in guarded("packages", check_packages)] == ["fault"]
+
+
+def test_memory_disk_and_battery(tmp_path: Path) -> None:
+    """Warnings with numbers; a machine without a battery is fine."""
+    gib = 1 << 30
+    (low,) = check_memory(2 * gib, SimpleNamespace(available=gib, total=8 * gib))
+    assert low.status == "warning" and low.found == "1.0 of 8.0 GiB free; the draft needs about 2.3"
+    (enough,) = check_memory(None, SimpleNamespace(available=gib, total=8 * gib))
+    assert enough.status == "ok"
+    for free, status in ((gib, "warning"), (9 * gib, "ok")):
+        usage = SimpleNamespace(free=free)
+        (disk,) = check_disk(tmp_path / "not" / "there", lambda path, usage=usage: usage)  # type: ignore[misc]
+        assert disk.status == status
+
+    def power(**fields: Any) -> Finding:
+        (finding,) = check_power(lambda: SimpleNamespace(**fields) if fields else None)
+        return finding
+
+    assert power(percent=31.2, power_plugged=False).found == "on battery, 31 %"
+    assert power(percent=31.2, power_plugged=False).advice == "draft less: --effort low"
+    assert power(percent=99, power_plugged=True).status == power().status == "ok"
+
+
+def test_bundles_of_the_cache_are_checked(fake_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts only; a damaged one is a warning there, since it is made again."""
+    cache = tmp_path / "cache"
+    assert list(cached_drafts(cache)) == []
+    (none,) = Bundles("auto", cache).findings()
+    assert none.status == "ok" and "`outrider pull`" in none.advice
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.edge.doctor.bundles.is_installed", lambda name: name != "torch")
+        (none,) = Bundles("auto", cache).findings()
+    assert none.status == "warning" and "cannot be exported: torch is not installed" in none.found
+    places = [cache / "pairs" / "a" / "draft", cache / "pairs" / "b" / "draft", cache / ".half" / "draft"]
+    for each in places:
+        shutil.copytree(fake_bundle, each)
+    target = cache / "pairs" / "a" / "target"
+    shutil.copytree(fake_bundle, target)
+    manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+    (target / "manifest.json").write_text(json.dumps(manifest | {"role": "target"}), encoding="utf-8")
+    assert list(cached_drafts(cache)) == places[:2]
+    (places[1] / "tokenizer.json").unlink()
+    bundles = Bundles("reference", cache)
+    found = list(bundles.findings())
+    assert [each.status for each in found] == ["ok", "warning"]
+    chosen = bundles.for_target(fake_tokenizer().fingerprint)
+    assert chosen is not None and chosen.manifest.files
+    assert bundles.for_target("f" * 64) is chosen  # shows why nothing fits
+    wrong = check_bundle(target, is_used=True)[0]
+    assert wrong.status == "fault" and "is a target bundle" in wrong.found
+    assert check_bundle(tmp_path / "none", is_used=True)[0].status == "fault"
+
+
+def test_a_check_that_breaks_is_a_fault_and_shows_no_key() -> None:
+    """Its error is one line; keys in it are covered."""
+
+    def check() -> Iterator[Finding]:
+        yield Finding("ok", "first", "fine")
+        raise OSError(f"broken\nwith {KEY}")
+
+    first, second = guarded("thing", check)
+    assert first.found == "fine" and second.found == "the check failed (OSError: broken)"
+    hidden = without_secrets(Finding("ok", "x", f"a\n{KEY} b", KEY), [KEY])
+    assert hidden.found == "a *** b" and hidden.advice == "***"
+
+
+def test_a_slow_name_server_does_not_hang_the_doctor() -> None:
+    """Looking up a name has no time limit of its own."""
+    release = threading.Event()
+    with pytest.raises(TimeoutError, match="no answer within"):
+        cloud_checks._limited(lambda: release.wait(30), 0.01)
+    release.set()
+    start = time.monotonic()
+    assert cloud_checks._limited(lambda: 3, 5.0) == 3 and time.monotonic() - start < 5.0
+
+
+def test_a_certificate_of_another_time_points_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong clock refuses every certificate."""
+
+    class Context:
+        def __init__(self, certificate: object) -> None:
+            assert certificate is None
+
+        def wrap_socket(self, *_: object, **__: object) -> None:
+            error = ssl.SSLCertVerificationError(1, "refused")
+            error.verify_message = "certificate is not yet valid"
+            raise error
+
+    monkeypatch.setattr("outrider.edge.doctor.cloud.system_tls", Context)
+    with socket.socket() as unused, pytest.raises(Failed) as failed:
+        CloudReport("https://a")._check_tls(unused, "a")
+    finding = failed.value.finding
+    assert finding.status == "fault" and finding.advice == "set this machine's clock"
+
+
+def test_a_key_is_not_sent_where_others_can_read_it() -> None:
+    """Plain http beyond this machine, unless the endpoint allows it: no request is made."""
+    with pytest.raises(Failed) as failed:
+        list(CloudReport("http://192.0.2.1", KEY)._check_key(None))  # type: ignore[arg-type]
+    finding = failed.value.finding
+    assert finding.status == "fault" and "allow_http" in finding.advice and KEY not in finding.found
+
+
+@pytest.mark.parametrize(
+    ("behind_s", "status", "found"),
+    [
+        (0.0, "ok", "within 1.5 s"),
+        (-20.0, "ok", "behind the server's"),
+        (90.0, "warning", "90 s ahead of the server's"),
+    ],
+)
+def test_clocks_are_compared(behind_s: float, status: str, found: str) -> None:
+    """By the Date header; a minute is where TLS begins to suffer."""
+    report, now_s = CloudReport("http://a"), 1_800_000_000.5
+    assert "sends no Date" in report._check_clock().found
+    report._last_date = formatdate(now_s - 0.5 - behind_s, usegmt=True), now_s
+    finding = report._check_clock()
+    assert finding.status == status and found in finding.found
+    report._last_date = "yesterday", now_s
+    assert "cannot be read" in report._check_clock().found
+
+
+def test_protocols_and_tokenizers_must_fit() -> None:
+    """An older server still works, with less; another tokenizer is mapped."""
+
+    def protocol(version: int) -> Finding:
+        return cloud_checks._check_protocol(Facts(name="target", protocol=version, tokenizer="a" * 64))
+
+    assert protocol(PROTOCOL_VERSION).status == "ok" and protocol(1).advice == "update the server"
+    assert protocol(PROTOCOL_VERSION + 1).advice == "update outrider on this device"
+    facts = Facts(name="target", protocol=2, tokenizer="a" * 64)
+    assert check_tokenizer(facts, "draft", "a" * 64).status == "ok"
+    other = check_tokenizer(facts, "draft", "b" * 64)
+    words = f"draft has tokenizer {'b' * 12}, target has {'a' * 12}: its tokens are mapped"
+    assert other.status == "warning" and other.found == words and "--tokenizer DIR" in other.advice

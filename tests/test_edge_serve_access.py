@@ -1,0 +1,302 @@
+"""Tests who may call the local endpoint, what it refuses at its start and later, and the command that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+from tests.commands import KEY, Outrider
+from tests.local_endpoint import (
+    MESSAGES,
+    PROMPT,
+    LocalEndpoint,
+    body,
+    error_of,
+    expected,
+    local_core,
+    serve_local,
+    serve_process,
+)
+from tests.serving import FakeServer, StepGate, bearer, code_of, serve_fake
+from tests.waiting import run
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.edge.serve.neighbours import OwnUser
+from outrider.edge.serve.server import LocalServer
+from outrider.edge.serve.state import LocalSettings
+from outrider.models.client.checks import check_rendered
+from outrider.models.client.errors import ProtocolBroken
+from outrider.models.errors import RequestError, TokenizerMismatch
+from outrider.models.http import openai_answers
+from outrider.models.http.security import KeyRing, PagePolicy
+from outrider.models.ingress.sockets import open_socket
+from outrider.models.wire.protocol import RenderAnswer
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "rebound.example.com"}, "host_not_allowed"),
+        ({"Origin": "https://page.example.com"}, "origin_not_allowed"),
+        ({"Sec-Fetch-Site": "cross-site"}, "origin_not_allowed"),
+    ],
+)
+def test_a_page_of_another_site_cannot_call(local: LocalEndpoint, headers: dict[str, str], code: str) -> None:
+    """Neither by a name that resolves to this machine, nor from its own origin; no CORS header helps it."""
+    answer = httpx.post(f"{local.url}/v1/completions", json=body(), headers=headers)
+    assert answer.status_code == 403 and error_of(answer)["code"] == code
+    assert "access-control-allow-origin" not in answer.headers
+    plain: dict[str, Any] = {"content": json.dumps(body()), "headers": {"Content-Type": "text/plain"}}
+    assert httpx.post(f"{local.url}/v1/completions", **plain).status_code == 415
+
+
+def test_cors_is_for_configured_origins_only(cloud: FakeServer) -> None:
+    """A page of an allowed origin may ask and read answers, errors too."""
+    origin = "https://chat.example.com"
+    pages = PagePolicy(is_keyless=True, allowed_origins=[origin])
+    with serve_local(cloud.url, LocalSettings(pages=pages, allowed_origins=(origin,))) as local:
+        # Also what OpenAI's client adds in a page.
+        named = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": named}
+        preflight = httpx.options(f"{local.url}/v1/completions", headers={"Origin": origin, **asked})
+        assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == origin
+        other = httpx.options(f"{local.url}/v1/completions", headers={"Origin": "https://other.example.com", **asked})
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+        refused = httpx.post(f"{local.url}/v1/completions", json={}, headers={"Origin": origin})
+        assert refused.status_code == 400 and refused.headers["access-control-allow-origin"] == origin
+
+
+def test_keys_and_bounds() -> None:
+    """A key where one is configured; the device's own goes to the verifier only. Texts and bodies are bounded."""
+    gate = StepGate()
+    settings = LocalSettings(KeyRing([KEY, KEY + "-2"]), max_body_bytes=2000, max_requests=2, max_own=1)
+    with (
+        serve_fake(ServerSettings(KeyRing([KEY * 2])), gate=gate) as guarded,
+        serve_local(guarded.url, settings, api_key=KEY * 2) as local,
+        httpx.Client(base_url=local.url, headers=bearer(KEY), timeout=30.0) as client,
+    ):
+        assert httpx.get(f"{local.url}/v1/models").status_code == 401
+        assert httpx.get(f"{local.url}/v1/models", headers=bearer(KEY * 2)).status_code == 401
+        assert httpx.get(f"{local.url}/health/ready").status_code == 200
+        assert client.post("/v1/completions", json=body(stop="x" * 3000)).status_code == 413
+        assert code_of(client.post("/v1/completions", json=body(prompt=["a", "b"])))[1] == "invalid_parameter"
+        long = body(stream=True, max_tokens=3000)
+        with client.stream("POST", "/v1/completions", json=long):
+            refused = client.post("/v1/completions", json=body())
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            with client.stream("POST", "/v1/completions", json=long, headers=bearer(KEY + "-2")):
+                local.core.places.max_each = 5
+                assert code_of(client.post("/v1/completions", json=body())) == (503, "overloaded")
+        gate.open()
+        local.wait_until(local.is_at_rest)
+
+
+def owner_layer(*tables: Path) -> tuple[Callable[..., None], list[str]]:
+    """Calls an app behind the check of the connection's owner; the paths that have reached it."""
+    reached = list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+
+    def call(client: tuple[str, int], server: tuple[str, int], path: str = "/v1/models") -> None:
+        scope = {"type": "http", "method": "GET", "path": path, "client": client, "server": server}
+        run(OwnUser(app, ["/health/live"], tables)(scope, None, None))  # type: ignore[arg-type]
+
+    return call, reached
+
+
+def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -> None:
+    """The system's table says whose the connection is; one that is closed, or not there, is nobody's."""
+    table = tmp_path / "tcp"
+    through, reached = owner_layer(table, tmp_path / "none")
+
+    def call(host: str, rows: Sequence[str], path: str = "/v1/models", server: str = "127.0.0.1") -> None:
+        table.write_text("\n".join(["  sl  local_address ...", *rows, ""]))
+        through((host, 4660), (server, 8077), path)
+
+    def row(user: int, local: str = "0100007F:1234", state: str = "01") -> str:
+        return f"   0: {local} 0100007F:1F8D {state} 00000000:00000000 00:00000000 00000000 {user} 0 77"
+
+    own = os.getuid()
+    call("127.0.0.1", [row(4321, "0100007F:9999"), row(own)])
+    call("127.0.0.1", [row(0)])
+    call("::ffff:127.0.0.1", [row(own, "0000000000000000FFFF00000100007F:1234")])
+    call("::1", [row(own, "00000000000000000000000001000000:1234")])
+    call("192.0.2.7", [], server="192.0.2.8")  # not over loopback: the gate's business
+    call("127.0.0.1", [], path="/health/live")
+    call("192.0.2.8", [row(own, "080200C0:1234")])
+    assert len(reached) == 7
+    for rows in ([row(4321)], [row(4321, state="06")], [row(0, state="06")] if own else [], []):
+        with pytest.raises(RequestError) as refused:
+            call("127.0.0.1", rows)
+        assert (refused.value.code, refused.value.status) == ("other_user", 403)
+    for host, server in (("192.0.2.8", "127.0.0.1"), ("127.0.0.1", "192.0.2.8")):
+        with pytest.raises(RequestError, match="another user"):  # a program may call from any address of its machine
+            call(host, [row(4321, "080200C0:1234"), row(4321)], server=server)
+    assert len(reached) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_system_names_the_owner_of_one_connection(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reading the tables, which takes milliseconds. Who listens at the caller's address is not the caller."""
+    empty = tmp_path / "tcp"
+    empty.write_text("  sl  local_address ...\n")
+    call, reached = owner_layer(empty)
+    with ExitStack() as stack:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = stack.enter_context(socket.create_server((host, 0), family=family))
+        except OSError:
+            pytest.skip(f"no sockets on {host}")
+        server = listener.getsockname()[:2]
+        client = stack.enter_context(socket.create_connection(server)).getsockname()[:2]
+        call(client, server)
+        assert reached == ["/v1/models"]
+        for other in (server, (host, 1)):
+            with pytest.raises(RequestError, match="another user"):
+                call(other, server)
+        monkeypatch.setattr("outrider.edge.serve.neighbours.owner_of", lambda *_: 4321)
+        with pytest.raises(RequestError, match="another user"):
+            call(client, server)
+    assert reached == ["/v1/models"]
+
+
+def test_a_verifier_that_fails_is_reported(cloud: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """No verifier: 503, so that clients try again. One that refuses the device's key: 502. No prompt is logged."""
+    with serve_local("http://127.0.0.1:9") as alone:
+        answer = httpx.post(f"{alone.url}/v1/completions", json=body())
+        assert code_of(answer) == (503, "no_verifier") and answer.headers["retry-after"] == "1"
+    with (
+        serve_fake(ServerSettings(KeyRing([KEY]))) as guarded,
+        serve_local(guarded.url, LocalSettings(shows_details=False)) as local,
+    ):
+        answer = httpx.post(f"{local.url}/v1/completions", json=body())
+        assert code_of(answer) == (502, "verifier_refused")
+        assert guarded.url not in answer.text and "verifier_refused" in caplog.text
+    with serve_local(cloud.url) as local:
+        long = body(prompt="a b " * 9000)
+        assert (400, local.refusal(400, long)) == code_of(httpx.post(f"{cloud.url}/v1/completions", json=long))
+    assert PROMPT not in caplog.text
+
+
+def test_a_draft_for_another_target_is_refused_at_the_start(cloud: FakeServer) -> None:
+    """Its token ids would mean other text."""
+    core = local_core(cloud.url, fingerprint="0" * 64)
+    with open_socket("127.0.0.1", 0) as sock, pytest.raises(TokenizerMismatch, match="made for this target"):
+        asyncio.run(LocalServer(core, drain_s=0.0).startup([sock]))
+
+
+def test_the_command_serves_the_text_of_outrider_run(cloud: FakeServer, fake_bundle: Path, outrider: Outrider) -> None:
+    """As a process: it says where it listens, and SIGTERM ends it."""
+    given = ["--cloud", cloud.url, "--draft", fake_bundle, "--runtime", "ngram"]
+    with serve_process(*given) as process:
+        answer = httpx.post(f"{process.url}/v1/completions", json=body(), timeout=30.0)
+    assert "draft: n-gram lookup, no model\n" in process.out and process.code in (0, -signal.SIGTERM)
+    assert "Traceback" not in process.log and PROMPT not in process.log
+    sampled = ["--temperature", "0.8", "--param", "top_p=0.95", "--seed", "5", "--max-tokens", "48", "--ignore-eos"]
+    shown = outrider("run", PROMPT, *given, *sampled).out.removesuffix("\n")
+    assert shown == answer.json()["choices"][0]["text"] == expected()
+
+
+def test_threads_at_work_give_the_event_loop_its_turn_soon(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's loop shares one process with the indexing of documents."""
+    intervals: list[float] = []
+    monkeypatch.setattr("sys.setswitchinterval", intervals.append)
+    monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
+    shown = outrider("serve", "--port", "0", "--draft", "nowhere", code=2)
+    assert intervals == [0.001] and "nowhere" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft", "nowhere"], "nowhere"),
+        (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without API keys"),
+        (["--width", "9"], "width is '9'"),
+        (["--depth", "deep"], "expected auto, threshold or a number"),
+        (["--cloud", "ftp://x"], "the cloud's address"),
+        (["--tls-cert", "x.pem"], "HTTPS needs both"),
+        (["--allowed-origin", "chat"], "an allowed origin is 'chat'"),
+    ],
+)
+def test_a_mistake_shows_before_the_draft_is_loaded(
+    outrider: Outrider, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    """One clear line, and exit code 2."""
+    monkeypatch.setattr(
+        "outrider.edge.cli.draft_source.default_draft", lambda choice: pytest.fail("a draft was exported")
+    )
+    monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
+    shown = outrider("serve", "--port", "0", *options, code=2)
+    assert message in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [1 << 31]])
+def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None:
+    """A conversation's ids are checked as all others that a server sends."""
+    with pytest.raises(ProtocolBroken):
+        check_rendered("http://x", RenderAnswer(tokens=tokens, model="fake"))
+
+
+def test_models_and_paths(local: LocalEndpoint) -> None:
+    """The target is the one model; other names and other paths are 404, other methods 405."""
+
+    def get(path: str) -> httpx.Response:
+        return httpx.get(local.url + path)
+
+    (card,) = get("/v1/models").json()["data"]
+    assert card["id"] == "fake" and card == get("/v1/models/fake").json()
+    openai_answers.ModelCard.model_validate(card)
+    assert get("/v1/models/other").status_code == 404
+    assert local.refusal(404, body(model="other")) == "model_not_found"
+    assert code_of(get("/v1/nothing")) == (404, "not_found")
+    assert code_of(get("/v1/completions")) == (405, "method_not_allowed")
+
+
+def test_probes(local: LocalEndpoint) -> None:
+    """Readiness says what drafts, and whether a verifier answers."""
+    assert httpx.get(local.url + "/health/live").json() == {"status": "live"}
+    ready = httpx.get(local.url + "/health/ready")
+    assert ready.status_code == 200 and httpx.head(local.url + "/health/ready").status_code == 200
+    # A page may come under a name of its own that resolves to this machine; probes do, too.
+    assert httpx.get(local.url + "/health/ready", headers={"Host": "evil.example"}).json() == {"status": "ready"}
+    assert ready.json()["model"] == "fake" and ready.json()["draft_sequences"] == 4
+    (cloud,) = ready.json()["clouds"]
+    assert (cloud["state"], cloud["model"]) == ("up", "fake") and cloud["round_trip_ms"] >= 0.0
+    with serve_local("http://127.0.0.1:9") as alone:
+        answer = httpx.get(f"{alone.url}/health/ready")
+        assert answer.status_code == 503 and answer.json()["status"] == "no_verifier"
+        assert [each["state"] for each in answer.json()["clouds"]] == ["down"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "whole"), [("/v1/completions", body()), ("/v1/chat/completions", {"messages": MESSAGES})]
+)
+def test_what_the_verifier_does_not_offer_is_refused_by_name(
+    local: LocalEndpoint, fields: dict[str, Any], param: str, path: str, whole: dict[str, Any]
+) -> None:
+    """With OpenAI's shape of errors."""
+    error = local.post(whole | fields, path, 400)["error"]
+    named = ("unsupported_parameter", param, "invalid_request_error")
+    assert (error["code"], error["param"], error["type"]) == named

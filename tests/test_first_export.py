@@ -1,0 +1,121 @@
+"""Tests what is exported for a first use: the reference pair, widened, and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.export_cli import run_export
+
+from outrider.edge.cli.draft_source import NPU_SHAPES, default_draft, draft_kind
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.export.cli import main as export_cli
+from outrider.export.make.pair import PairOptions, PairPaths, reference_directories
+from outrider.export.recipes import ExportOptions
+from outrider.models.bundle.reference_export import export_arguments
+from outrider.models.errors import RuntimeUnavailable
+
+
+@pytest.mark.parametrize(
+    ("arguments", "widen_mb", "precision"),
+    [
+        (["pair", "reference"], 700.0, "fp32"),
+        (["pair", "reference", "--widen", "0"], None, None),
+        (["pair", "reference", "--widen", "300", "--target-precision", "int8"], 300.0, "int8"),
+        (["pair", "DRAFT", "TARGET"], None, None),
+    ],
+)
+def test_the_reference_target_is_widened_unless_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    widen_mb: float | None,
+    precision: str | None,
+) -> None:
+    """Said on the screen where it was not asked for; the next command is printed; others' pairs stay as they are."""
+    seen: list[ExportOptions] = []
+
+    def export(*_: object, options: PairOptions, **__: object) -> tuple[()]:
+        seen.append(options.target)
+        return ()
+
+    monkeypatch.setattr(export_cli, "export_pair", export)
+    assert run_export(monkeypatch, *arguments) == 0
+    shown = capsys.readouterr()
+    assert [(options.widen_mb, options.precision) for options in seen] == [(widen_mb, precision)]
+    assert ("is widened to 700 MB" in shown.err) == (widen_mb == 700.0)
+    assert shown.out.endswith("Serve it: outrider-cloud serve bundles/target\n")
+
+
+def test_a_draft_of_ones_own_is_exported_with_the_reference_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name stands for the one model in its place, as it does for `distill`; nothing is widened unasked."""
+    seen: list[tuple[object, ...]] = []
+
+    def export(*given: object, options: PairOptions, **_: object) -> tuple[()]:
+        seen.append((*given[:2], options.target.widen_mb))
+        return ()
+
+    monkeypatch.setattr(export_cli, "export_pair", export)
+    assert run_export(monkeypatch, "pair", "mine", "reference") == 0
+    assert run_export(monkeypatch, "pair", "reference", "theirs") == 0
+    pair = reference_directories()
+    assert seen == [("mine", pair.target, None), (pair.draft, "theirs", None)]
+
+
+def test_the_cached_pair_is_printed_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the commands of the device and the server read; only the reference pair is kept."""
+    seen: dict[str, object] = {}
+
+    def export(**options: object) -> PairPaths:
+        seen.update(options)
+        return PairPaths(Path("d"), Path("t"))
+
+    monkeypatch.setattr(export_cli, "export_reference_pair", export)
+    choice = DraftChoice(emulate_npu=True)
+    assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(choice))) == 0
+    assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
+    assert (seen["widen_mb"], seen["target_precision"]) == (700.0, "fp32")
+    assert seen["draft"] == ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
+    assert run_export(monkeypatch, *export_arguments(0.0, *draft_kind(DraftChoice("onnxruntime")))) == 0
+    assert seen["widen_mb"] is None and seen["draft"] == ExportOptions("draft", runtime="onnxruntime")
+    assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
+    assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
+
+
+REFUSED_BY_CACHE = {
+    "--out": "x", "--ahead-of-time": None, "--npu-platform": "NPU4000", "--target-device": "gpu", "--extra-ms": "1",
+    "--target-runtime": "torch", "--prompts": "x.json", "--chat": None, "--step-ms": "15", "--sweep": None,
+    "--rtt-ms": "20", "--keep": None, "--force": None, "--threads": "2", "--overwrite": None,
+    "--same-tokenizer": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", REFUSED_BY_CACHE)
+def test_the_cached_pair_refuses_options_that_it_would_drop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """By name, in one message, before any work."""
+    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
+    value = REFUSED_BY_CACHE[option]
+    given = [option] if value is None else [option, value]
+    assert run_export(monkeypatch, "pair", "reference", "--cached", "--widen", "0", *given) == 2
+    assert f"--cached does not take {option}; leave out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_cached_pair_names_every_option_that_it_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that is given with its default."""
+    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
+    assert run_export(monkeypatch, "pair", "--cached", "--threads", "0", "--out", "bundles") == 2
+    assert "--cached does not take --out, --threads;" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece of advice: to name one."""
+    monkeypatch.setattr("outrider.edge.cli.draft_source.is_installed", lambda name: name != "torch")
+    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Get a draft from your server with"):
+        default_draft(AS_BUNDLED)
