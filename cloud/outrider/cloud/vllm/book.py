@@ -24,8 +24,10 @@ from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, Policy
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
+from outrider.cloud.pending.sources import DraftSource
 from outrider.cloud.seam import SequenceUsage, Totals
 from outrider.cloud.vllm.commits import Commit
+from outrider.cloud.vllm.heads import HeadDrafts, drafts_of_heads
 from outrider.cloud.vllm.terms import Refusal, Terms
 from outrider.models.faults import log_fault
 from outrider.models.processors.chooser import TokenLogprobs
@@ -91,7 +93,7 @@ def _alone(served: Served) -> float:
 
 class Book:
     """All sequences of the process. clock: the monotonic one, which the server shares. crowding: sequences of the same
-    owner for each place that it may have. captured: as in StepTimeCurve.
+    owner for each place that it may have. captured: as in StepTimeCurve. has_heads: the target drafts, too.
     """
 
     def __init__(
@@ -103,9 +105,11 @@ class Book:
         clock: Callable[[], float],
         crowding: Callable[[Served], float] = _alone,
         captured: Sequence[int] = (),
+        has_heads: bool = False,
     ) -> None:
         self._max_draft = max_draft
         self._looks_up = looks_up
+        self._has_heads = has_heads
         self._clock = clock
         self._crowding = crowding
         self._lessons: list[Served] = []  # committed tokens since `learn`
@@ -140,8 +144,11 @@ class Book:
 
     def _begin(self, served: Served) -> None:
         """Takes the draft that the request brought, and its prompt for lookups."""
-        looks_up = self._looks_up and not served.terms.once and not served.terms.is_probe
-        self.drafting.begin(served.drafts, served.terms.hints, [PromptLookup(served.tokens)] if looks_up else [])
+        own: list[DraftSource] = []
+        if not served.terms.once and not served.terms.is_probe:
+            own += [PromptLookup(served.tokens)] if self._looks_up else []
+            own += [HeadDrafts(served.drafts.committed)] if self._has_heads else []
+        self.drafting.begin(served.drafts, served.terms.hints, own)
 
     def close(self, served: Served) -> None:
         """Forgets a sequence, once all of it is counted."""
@@ -174,6 +181,20 @@ class Book:
     def take_tree(self, number: int, message: TreeDraft, arrived: float) -> None:
         """The same for a message of a tree."""
         self._merge(number, lambda served: self.drafting.merge_tree(served.drafts, message, arrived))
+
+    def take_heads_draft(self, served: Served, tokens: Sequence[int]) -> None:
+        """Takes what the target's own heads drafted behind a sequence's text."""
+
+        def take() -> None:
+            drafts = served.drafts
+            source = drafts_of_heads(drafts)
+            if source is not None:
+                source.take(tokens)
+                if not drafts.trie.has_device_nodes:
+                    drafts.trie.clear()  # an older guess of ours, which still holds: all sources are asked again
+                self.drafting.reconsider_wait(drafts)
+
+        self._try(served, take)
 
     def _merge(self, number: int, merge: Callable[[Served], None]) -> None:
         served = self._served.get(number)

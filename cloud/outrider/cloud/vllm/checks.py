@@ -35,6 +35,7 @@ _TAKEN: Final = {
         "_preempt_request": "self request timestamp drop_stale_output",
         "_reserve_prefill_lookahead": "self request num_computed_tokens num_new_tokens",
         "get_request_counts": "self",
+        "update_draft_token_ids": "self draft_token_ids",
     },
     "vllm.v1.core.kv_cache_manager.KVCacheManager": {
         "evict_blocks": "self block_ids",
@@ -72,6 +73,8 @@ SCHEDULER_STATE: Final = (
     "max_num_scheduled_tokens",
     "max_model_len",
     "num_spec_tokens",
+    "num_lookahead_tokens",
+    "use_eagle",
     "use_v2_model_runner",
     "block_size",
     "kv_cache_config.kv_cache_groups",
@@ -90,6 +93,7 @@ _FIELDS: Final = {
         "finished_req_ids",
         "preempted_req_ids",
         "new_block_ids_to_zero",
+        "num_spec_tokens_to_schedule",
     ),
     "vllm.v1.core.sched.output.NewRequestData": (
         "req_id",

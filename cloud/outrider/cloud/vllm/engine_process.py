@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -84,6 +84,19 @@ def ask_for_no_drafts() -> None:
 
 def _after_step(engine: Any, model_executed: bool) -> None:
     """Nothing: the scheduler sets the drafts at the start of a step."""
+
+
+_ask_for_drafts: Final = core.EngineCore.post_step
+
+
+def ask_for_drafts_of_heads() -> None:
+    """The same for steps after which the target's own heads draft nothing."""
+    core.EngineCore.post_step = _after_step_with_heads
+
+
+def _after_step_with_heads(engine: Any, model_executed: bool) -> None:
+    if engine.scheduler.wants_drafts:
+        _ask_for_drafts(engine, model_executed)
 
 
 def _log_failed_step(config: Any, scheduler_output: Any, stats: Any) -> None:

@@ -18,6 +18,7 @@ from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.vllm.book import Book, Served
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
 from outrider.cloud.vllm.graph_sizes import captured_sizes
+from outrider.cloud.vllm.heads import Heads
 from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.step_shares import StepShares
 
@@ -36,10 +37,12 @@ class FairSteps(Scheduler):
             max_draft=config.max_draft,
             policy=config.policy,
             looks_up=config.looks_up,
+            has_heads=self.use_eagle,
             clock=time.monotonic,
             crowding=self._places.owners.crowding,
             captured=captured_sizes(self.vllm_config),
         )
+        self._heads = Heads(config.max_draft) if self.use_eagle else None
         self._num_slots = self.max_num_active_reqs
         self._of_request: dict[str, Served] = {}
         # Of the present step.
@@ -91,14 +94,20 @@ class FairSteps(Scheduler):
         for name, tokens in self._first_drafts.items():
             if name in scheduled:
                 drafts[name] = [*tokens, *drafts.get(name, ())[len(tokens) :]]
+        if self._heads is not None:
+            requests = map(self.requests.__getitem__, scheduled)
+            committing = [self._of_request[r.request_id] for r in requests if r.num_computed_tokens >= r.num_tokens]
+            output.num_spec_tokens_to_schedule = self._heads.draft_after(
+                [served.drafts for served in committing if not served.terms.once],
+                is_probing=bool(committing) and all(served.terms.is_probe for served in committing),
+            )
         return output
 
     def _make_room(self, served: Served, givers: Callable[[], list[Served]]) -> bool:
         """Whether a queued sequence gets blocks in this step; those of `givers` are taken if that suffices."""
         per_block = self.block_size
-        needed = -(-(self.requests[served.name].num_tokens + 1) // per_block) * len(
-            self.kv_cache_config.kv_cache_groups
-        )
+        num_tokens = self.requests[served.name].num_tokens + 1 + self.num_lookahead_tokens
+        needed = -(-num_tokens // per_block) * len(self.kv_cache_config.kv_cache_groups)
         pool = self.kv_cache_manager.block_pool
         num_free = pool.get_num_free_blocks() - self._num_promised
         num_slots = self._num_slots - self._places.num_running
@@ -213,7 +222,7 @@ class FairSteps(Scheduler):
 
     def _has_spare_blocks(self, num_decoding: int) -> bool:
         """Whether drafts need no other request's blocks: none gives way for a guess."""
-        per_request = 1 + -(-(1 + self.num_spec_tokens) // self.block_size)
+        per_request = 1 + -(-(1 + self.num_spec_tokens + self.num_lookahead_tokens) // self.block_size)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() >= num_decoding * per_request)
 
 

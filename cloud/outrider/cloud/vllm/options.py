@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm.graph_sizes import graph_arguments
+from outrider.cloud.vllm.heads import MTP, heads_config
 from outrider.models.errors import ConfigError
 from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
 
@@ -67,9 +68,9 @@ ENVIRONMENT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """vLLM's options, by vLLM's names; `max_draft` is ours.
+    """vLLM's options, by vLLM's names; `max_draft` and `heads` are ours.
 
-    max_draft: drafted tokens verified per sequence and step.
+    max_draft: drafted tokens verified per sequence and step. heads: the target's own, which draft, too.
     gpu_memory_utilization: the share of a GPU's memory that one server may take; None: vLLM's own default. Not with
       --kv-cache-mb, which sizes the KV cache alone.
     """
@@ -85,6 +86,7 @@ class VllmOptions:
     )
     enforce_eager: Annotated[bool, Field(description="true or false")] = False
     max_draft: Annotated[int, Field(ge=1, le=MAX_DRAFT, description=f"a whole number from 1 to {MAX_DRAFT}")] = 16
+    heads: Annotated[str, Field(description=f"{MTP}, or a directory with EAGLE heads")] = ""
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> VllmOptions:
@@ -192,6 +194,8 @@ def engine_arguments(
         arguments["logits_processors"] = [LOGITS_PROCESSOR]
     if is_v2 and not options.enforce_eager:  # on a GPU
         arguments |= graph_arguments(options.max_draft, max_running, arguments["max_num_batched_tokens"])
+    if options.heads:
+        arguments["speculative_config"] = heads_config(options.heads, options.max_draft, arguments["max_num_seqs"])
     optional = {
         "quantization": options.quantization or None,
         "max_model_len": options.max_model_len or (_WHAT_FITS if kv_cache_bytes is None else None),

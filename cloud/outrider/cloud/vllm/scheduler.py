@@ -18,7 +18,13 @@ from outrider.cloud.vllm import engine_messages as wire
 from outrider.cloud.vllm.book import Served, seconds_to_wait
 from outrider.cloud.vllm.commits import Commit
 from outrider.cloud.vllm.draft_inbox import DraftReader
-from outrider.cloud.vllm.engine_process import ServerLink, ask_for_no_drafts, read_order, silence_dumps
+from outrider.cloud.vllm.engine_process import (
+    ServerLink,
+    ask_for_drafts_of_heads,
+    ask_for_no_drafts,
+    read_order,
+    silence_dumps,
+)
 from outrider.cloud.vllm.fair_steps import FairSteps
 from outrider.cloud.vllm.faulty_rows import FAULTY, FaultyRows
 from outrider.cloud.vllm.parent import end_with_parent
@@ -39,9 +45,12 @@ class OutriderScheduler(FairSteps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         silence_dumps()
-        ask_for_no_drafts()
         self._link = ServerLink()
         super().__init__(self._link.config, *args, **kwargs)
+        if self._heads is None:
+            ask_for_no_drafts()
+        else:
+            ask_for_drafts_of_heads()
         self._reader = DraftReader(self._link.receive, partial(read_order, self._book), time.monotonic)
         self._faulty_rows = FaultyRows(self, self._of_request)
         self._ends: list[wire.End] = []
@@ -227,6 +236,21 @@ class OutriderScheduler(FairSteps):
             stopped = request.status == RequestStatus.FINISHED_STOPPED
             self._end(request.request_id, served, reason or ("stop" if stopped else "full"))
         return new_token_ids, is_over
+
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether the target's own heads draft after the present step."""
+        return self._heads is not None and self._heads.num_drafted > 0
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Takes what the target's own heads drafted behind a step."""
+        assert self._heads is not None
+        for name, tokens in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
+            request, served = self.requests.get(name), self._of_request.get(name)
+            if request is None or served is None or request.num_computed_tokens != request.num_tokens - 1:
+                continue
+            if len(tokens) == self._heads.num_drafted:  # else vLLM has filled it up, near the longest sequence's end
+                self._book.take_heads_draft(served, tokens)
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

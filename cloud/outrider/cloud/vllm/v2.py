@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -119,7 +120,6 @@ def install(runner: Any, grammars: WorkerGrammars) -> None:
     OutriderPick.batch = batch
     end = report_found(runner, batch.choosers, batch.took)
     update_requests, speculator = runner.update_requests, runner.speculator
-    nothing = torch.full_like(speculator.drafts, -1)
 
     def with_drafts(scheduler_output: Any) -> None:
         end()
@@ -127,4 +127,18 @@ def install(runner: Any, grammars: WorkerGrammars) -> None:
         batch.begin(scheduler_output)
 
     runner.update_requests = with_drafts
-    speculator.propose = lambda input_batch, *args, **kwargs: nothing[: input_batch.num_reqs]
+    if runner.speculative_config.use_eagle():
+        _send_drafts(runner.draft_tokens_handler)
+    else:
+        nothing = torch.full_like(speculator.drafts, -1)
+        speculator.propose = lambda input_batch, *args, **kwargs: nothing[: input_batch.num_reqs]
+
+
+def _send_drafts(handler: Any) -> None:
+    """Has the scheduler get the heads' drafts, which vLLM copies from the device only for grammars of its own."""
+    set_draft_tokens = handler.set_draft_tokens
+
+    def set_for_scheduler(input_batch: Any, draft_tokens: Any) -> None:
+        set_draft_tokens(SimpleNamespace(req_ids=input_batch.req_ids, has_structured_output_reqs=True), draft_tokens)
+
+    handler.set_draft_tokens = set_for_scheduler
