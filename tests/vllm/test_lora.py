@@ -20,7 +20,7 @@ from tests.serving import code_of, run_session
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import Reference, _View, start_engine
 from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, SAMPLINGS, Text, mixed, nothing, right, wrong
-from tests.waiting import TIMEOUT_S
+from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.serving import VerifierServer
@@ -164,6 +164,7 @@ def serving(tuned: Tuned) -> Iterator[tuple[httpx.Client, list[tuple[str | None,
     thread = threading.Thread(target=server.run, args=([sock],))
     thread.start()
     try:
+        wait_until(lambda: server.started)
         with httpx.Client(base_url=url_of(sock, is_tls=False), timeout=TIMEOUT_S) as client:
             yield client, [(None, "0" * 16), *targets.items()]
     finally:

@@ -20,7 +20,7 @@ from outrider.cloud.api.verify import shutting_down
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, PickOptions
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answer_text import TextStyle
-from outrider.models.http.answers import CallTexts, Choice, answer, choice_params
+from outrider.models.http.answers import CallTexts, Choice, answer, choice_params, model_not_found
 from outrider.models.http.bodies import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.call_plan import chat_style, engine_logprobs, grammar_of_call, look_of, text_style
 from outrider.models.http.encoding import (
@@ -78,6 +78,8 @@ def completion_routes(core: Core) -> APIRouter:
     @router.get("/v1/models/{model:path}", response_model=openai_answers.ModelCard, response_model_exclude_none=True)
     async def retrieve_model(model: str) -> openai_answers.ModelCard:
         """The served model or an adapter, by its name; 404 for any other."""
+        if not model:  # which names the served model elsewhere
+            raise model_not_found(core.model.name)
         return card(model)
 
     def card(name: str) -> openai_answers.ModelCard:

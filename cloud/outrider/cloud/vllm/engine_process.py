@@ -99,6 +99,6 @@ def _after_step_with_heads(engine: Any, model_executed: bool) -> None:
         _ask_for_drafts(engine, model_executed)
 
 
-def _log_failed_step(config: Any, scheduler_output: Any, stats: Any) -> None:
+def _log_failed_step(config: Any, scheduler_output: Any, scheduler_stats: Any) -> None:
     counts = scheduler_output.num_scheduled_tokens
     _log.error("a step failed: %d requests, %d tokens", len(counts), sum(counts.values()))
