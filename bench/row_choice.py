@@ -280,9 +280,8 @@ def main() -> int:
             missed.append(f"{name}: {gain:.1f} times as fast as in {given.repo}; expected at least {LEAST_GAIN}")
     console.print(table)
     document = {name: asdict(times) | {"picks": None} for name, times in found.items()}
-    return verdict(
-        console, missed, given.json, {"options": vars(given) | {"repo": str(given.repo)}, "times_s": document}
-    )
+    options = {name: str(each) if isinstance(each, Path) else each for name, each in vars(given).items()}
+    return verdict(console, missed, given.json, {"options": options, "times_s": document})
 
 
 if __name__ == "__main__":
