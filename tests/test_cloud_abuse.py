@@ -44,7 +44,7 @@ from tests.serving import (
 from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.admission import Admission
 from outrider.cloud.api.draft_posts import MAX_DRAFT_BYTES
-from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
@@ -86,11 +86,12 @@ def named(body: HostileBody) -> str:
 
 @pytest.fixture(scope="module")
 def server_and_session() -> Iterator[tuple[FakeServer, str]]:
-    """A server with one open session, and its id."""
+    """A server with one open session, and its id. Its budgets take all drafts, however fast they come."""
     gate = StepGate()
     body = {"prompt": [1], "max_tokens": 10}
+    settings = ServerSettings(draft_limits=DraftLimits(session_burst=1e6, owner_burst=1e6))
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(settings, gate=gate) as server,
         httpx.Client(base_url=server.url) as client,
         client.stream("POST", SESSIONS, json=body) as response,
     ):
