@@ -37,7 +37,7 @@ class CompletionUsage(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """What became of a text's drafts, by vLLM's names. A step is a pass of the target that verified drafted tokens."""
+    """How many of a text's drafted tokens were accepted, by vLLM's names. A step is a pass that verified some."""
 
     mean_acceptance_length: float = Field(description="tokens of a step, with the target's own")
     draft_acceptance_rate: float = Field(description="of the drafted tokens verified")
