@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,8 +29,9 @@ import transformers
 from numpy.typing import NDArray
 
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.picks.sampling_torch import pick_rows
+from outrider.models.processors.chooser import PickedRow
+from outrider.models.processors.step_choices import StepChoices
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_cache import (
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
-_GREEDY: Final = SamplingParams()
 
 
 class _Unfit(Exception):
@@ -173,23 +173,12 @@ class TorchPagedRuntime(TorchCache):
         logits: NDArray[np.float32] = self._logits(batch).cpu().numpy()
         return logits
 
-    def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
-    ) -> list[int | NDArray[np.float32] | None]:
-        """As `forward`, but picks each row's token where the logits are; None for a row that is not finite.
-
-        A row without params comes as it is.
-        """
+    @torch.inference_mode()
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
+        """As `PickingRuntime.forward_picks`."""
         logits = self._logits(batch)
-        if not len(logits):
-            return []
-        found: list[int | NDArray[np.float32] | None] = [*pick_rows(logits, [p or _GREEDY for p in params], positions)]
-        whole = [row for row, p in enumerate(params) if p is None]
-        if whole:
-            copied = logits[torch.tensor(whole, device=logits.device)].float().cpu().numpy()
-            for row, values in zip(whole, copied, strict=True):
-                found[row] = values
-        return found
+        choices = StepChoices(ask(), self.limits.vocab_size, self._device)  # on CUDA the model still runs
+        return choices.found(logits.contiguous()) if len(logits) else []
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The last hidden states of the latest step's rows: [R, hidden_size] float32."""
