@@ -33,6 +33,7 @@ from outrider.models.processors.chooser import PickedRow
 from outrider.models.processors.step_choices import StepChoices
 from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.bitwise_check import other_rows
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_cache import (
     BLOCK_SIZE,
@@ -99,8 +100,8 @@ class TorchPagedRuntime(TorchCache):
             head.register_forward_pre_hook(self._note_hidden)
         if has_kernels(self._device) and self._is_packed:
             self._kernels = self._with_kernels(plan, has_graphs=not options.keeps_hidden)
-        elif is_bitwise:
-            raise ConfigError(f"the model in {path} has attention of its own, which no step leaves bitwise equal")
+        if is_bitwise:
+            self._require_bitwise()
 
     def _with_kernels(self, plan: AttentionPlan, *, has_graphs: bool) -> KernelSteps:
         from outrider.models.runtimes.torch_graphs import KernelSteps  # Triton: where there is a GPU
@@ -114,6 +115,17 @@ class TorchPagedRuntime(TorchCache):
             heads=plan.heads,
             has_graphs=has_graphs,
         )
+
+    def _require_bitwise(self) -> None:
+        """Raises ConfigError for a model whose rows depend on what else is in a step."""
+        why = "has attention of its own, which no step leaves bitwise equal"
+        if self._is_packed:
+            company = other_rows(self.forward, self.limits.vocab_size, has_trees=self.why_no_trees is None)
+            if company is None:
+                return
+            why = f"computes a row in other bits {company}, so its texts would differ"
+        self.close()
+        raise ConfigError(f"the model in {self._path} {why}; leave out --exact bitwise")
 
     def _load(self, dtype: torch.dtype) -> AttentionPlan:
         """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
