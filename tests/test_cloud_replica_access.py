@@ -36,7 +36,7 @@ from outrider.cloud.replicas.registry import Registry, SharedBudget
 from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.server import replicated
 from outrider.cloud.server.access import Access
-from outrider.cloud.server.options import EngineName, Exactness, OwnSource, ServeOptions
+from outrider.cloud.server.options import EngineName, Exactness, ServeOptions
 from outrider.cloud.server.replicated import FRONT_OPTIONS, OpenReplica, front_server
 from outrider.cloud.server.serve import audit_log_of
 from outrider.models.errors import ConfigError, RequestError
@@ -368,7 +368,6 @@ def every_option(place: Path) -> ServeOptions:
         max_sessions=8,
         policy=type(ServeOptions("b").policy)("verify"),
         lookup=False,
-        source=[OwnSource.LOOKAHEAD],
         allow_tolerance=True,
         steady=True,
         upstream="http://u",

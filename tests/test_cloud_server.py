@@ -473,16 +473,15 @@ def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ([], (True, False)),
-        (["--lookup"], (True, False)),
-        (["--no-lookup"], (False, False)),
-        (["--source", "lookahead"], (True, True)),
+        ([], True),
+        (["--lookup"], True),
+        (["--no-lookup"], False),
     ],
 )
 def test_lookup_can_be_turned_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: tuple[bool, bool]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: bool
 ) -> None:
-    """`serve --no-lookup` and `--source lookahead` reach the engine."""
+    """`serve --no-lookup` reaches the engine."""
     file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
     manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
     bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path, tokenizer=lambda: None)
@@ -500,7 +499,7 @@ def test_lookup_can_be_turned_off(
     monkeypatch.setattr(embedded, "ServedModel", lambda *arguments: model)
     found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
     assert str(found.exception) == "far enough"
-    assert [(config.looks_up, config.looks_ahead) for config in seen] == [expected]
+    assert [config.looks_up for config in seen] == [expected]
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
@@ -636,7 +635,7 @@ def test_options_come_from_a_file_and_what_is_typed_comes_first(
     assert (options.allowed_host, options.tls_cert) == (["a.example"], tmp_path / "cert")
     for text, told in (
         ("max_runing = 5", "'max_runing' is no option of .*; did you mean 'max_running'?"),
-        ("heads = true", "'heads' is no option any more. Give --source"),
+        ("heads = true", "'heads' is no option any more. Neither n-grams nor draft heads"),
         ('max_running = "many"', "max_running is 'many'; expected one whole number"),
         ("max_running = inf", "max_running is inf; expected one whole number"),
         ("max_running = true", "max_running is True; expected one whole number"),

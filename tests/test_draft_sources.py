@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.requests import flat_request
@@ -17,75 +14,20 @@ from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
-from outrider.cloud.pending.learning import MAX_NGRAMS, HeadGuesses, NgramPool
-from outrider.cloud.pending.lookup import RecentTextSource
+from outrider.cloud.pending.lookup import PromptLookup, RecentTextSource
 from outrider.cloud.pending.pending_drafts import PendingDrafts
-from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
-from outrider.cloud.pending.sources import DraftSource, Sources, Verified
+from outrider.cloud.pending.sources import DraftSource, Sources
 from outrider.cloud.pending.trie import (
     EARLIER_KINDS,
     HEAD_KINDS,
     NUM_KINDS,
-    POOL_KINDS,
     PREDICTED_KINDS,
     PROMPT_KINDS,
     DraftTrie,
 )
-from outrider.models.bundle.draft_heads import DraftHeads
-from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.runtimes.base import SequenceSlice
 
 GREEDY = SamplingParams()
-PROMPT = (1, 2, 3)
-
-
-# -- the pool of n-grams -----------------------------------------------------------------------------------------------
-
-
-def test_the_pool_chains_the_picks_of_all_rows_rejected_ones_included() -> None:
-    """Row 0 is after the last token, row i + 1 after drafted token i."""
-    text = [7, 8]
-    pool = NgramPool(text)
-    pool.learn(Verified(text, [1], SelectedDrafts.line([2, 3]), [], [1, 4, 5]))
-    text += [1, 2]
-    assert pool.propose(9) == ([4], [POOL_KINDS[0]])  # (8, 2) -> 4 is no match of two, 2 -> 4 is one of one
-    text += [3]
-    assert pool.propose(9) == ([5], [POOL_KINDS[1]])
-    text += [7, 8]
-    assert pool.propose(9) == ([1], [POOL_KINDS[1]])
-
-
-def test_picks_after_a_rejected_guess_are_the_next_guess() -> None:
-    """A Jacobi iteration: the same places, one step further; only directly after that pass."""
-    text = [7, 8]
-    pool = NgramPool(text)
-    pool.learn(Verified(text, [1], SelectedDrafts.line([2, 3]), [], [1, 4, 5]))
-    text += [1]
-    assert pool.propose(9) == ([4, 5], [POOL_KINDS[2]] * 2)
-    assert pool.propose(1) == ([4], [POOL_KINDS[2]])
-    text += [60]
-    assert pool.propose(9) == ([], [])
-
-
-def test_a_row_that_is_not_finite_leaves_no_ngram() -> None:
-    """None is no token."""
-    text = [7, 8]
-    pool = NgramPool(text)
-    pool.learn(Verified(text, [1], SelectedDrafts.line([2, 3]), [], [1, None, 5]))
-    text += [1]
-    assert pool.propose(9) == ([], [])
-
-
-def test_the_pool_of_a_sequence_is_bounded() -> None:
-    """However long its text becomes: the newest stay."""
-    text = [0]
-    pool = NgramPool(text)
-    for token in range(1, MAX_NGRAMS // 2 + 50):
-        pool.learn(Verified(text, [token], NOTHING, [], [token]))
-        text.append(token)
-    assert len(pool._after) == MAX_NGRAMS
-    assert (0,) not in pool._after and (0, 1) not in pool._after and (MAX_NGRAMS // 2,) in pool._after
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -142,7 +84,7 @@ def generate(
     return clock.now - started, num_passes, sources
 
 
-POOR, GOOD = (0.2, PROMPT_KINDS, 0.0), (0.8, POOL_KINDS, 0.0)
+POOR, GOOD = (0.2, PROMPT_KINDS, 0.0), (0.8, PREDICTED_KINDS, 0.0)
 
 
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.VERIFY])
@@ -159,7 +101,9 @@ def test_the_source_that_proves_better_drafts(policy: Policy) -> None:
 def test_a_source_that_turns_bad_is_left_for_the_other(with_trees: bool) -> None:
     """The chances of its guesses are those of late, and of this text."""
     clock, text, truth = Clock(), list[int](), list(range(0, 4000, 2))
-    one, two = (Scripted(text, truth, share, kinds, clock) for share, kinds in ((1.0, PROMPT_KINDS), (0.0, POOL_KINDS)))
+    one, two = (
+        Scripted(text, truth, share, kinds, clock) for share, kinds in ((1.0, PROMPT_KINDS), (0.0, PREDICTED_KINDS))
+    )
     drafting = Drafting(16, Policy.VERIFY, with_trees=with_trees)
     drafts = PendingDrafts(text, 2000, AcceptanceEstimator(16, drafting.learned(b"").acceptance))
     drafts.sources = Sources([one, two], clock)
@@ -249,39 +193,6 @@ def test_a_prediction_has_kinds_of_its_own() -> None:
 # -- whole texts -------------------------------------------------------------------------------------------------------
 
 
-class Revealing(FakeBatchRuntime):
-    """Shows hidden states: of each row, the logits. Heads over it guess that a token repeats."""
-
-    hidden_size = VOCAB
-
-    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-        self._rows = super().forward(batch)
-        return self._rows
-
-    def hidden_rows(self) -> NDArray[np.float32]:
-        return self._rows
-
-
-def heads_of(table: NDArray[np.float32], count: int = 3) -> DraftHeads:
-    """Heads whose hidden state is the logits of the next token: head k looks `k + 1` rows further in `table`."""
-    size = len(table)
-    return DraftHeads(
-        np.zeros((count, size, size), np.float32),
-        np.zeros((count, size), np.float32),
-        table,
-        np.zeros(size, np.float32),
-    )
-
-
-HEADS = heads_of(np.eye(VOCAB, dtype=np.float32))
-SOURCES: dict[str, EngineConfig] = {
-    "lookup": EngineConfig(looks_up=True),
-    "lookahead": EngineConfig(looks_ahead=True),
-    "heads": EngineConfig(heads=HEADS),
-    "all": EngineConfig(looks_up=True, looks_ahead=True, heads=HEADS),
-}
-
-
 def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Collector]:
     """Texts of 60 tokens, together."""
     found = [Collector() for _ in prompts]
@@ -293,13 +204,11 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams
 
 
 @pytest.mark.parametrize("form", [TreeForm.LINE, TreeForm.TREE])
-@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_no_source_changes_a_text(name: str, params: SamplingParams, form: TreeForm) -> None:
+def test_no_source_changes_a_text(params: SamplingParams, form: TreeForm) -> None:
     """Token by token the target's own; guesses were verified, so equal texts prove something."""
-    config = replace(SOURCES[name], policy=Policy.VERIFY, form=form)
-    runtime = Revealing(vocab_size=VOCAB, block_size=4)
-    engine = Engine(runtime, config, clock=Clock())
+    runtime = FakeBatchRuntime(vocab_size=VOCAB, block_size=4)
+    engine = Engine(runtime, EngineConfig(looks_up=True, policy=Policy.VERIFY, form=form), clock=Clock())
     pairs = [token for last in range(VOCAB) for token in (2, last)]  # so whatever is picked after 2 is looked up
     prompts = [[*pairs, 2], [4, 5, 4, 5, 4]]
     requests = run(engine, prompts, params)
@@ -308,45 +217,12 @@ def test_no_source_changes_a_text(name: str, params: SamplingParams, form: TreeF
     assert proposed > 0 and engine.stats().free_blocks == engine.stats().num_blocks
 
 
-def test_heads_need_a_runtime_that_shows_hidden_states() -> None:
-    """And one whose sizes are theirs."""
-    with pytest.raises(ConfigError, match="does not keep; leave out --source heads"):
-        Engine(FakeBatchRuntime(vocab_size=VOCAB), EngineConfig(heads=HEADS))
-    with pytest.raises(ConfigError, match="train heads for this target"):
-        Engine(Revealing(vocab_size=VOCAB), EngineConfig(heads=heads_of(np.eye(8, dtype=np.float32))))
-
-
 def test_every_source_of_the_engine_is_one_of_the_seam() -> None:
     """They have kinds of their own, so that each one's chances are measured apart."""
     sources: list[DraftSource] = [
-        NgramPool([]),
-        HeadGuesses(HEADS, GREEDY, []),
+        PromptLookup([]),
         RecentTextSource([], [], is_repeat=False),
         RecentTextSource([], [], is_repeat=False, kinds=PREDICTED_KINDS),
     ]
     kinds = [kind for source in sources for kind in source.kinds]
     assert len(set(kinds)) == len(kinds)
-
-
-def test_lookahead_saves_passes_where_a_text_repeats_itself() -> None:
-    """A language of few tokens: what the target picked after a token is likely picked again."""
-    runtime = Periodic(vocab_size=VOCAB)
-    passes = {}
-    for looks_ahead in (False, True):
-        engine = Engine(runtime, EngineConfig(looks_ahead=looks_ahead, policy=Policy.VERIFY), clock=Clock())
-        (collector,) = run(engine, [PROMPT], GREEDY)
-        assert collector.tokens == [(4 + index) % 12 for index in range(60)]
-        assert collector.end is not None
-        passes[looks_ahead] = collector.end.usage.target_passes
-    assert passes[False] == 60 and passes[True] < 30
-
-
-class Periodic(FakeBatchRuntime):
-    """Counts to twelve, over and over."""
-
-    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-        rows = super().forward(batch)
-        last = [token for item in batch for token in item.tokens[len(item.tokens) - item.num_rows :]]
-        rows[:] = 0.0
-        rows[np.arange(len(rows)), (np.array(last, np.int64) + 1) % 12] = 5.0
-        return rows

@@ -562,10 +562,10 @@ def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_options_reach_the_engine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default nothing is written. A processor of another kind finds no files: its keys may differ in a bit."""
-    assert _config(ServeOptions("b"), "t", None).spill is None
+    assert _config(ServeOptions("b"), "t").spill is None
     assert platform.machine() in instruction_set()
     monkeypatch.setattr(embedded, "instruction_set", lambda: "x86_64 AVX2")
     options = ServeOptions("b", spill_dir=place, spill_mb=3)
-    assert _config(options, "t", None).spill == SpillConfig(place, "t x86_64 AVX2", 3 << 20)
-    of_replica = _config(replace(options, ray=True), "t", None).spill
+    assert _config(options, "t").spill == SpillConfig(place, "t x86_64 AVX2", 3 << 20)
+    of_replica = _config(replace(options, ray=True), "t").spill
     assert of_replica == SpillConfig(place, "t x86_64 AVX2", 3 << 20, always=True)

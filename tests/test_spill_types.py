@@ -307,7 +307,7 @@ def test_metrics_say_that_files_are_rounded(tmp_path: Path) -> None:
 def test_the_option_reaches_the_engine_and_is_labelled(tmp_path: Path) -> None:
     """Exact by default; the help says what the others give up."""
     assert ServeOptions("b").spill_type is SpillType.EXACT
-    spill = _config(ServeOptions("b", spill_dir=tmp_path, spill_type=SpillType.FP8), "t", None).spill
+    spill = _config(ServeOptions("b", spill_dir=tmp_path, spill_type=SpillType.FP8), "t").spill
     assert spill is not None and spill.type is SpillType.FP8
     shown = CliRunner().invoke(app, ["serve", "--help-all"], env={"COLUMNS": "300", "TERM": "dumb"}).output
     shown = " ".join(shown.split())

@@ -7,7 +7,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from outrider.cloud.pending.policy import Policy
-from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.wire.protocol import MAX_VERIFY_ITEMS
 
 _TOKENS_PER_PLACE = 8
@@ -56,8 +55,7 @@ class EngineConfig:
     max_draft: drafted tokens verified per sequence and step.
     max_parked: sequences per owner whose cache is kept for the /v1/verify call or the session that continues them; as
       many as one call can have. max_parked_s: for how long.
-    looks_up: guess by prompt lookup where a device has sent nothing. looks_ahead: likewise by a pool of n-grams.
-    heads: likewise by draft heads; the runtime must keep hidden states.
+    looks_up: guess by prompt lookup where a device has sent nothing.
     form: auto verifies trees where the runtime is right with them; tree requires such a runtime.
     spill: keeps parked prefixes on disk; None: they end with their blocks.
     share_prefixes: reuse KV blocks by hash. share_between_owners: also those of other owners' prompts.
@@ -70,8 +68,6 @@ class EngineConfig:
     max_parked: int = MAX_VERIFY_ITEMS
     max_parked_s: float = 600.0
     looks_up: bool = False
-    looks_ahead: bool = False
-    heads: DraftHeads | None = None
     share_prefixes: bool = True
     share_between_owners: bool = False
     policy: Policy = Policy.AUTO

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.intake import Intake
-from outrider.cloud.engine.own_sources import teach
 from outrider.cloud.engine.request_checks import internal_error
 from outrider.cloud.engine.row_choosers import choosing
 from outrider.cloud.engine.runner import Rows, Share, picked
@@ -115,10 +114,8 @@ class Engine(Intake):
         first = 0
         spoiled: list[tuple[Share, ModelFault]] = []
         refused: list[tuple[SequenceState, RequestError]] = []
-        hidden = self._runner.hidden_rows() if self._config.heads is not None else None
         for share in shares:
             own = rows[first : first + share.num_rows]
-            states = None if hidden is None else hidden[first : first + share.num_rows]
             first += share.num_rows
             if not share.is_complete:
                 share.sequence.computed += len(share.new)
@@ -149,7 +146,6 @@ class Engine(Intake):
                 log_fault(error)
                 refused.append((sequence, internal_error()))
                 continue
-            teach(share, branch, own, states)
             is_held = self._move_into_place(sequence, branch.nodes)
             self._take_tokens(share, branch.tokens, branch.nodes, now, is_held=is_held)
         for sequence, refusal in refused:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from outrider.cloud.engine.cache import ParkedPrefixes, SequenceCache
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
-from outrider.cloud.engine.own_sources import require_hidden
 from outrider.cloud.engine.pool import BlockPool
 from outrider.cloud.engine.request_checks import Turnover, deadline_exceeded, internal_error
 from outrider.cloud.engine.runner import ModelRunner, Share
@@ -44,7 +43,6 @@ class EngineState:
     ) -> None:
         self._runtime = runtime
         self._config = config or EngineConfig()
-        require_hidden(runtime, self._config)
         self._clock = clock
         self._with_trees = verifies_trees(runtime, self._config.form)
         self._drafting = Drafting(self._config.max_draft, self._config.policy, with_trees=self._with_trees)

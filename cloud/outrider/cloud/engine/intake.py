@@ -8,7 +8,6 @@ from functools import partial
 
 from outrider.cloud.engine.cache import ParkedPrefix
 from outrider.cloud.engine.engine_state import EngineState
-from outrider.cloud.engine.own_sources import own_sources
 from outrider.cloud.engine.request_checks import (
     check_draft,
     check_request,
@@ -22,6 +21,8 @@ from outrider.cloud.engine.row_choosers import chooser_of
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.spill_file import Spilled
 from outrider.cloud.engine.swap import Blocks
+from outrider.cloud.pending.lookup import PromptLookup
+from outrider.cloud.pending.sources import DraftSource
 from outrider.cloud.seam import EndEvent, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
@@ -91,7 +92,7 @@ class Intake(EngineState):
             hints,
             num_own=len(hints.draft) if request.once else None,
         )
-        own = () if request.once else own_sources(self._config, tokens, request.pick.params)
+        own = () if request.once else self._own_sources(tokens)
         self._drafting.begin(drafts, hints, own)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         picks = isinstance(self._runtime, PickingRuntime)
@@ -173,7 +174,7 @@ class Intake(EngineState):
         kept = len(sequence.tokens) - len(sequence.generated) + base
         sequence.tokens[kept:] = tokens
         request = sequence.request
-        sequence.drafts.rewind(base, tokens, own_sources(self._config, sequence.tokens, request.pick.params))
+        sequence.drafts.rewind(base, tokens, self._own_sources(sequence.tokens))
         sequence.sink = sink
         self._cache.cut(sequence, kept)
         if sequence.chooser is not None:
@@ -186,6 +187,10 @@ class Intake(EngineState):
             except BaseException as error:
                 log_fault(error)
                 self._finish(sequence, "error", internal_error(), is_sound=True)
+
+    def _own_sources(self, text: Sequence[int]) -> Sequence[DraftSource]:
+        """The verifier's own. text: the sequence's list of tokens, which grows."""
+        return [PromptLookup(text)] if self._config.looks_up else []
 
     def _begin(self, sequence: SequenceState, spilled: Spilled | None) -> None:
         """Queues a sequence; one with a spilled prefix when its blocks are there, or not there in time."""

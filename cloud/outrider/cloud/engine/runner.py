@@ -17,7 +17,7 @@ from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import PickedChooser, PickedRow, TokenChooser
 from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime, PickingRuntime, SequenceSlice, TreeRuntime
+from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, SequenceSlice, TreeRuntime
 
 Rows = NDArray[np.float32] | list[PickedRow]
 """Logits [rows, V], or what the runtime picked."""
@@ -128,11 +128,6 @@ class ModelRunner:
         num_rows = sum(share.num_rows for share in shares)
         slices = [share.as_slice() for share in shares]
         return self._run(slices, num_rows, lambda: [share.asked() for share in shares if share.num_rows])
-
-    def hidden_rows(self) -> NDArray[np.float32]:
-        """The last hidden states of the latest step's rows."""
-        assert isinstance(self._runtime, HiddenRuntime)
-        return self._runtime.hidden_rows()
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves keys and values of an accepted branch into place. Raises what the runtime raises."""

@@ -16,7 +16,6 @@ from outrider.cloud.pending.trie import (
     EARLIER_KINDS,
     HEAD_KINDS,
     NUM_KINDS,
-    POOL_KINDS,
     PREDICTED_KINDS,
     PROMPT_KINDS,
     REPEATED,
@@ -32,15 +31,14 @@ NOMINAL: Final = (
     *(0.2, 0.35, 0.5, 0.7, 0.85),
     *(0.4, 0.7, 0.85),
     *(0.4, 0.7, 0.85),
-    *(0.2, 0.35, 0.2),
-    *(0.05, 0.15, 0.35, 0.6, 0.85),
+    0.6,
     *(0.0, *CHANCES),
     0.98,
 )
 """By kind. Unhinted nodes have none: `AcceptanceEstimator` measures them by position."""
 assert len(NOMINAL) == NUM_KINDS
 
-_SOURCES: Final = (PROMPT_KINDS, (*EARLIER_KINDS, REPEATED), PREDICTED_KINDS, POOL_KINDS, HEAD_KINDS)
+_SOURCES: Final = (PROMPT_KINDS, (*EARLIER_KINDS, REPEATED), PREDICTED_KINDS, HEAD_KINDS)
 """Kinds that keep or break their promises together: those of each source of the verifier's own."""
 _DEVICE: Final = len(_SOURCES)
 _SOURCE_OF: Final = tuple(

@@ -1,4 +1,4 @@
-"""Defines the seam of a source of drafts in the verifier: what it proposes, and what it may learn from a pass.
+"""Defines the seam of a source of drafts in the verifier: what it proposes.
 
 A source belongs to one sequence. Whatever it proposes, the text is the target's: a wrong guess costs time only. The
 device's drafts are no such source: they arrive by themselves (`trie`). `Sources` asks a sequence's sources.
@@ -9,12 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
-
-import numpy as np
-from numpy.typing import NDArray
-
-from outrider.cloud.pending.selected_drafts import SelectedDrafts
+from typing import Final, Protocol
 
 _FORGET: Final = 0.98  # weight of a question after a newer step
 _PRIOR: Final = 0.5  # questions before the first, which gained a token each
@@ -41,38 +36,6 @@ class DraftSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """A pass over one sequence: what it ran, and what the target picked after each row.
-
-    text: all tokens before the commit, prompt included. committed: those that the pass added. drafted: what it
-    verified; nodes: indices of the accepted ones. picks: [1 + len(drafted)] the target's token after the last of `text`
-    and after each drafted token, rejected ones included: by its noise where the runtime picks, else the likeliest; None
-    where the row is not finite. hidden: [1 + len(drafted), H] the last hidden states of the same rows; None where
-    nothing asks for them.
-    """
-
-    text: Sequence[int]
-    committed: Sequence[int]
-    drafted: SelectedDrafts
-    nodes: Sequence[int]
-    picks: Sequence[int | None]
-    hidden: NDArray[np.float32] | None = None
-
-    @property
-    def last_row(self) -> int:
-        """The row that picked the last committed token."""
-        return self.nodes[-1] + 1 if self.nodes else 0
-
-
-@runtime_checkable
-class LearningSource(Protocol):
-    """A source that learns from each pass."""
-
-    def learn(self, verified: Verified) -> None:
-        """Called once for each pass, before its tokens are part of the text. Must not keep the arrays."""
-
-
-@dataclass(frozen=True, slots=True)
 class Guess:
     """A path, the kinds of its nodes, and the tokens that it is expected to gain."""
 
@@ -92,7 +55,7 @@ class _Asked:
 
 class Sources:
     """The verifier's own sources of one sequence. The engine's thread owns it. clock: for the time that a source takes.
-    learning: those that learn from each pass. has_rivals: some are asked where the device has sent drafts, too.
+    has_rivals: some are asked where the device has sent drafts, too.
 
     The chances of a guess are those of its kinds (`node_chances`), which every commit tests. So the guess with the most
     expected tokens is the one to verify. All that is kept of a source is what a question gains, and takes: it is left
@@ -102,7 +65,6 @@ class Sources:
     def __init__(self, sources: Iterable[DraftSource] = (), clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._asked = {source: _Asked() for source in sources}
-        self.learning = [source for source in self._asked if isinstance(source, LearningSource)]
         self.has_rivals = any(source.rivals_device or source.goes_first for source in self._asked)
 
     def __bool__(self) -> bool:

@@ -33,10 +33,8 @@ EARLIER_KINDS: Final = range(5, 8)
 """An earlier text after the same prompt, by the length that agreed."""
 PREDICTED_KINDS: Final = range(8, 11)
 """A text that the request brought as its prediction, likewise."""
-POOL_KINDS: Final = range(11, 14)
-"""The pool of n-grams: after one equal token, after two, and the target's picks after a rejected guess."""
-HEAD_KINDS: Final = range(14, 19)
-"""Draft heads, by the probability that they give."""
+HEAD_KINDS: Final = range(11, 12)
+"""Heads of the target's own, through vLLM."""
 NUM_LOOKUP_KINDS: Final = HEAD_KINDS.stop
 """Kinds below this come from a source of the verifier's own."""
 UNHINTED: Final = NUM_LOOKUP_KINDS

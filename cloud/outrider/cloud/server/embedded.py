@@ -13,11 +13,10 @@ from typing import Final
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import EngineConfig, EngineThread
 from outrider.cloud.engine.config import SpillConfig, SpillType, TreeForm
-from outrider.cloud.server.options import Exactness, OwnSource, ServeOptions
+from outrider.cloud.server.options import Exactness, ServeOptions
 from outrider.cloud.server.signals import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target, instruction_set, target_identity
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.bundle.draft_heads import DraftHeads
 from outrider.models.bundle.reference_export import EXPORTER_PACKAGES, REFERENCE, WIDENED_MB, export_reference_pair
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError
@@ -71,11 +70,10 @@ class BundleTarget(Target):
         started_s = time.monotonic()
         manifest = self._bundle.manifest
         with ends_at_once():
-            heads = _heads(self._bundle) if OwnSource.HEADS in self._options.source else None
             runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         step_tokens = _CUDA_STEP_TOKENS if self.num_gpus else None
         try:
-            engine = EngineThread(runtime, _config(self._options, self.model.target, heads, step_tokens))
+            engine = EngineThread(runtime, _config(self._options, self.model.target, step_tokens))
             try:
                 with ends_at_once():
                     engine.calibrate()
@@ -91,9 +89,7 @@ class BundleTarget(Target):
             runtime.close()
 
 
-def _config(
-    options: ServeOptions, target: str, heads: DraftHeads | None, step_tokens: int | None = None
-) -> EngineConfig:
+def _config(options: ServeOptions, target: str, step_tokens: int | None = None) -> EngineConfig:
     spill = None
     if options.spill_dir is not None:
         spill = SpillConfig(
@@ -107,22 +103,12 @@ def _config(
         max_running=options.max_running,
         step_tokens=step_tokens,
         looks_up=options.lookup,
-        looks_ahead=OwnSource.LOOKAHEAD in options.source,
-        heads=heads,
         share_prefixes=options.share_prefixes,
         share_between_owners=options.share_caches_between_keys,
         policy=options.policy,
         form=options.tree,
         spill=spill,
     )
-
-
-def _heads(bundle: Bundle) -> DraftHeads:
-    """The bundle's draft heads. Raises ConfigError where it has none."""
-    found = bundle.manifest.draft_heads
-    if found is None:
-        raise ConfigError(f"{bundle.path} has no draft heads; train them with `outrider-export heads`")
-    return DraftHeads.load(bundle.path / found.file)
 
 
 def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
@@ -138,7 +124,6 @@ def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
         device=device,
         num_threads=options.threads,
         kv_cache_bytes=options.kv_cache_bytes,
-        keeps_hidden=OwnSource.HEADS in options.source,
         is_batch_invariant=_is_batch_invariant(options, kind, device),
         cache_dir=str(compiled) if kind == "openvino" and device != "CPU" else None,  # where compiling takes long
         # torch loads safetensors in any type; the export was checked in this one.

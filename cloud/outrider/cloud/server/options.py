@@ -100,13 +100,6 @@ class Exactness(StrEnum):
     NEAR = "near"
 
 
-class OwnSource(StrEnum):
-    """What guesses beside prompt lookup where a device has sent nothing."""
-
-    LOOKAHEAD = "lookahead"
-    HEADS = "heads"
-
-
 @dataclass(frozen=True, slots=True)
 class ServeOptions(AccessOptions):
     """The command line; None leaves a choice to the bundle or the engine."""
@@ -131,7 +124,10 @@ class ServeOptions(AccessOptions):
         "--patience-ms": "The engine bounds waits for drafts by its step times; so may a session's patience_ms.",
         "--max-connections": "There are 2,048, or what the limit on open files allows. See --max-per-client.",
         "--max-body-kb": "A request has 1,024 KiB at most.",
-        **dict.fromkeys(("--lookahead", "--heads"), "Give --source lookahead, --source heads."),
+        **dict.fromkeys(
+            ("--source", "--lookahead", "--heads"),
+            "Neither n-grams nor draft heads gained beside a device; vLLM serves heads with --vllm-option heads=DIR.",
+        ),
     }
 
     bundle: Annotated[
@@ -250,13 +246,6 @@ class ServeOptions(AccessOptions):
     lookup: Annotated[
         bool, typer.Option(help="Guess by prompt lookup where a device has sent nothing; also for completions.")
     ] = True
-    source: Annotated[
-        list[OwnSource],
-        typer.Option(
-            help="Another source of guesses, repeatable. lookahead: n-grams of the target's picks after drafted "
-            "tokens; heads: the bundle's draft heads, which `outrider-export heads` trains."
-        ),
-    ] = field(default_factory=list)
     recent: Annotated[
         bool,
         typer.Option(help="Keep the ids of recent texts, to draft a repeated prompt of the same key from them."),

@@ -26,12 +26,12 @@ import numpy as np
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.seam import ServingEngine
-from outrider.models.bundle.draft_heads import HEADS_FILE
 from outrider.models.bundle.manifest import Manifest
 from outrider.models.runtimes.base import RuntimeOptions
 
 ENGINE: Final = "outrider 1"
 """Raise the number when a change of engine or sampling can change a token."""
+_OLD_HEADS: Final = "draft_heads/heads.safetensors"
 _MODEL_SUFFIXES: Final = frozenset({".xml", ".bin", ".onnx", ".data", ".blob", ".safetensors"})
 
 
@@ -104,9 +104,9 @@ def instruction_set() -> str:
 def _is_model(path: str, format: str) -> bool:
     """Whether a file of the bundle decides logits. Only safetensors need config.json: the other formats are graphs.
 
-    Draft heads are hints: they decide none.
+    Draft heads, which versions before this one trained, decide none.
     """
-    if path == HEADS_FILE:
+    if path == _OLD_HEADS:
         return False
     suffix = PurePosixPath(path).suffix.lower()
     return suffix in _MODEL_SUFFIXES or (format == "safetensors" and path == "config.json")

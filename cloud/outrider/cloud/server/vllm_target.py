@@ -169,7 +169,6 @@ def _refuse_others(options: ServeOptions) -> None:
         "--device is for the embedded engine; vLLM runs on what its build is for: leave it out": options.device,
         "vLLM verifies one path a step; leave --tree out with --engine vllm": options.tree.value == "tree",
         "--spill-dir keeps the embedded engine's KV cache; leave it out with --engine vllm": options.spill_dir,
-        "--source names sources of the embedded engine; leave it out with --engine vllm": options.source,
     }
     for refusal, is_given in refusals.items():
         if is_given:

@@ -25,7 +25,7 @@ MTP: Final = "mtp"
 NUM_DRAFTED: Final = 4
 """Tokens that the heads draft after a step; each is a pass of a small model, and the fifth is seldom reached."""
 
-_KIND: Final = HEAD_KINDS[-2]
+_KIND: Final = HEAD_KINDS[0]
 """Of all their tokens: a proposer gives no probabilities, and one that follows accepted ones is as likely as the first.
 """
 _MEMORY: Final = 0.7

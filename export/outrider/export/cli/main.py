@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from outrider.export.cli.display import report, report_sweep, show_progress
 from outrider.export.cli.families import families
-from outrider.export.cli.training import SameTokenizer, distill, heads
+from outrider.export.cli.training import SameTokenizer, distill
 from outrider.export.make.pair import DEFAULT_RTT_MS, Judging, PairOptions, export_pair, named_source
 from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
@@ -306,9 +306,6 @@ def inspect(
 
 
 app.command()(distill)
-
-
-app.command()(heads)
 
 
 def _export(model: str, out: Path, options: ExportOptions, *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Holds the user's options of a training, of a draft or of heads, checked before any work. Loads no model library."""
+"""Holds the user's options of a training, checked before any work. Loads no model library."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Bundles on disk: manifest, files, draft heads, and what a draft is expected to gain."""
+"""Bundles on disk: manifest, files, and what a draft is expected to gain."""

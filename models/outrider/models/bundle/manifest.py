@@ -10,7 +10,7 @@ import hashlib
 from pathlib import PurePosixPath
 from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
 SCHEMA_VERSION: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
@@ -118,32 +118,6 @@ class Widening(_Part):
     from_intermediate_size: Size
     from_parameters: Size
     fp32_megabytes: float = Field(gt=0.0)
-
-
-class HeadAcceptance(_Part):
-    """How often a head's likeliest token was the target's, on held-out text of the target.
-
-    rate: of its tokens; in_chain: where those of the heads before it were too, counted over all places; top5: among its
-    five likeliest.
-    """
-
-    rate: Share
-    in_chain: Share
-    top5: Share
-
-
-class Heads(_Part):
-    """Draft heads beside the target: their file, and what training measured.
-
-    trained_tokens: tokens of the target's text that they were trained on, each time it was read. tested_tokens:
-    held-out ones. acceptance: by head; the first guesses the second token after a hidden state.
-    """
-
-    file: str
-    hidden_size: Size
-    trained_tokens: Size
-    tested_tokens: Size
-    acceptance: tuple[HeadAcceptance, ...] = Field(min_length=1)
 
 
 class ParityStage(_Part):
@@ -342,8 +316,8 @@ class Manifest(_Part):
     bos_token_id: Count | None = None
     source: Source
     widened: Widening | None = None
-    # Left out where there are none, so that versions before it read those bundles.
-    draft_heads: Heads | None = Field(default=None, exclude_if=lambda heads: heads is None)
+    # Of versions that trained heads; ignored, and written again as it was.
+    draft_heads: dict[str, JsonValue] | None = Field(default=None, exclude_if=lambda heads: heads is None)
     files: tuple[FileEntry, ...] = Field(min_length=1)
     report: ExportReport
 
@@ -357,8 +331,6 @@ class Manifest(_Part):
             raise ValueError(f"eos_token_ids holds {beyond[0]}, outside the vocabulary")
         if (self.device == "npu") != (self.static_shapes is not None):
             raise ValueError("static_shapes belongs to a bundle for an NPU, and to no other")
-        if self.draft_heads is not None and self.draft_heads.file not in paths:
-            raise ValueError(f"draft_heads names {self.draft_heads.file}, which files does not list")
         return self
 
     @property

@@ -4,7 +4,6 @@
 `SequenceRuntime`, for the device's agent: one sequence that grows and is cut back.
 `BranchingRuntime`, where a draft can run several nodes of a tree in one call.
 `ShareableRuntime`, whose model holds several sequences; `JoiningRuntime`, which runs several of them in one call.
-`HiddenRuntime`, which keeps hidden states for draft heads.
 None knows about sessions or the network. `OneSequence` is what every `SequenceRuntime` here shares.
 """
 
@@ -120,21 +119,6 @@ class LastingFaultRuntime(Protocol):
     @property
     def faults_last(self) -> bool:
         """Whether only a new process helps."""
-
-
-@runtime_checkable
-class HiddenRuntime(Protocol):
-    """A BatchRuntime that keeps the last hidden state of each row, as its LM head gets it: draft heads take it."""
-
-    @property
-    def hidden_size(self) -> int | None:
-        """Numbers of a hidden state; None where the model was loaded without `RuntimeOptions.keeps_hidden`."""
-
-    def hidden_rows(self) -> NDArray[np.float32]:
-        """The rows of the latest `forward` or `forward_picks`: [sum of num_rows, hidden_size] float32.
-
-        Valid until the next call; copy what must outlive it. Same thread.
-        """
 
 
 @runtime_checkable
@@ -274,7 +258,6 @@ class RuntimeOptions:
       of a step at short contexts, more for a long prompt. On OpenVINO it does not cover steps with a tree mask.
     max_positions: shortens the longest sequence, and with it a SequenceRuntime's cache; 0: the model's own.
     num_sequences: sequences that a SequenceRuntime's model may hold at a time, where it can hold several.
-    keeps_hidden: a BatchRuntime keeps each row's last hidden state (`HiddenRuntime`).
     static_shapes: the shapes that an NPU's model is compiled for; other devices ignore it.
     emulate_npu: runs the NPU's code path on the CPU, for machines without an NPU.
     properties: for OpenVINO, compile properties, which override all of the above, such as "KV_CACHE_PRECISION": "u8";
@@ -290,7 +273,6 @@ class RuntimeOptions:
     is_batch_invariant: bool | None = None
     max_positions: int = 0
     num_sequences: int = 1
-    keeps_hidden: bool = False
     static_shapes: StaticShapes | None = None
     emulate_npu: bool = False
     properties: dict[str, str] = field(default_factory=dict)

@@ -68,7 +68,6 @@ class PagedModel:
     gathers_rows: bool
     masks_by_position: bool
     has_plain_cache: bool
-    hidden_size: int | None = None
 
     def bind_cache(self, num_blocks: int) -> list[Any]:
         """Allocates zeroed key and value tensors of `num_blocks` blocks and binds them; the caller must keep them.
@@ -118,11 +117,9 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
         for node in model.get_ops()
         if node.get_type_name() == "PagedAttentionExtension"
     )
-    gathers_rows = gather_rows(model, shows_hidden=options.keeps_hidden)
+    gathers_rows = gather_rows(model)
     if not gathers_rows:
         logger.info("%s: no MatMul in front of the logits; they are computed for every token", xml)
-    if options.keeps_hidden and not gathers_rows:
-        raise BundleError(f"{xml} has no MatMul in front of its logits, so no hidden states: leave out --source heads")
     try:
         compiled = _core().compile_model(model, options.device, properties)
     except RuntimeError as error:
@@ -142,7 +139,6 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
         block_bytes=sum(int(np.prod(_trailing(port))) * port.element_type.size for port in caches),
         gathers_rows=gathers_rows,
         masks_by_position=masks_by_position,
-        hidden_size=compiled.output(1).partial_shape[-1].get_length() if options.keeps_hidden else None,
         has_plain_cache=all(port.element_type in (ov.Type.f32, ov.Type.f16) for port in caches),
     )
 
@@ -181,10 +177,10 @@ def _properties(options: RuntimeOptions) -> dict[str, str]:
     return properties | options.properties
 
 
-def gather_rows(model: Any, *, num_rows: int = -1, shows_hidden: bool = False) -> bool:
+def gather_rows(model: Any, *, num_rows: int = -1) -> bool:
     """Adds the input `logit_rows` (int64 [R]) and gathers these rows before the LM head; False if there is none.
 
-    num_rows: R, -1: any. shows_hidden: the gathered rows are a second output.
+    num_rows: R, -1: any.
     """
     node = model.output(0).get_node().input_value(0).get_node()
     while node.get_type_name() in _ROW_WISE and all(_is_constant(v) for v in node.input_values()[1:]):
@@ -199,8 +195,6 @@ def gather_rows(model: Any, *, num_rows: int = -1, shows_hidden: bool = False) -
     gathered = ops.gather(node.input_value(0), rows, ops.constant(axis, dtype=np.int64))
     node.input(0).replace_source_output(gathered.output(0))
     model.add_parameters([rows])
-    if shows_hidden:
-        model.add_results([ops.result(ops.convert(gathered, "f32"))])
     model.validate_nodes_and_infer_types()
     return True
 

@@ -41,7 +41,7 @@ class OpenVinoPagedRuntime:
         """
         self._model = load_paged_model(path, options, tree_masks=True)
         model = self._model
-        self.limits, self.hidden_size = model.limits, model.hidden_size
+        self.limits = model.limits
         self.block_size, self.block_bytes = model.block_size, model.block_bytes
         self.num_blocks = options.kv_cache_bytes // model.block_bytes
         if self.num_blocks < 1:
@@ -90,12 +90,6 @@ class OpenVinoPagedRuntime:
         alone = [self.forward([SequenceSlice([token], 0, [0], 1)]).copy() for token in tokens]
         twice = [self.forward([SequenceSlice([token, token], 0, [0], 2)])[:1].copy() for token in tokens]
         return not np.array_equal(alone, twice)
-
-    def hidden_rows(self) -> NDArray[np.float32]:
-        """The last hidden states of the latest step's rows, [R, hidden_size] float32, valid until the next call."""
-        assert self.hidden_size is not None, "hidden states are not kept"
-        hidden: NDArray[np.float32] = self._request.get_output_tensor(1).data
-        return hidden.reshape(-1, self.hidden_size)[: self._num_rows]
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies keys and values of all layers from slots to slots, in the memory that the infer request reads."""

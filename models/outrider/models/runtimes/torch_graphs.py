@@ -107,7 +107,6 @@ class KernelSteps:
         num_blocks: int,
         max_blocks: int,
         heads: Iterable[tuple[int, int]],
-        has_graphs: bool = True,
         record: Recorder = on_cuda,
     ) -> None:
         self._run = run
@@ -116,7 +115,7 @@ class KernelSteps:
         self._block_size, self._num_blocks, self._max_blocks = block_size, num_blocks, max_blocks
         self._tile_tokens = tuple({tokens_of_a_tile(*each) for each in heads})
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
-        self._has_graphs = has_graphs
+        self._has_graphs = True  # until one cannot be recorded
 
     @property
     def most_recorded(self) -> int:

@@ -78,8 +78,6 @@ class TorchPagedRuntime(TorchCache):
         super().__init__(self._device)
         self._kernels: KernelSteps | None = None
         self._until_closed = ExitStack()
-        self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
-        self._hidden_rows: torch.Tensor | None = None  # of the latest step
         self._is_bitwise = has_kernels(self._device) and options.is_batch_invariant is True
         if self._is_bitwise:
             from outrider.models.runtimes.triton_rows import row_by_row
@@ -94,13 +92,8 @@ class TorchPagedRuntime(TorchCache):
             why = f"the model in {path} has attention of its own, which may go by slots; use --tree line"
             self.why_no_trees = why
         self.limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
-        self.hidden_size: int | None = None
-        if options.keeps_hidden:
-            head = self._model.get_output_embeddings()
-            self.hidden_size = int(head.weight.shape[1])
-            head.register_forward_pre_hook(self._note_hidden)
         if has_kernels(self._device) and self._is_packed:
-            self._kernels = self._with_kernels(plan, has_graphs=not options.keeps_hidden)
+            self._kernels = self._with_kernels(plan)
         if self._is_bitwise:
             self._require_bitwise()
 
@@ -118,7 +111,7 @@ class TorchPagedRuntime(TorchCache):
                 ways.append("each row's sums in one order")
         return f"{', '.join(ways)}; {self.num_blocks * self.block_bytes / 1e6:.0f} MB for keys and values"
 
-    def _with_kernels(self, plan: AttentionPlan, *, has_graphs: bool) -> KernelSteps:
+    def _with_kernels(self, plan: AttentionPlan) -> KernelSteps:
         from outrider.models.runtimes.torch_graphs import KernelSteps  # Triton: where there is a GPU
 
         return KernelSteps(
@@ -128,7 +121,6 @@ class TorchPagedRuntime(TorchCache):
             num_blocks=self.num_blocks,
             max_blocks=-(-self.limits.max_positions // BLOCK_SIZE),
             heads=plan.heads,
-            has_graphs=has_graphs,
         )
 
     def _require_bitwise(self) -> None:
@@ -209,15 +201,6 @@ class TorchPagedRuntime(TorchCache):
         choices = StepChoices(ask(), self.limits.vocab_size, self._device)  # on CUDA the model still runs
         return choices.found(logits.contiguous()) if len(logits) else []
 
-    def hidden_rows(self) -> NDArray[np.float32]:
-        """The last hidden states of the latest step's rows: [R, hidden_size] float32."""
-        assert self._hidden_rows is not None, "nothing has run, or hidden states are not kept"
-        rows: NDArray[np.float32] = self._hidden_rows.float().cpu().numpy()
-        return rows
-
-    def _note_hidden(self, module: Any, given: tuple[torch.Tensor, ...]) -> None:
-        self._hidden.append(given[0].detach())
-
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
             batch,
@@ -256,7 +239,6 @@ class TorchPagedRuntime(TorchCache):
     ) -> torch.Tensor:
         with carried_out(plan):
             logits = self._forward(rows, input_ids=input_ids[None], position_ids=position_ids[None])
-        self._hidden_rows = self._take_hidden(rows)
         return logits
 
     def _pass(self, inputs: StepInputs) -> torch.Tensor:
@@ -267,7 +249,7 @@ class TorchPagedRuntime(TorchCache):
 
     def _run_grouped(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
         """Runs each group as a batch of its own."""
-        pieces, places, states = [], [], []
+        pieces, places = [], []
         wanted = np.zeros(len(step.input_ids), np.bool_)
         wanted[step.logit_rows] = True
         for group in plan.groups:
@@ -284,20 +266,9 @@ class TorchPagedRuntime(TorchCache):
                     use_cache=True,
                 )
             )
-            states.append(self._take_hidden(self._tensor(chosen)))
             places.append(rows[chosen])
         order = np.argsort(np.concatenate(places), kind="stable")  # the rows of a step are in the order of its tokens
-        kept = [state for state in states if state is not None]
-        self._hidden_rows = torch.cat(kept)[self._tensor(order)] if kept else None
         return torch.cat(pieces)[self._tensor(order)]
-
-    def _take_hidden(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """The hidden states of a call's rows, which the LM head got alone, or among those of all tokens."""
-        if not self._hidden:
-            return None
-        flat = self._hidden.pop().flatten(0, -2)
-        self._hidden.clear()
-        return flat if len(flat) == len(rows) else flat[rows]
 
     def _forward(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Runs the model; the logits of `rows` of its tokens, all sequences one after the other: [R, vocab_size]."""
