@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,17 @@ def roots_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("httpx._transports.default.create_ssl_context", created)
         yield
+
+
+@pytest.fixture(autouse=True)
+def blocks_returned() -> Iterator[None]:
+    """After each test, whatever happened in it, all blocks of the engines that it drove by hand must be free."""
+    yield
+    if (harness := sys.modules.get("tests.engine_harness")) is not None:
+        made = harness.Harness.made[:]
+        harness.Harness.made.clear()
+        for each in made:
+            each.assert_all_returned()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -464,8 +464,7 @@ def test_another_tokenizer_upstream_is_refused(usual: Cascade) -> None:
     with pytest.raises(TokenizerMismatch, match="same family"):
         cascade_model(usual.mid.core.model, facts.model_copy(update={"tokenizer": "0" * 64}), None)
     with pytest.raises(ConfigError, match="cascade itself"):
-        fetch_then = facts.model_copy(update={"mid": "small"})
-        cascade_model(usual.mid.core.model, fetch_then, None)
+        cascade_model(usual.mid.core.model, facts.model_copy(update={"mid": "small"}), None)
     with pytest.raises(ConfigError, match="start it first"):
         fetch_facts("http://127.0.0.1:9", None)
 

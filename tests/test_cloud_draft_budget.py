@@ -144,8 +144,7 @@ def test_a_flood_is_dropped_late_and_unread_and_the_text_stays() -> None:
         assert (late.status_code, late.json()["error"]["code"]) == (429, "rate_limited")
         assert late.headers["retry-after"] == "1"
         assert late.elapsed.total_seconds() >= 0.05
-        other = drafts_path(other_events)
-        assert bob.post(other, json=draft).status_code == 204
+        assert bob.post(drafts_path(other_events), json=draft).status_code == 204
         metrics = alice.get("/metrics").text
         assert 'outrider_drafts_dropped_total{budget="session"} 1.0' in metrics
         route = 'method="POST",route="/v1/sessions/{session_id}/drafts",status="429"'

@@ -256,8 +256,7 @@ def test_a_second_signal_ends_a_front_whose_replicas_drain() -> None:
     def drain() -> None:
         may_end.wait(TIMEOUT_S)
 
-    front = Front(Members(), ServerSettings())
-    server = FrontServer(front, reports, drain=drain, limits=ConnectionLimits())
+    server = FrontServer(Front(Members(), ServerSettings()), reports, drain=drain, limits=ConnectionLimits())
     with open_socket("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
         thread.start()

@@ -450,8 +450,7 @@ def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     with ExitStack() as stack:
         target, deaths = stack.enter_context(fake_target())
         monkeypatch.setattr(replicated, "open_target", lambda _: target)
-        make = OpenReplica(replicated._without_access(options))
-        opened = stack.enter_context(make("000001", owners))
+        opened = stack.enter_context(OpenReplica(replicated._without_access(options))("000001", owners))
         owners.on_removed = opened.core.admission.revoke
         sock = stack.enter_context(open_socket("127.0.0.1", 0))
         report = report_of("000001", url_of(sock, is_tls=False), "s3cret", target=opened.core.model.target)

@@ -76,8 +76,7 @@ def test_a_drafted_text_is_counted_by_position() -> None:
     harness = Harness()
     truth = plain(SHORT, SAMPLED, 8)
     wrong = [*truth[:2], (truth[2] + 1) % VOCAB, truth[3]]
-    _, collector = harness.submit(SHORT, 8, draft=wrong, once=True)
-    harness.run()
+    collector = harness.finished(SHORT, 8, draft=wrong, once=True)
     totals, found = harness.engine.stats().totals, harness.engine.stats().distributions
     assert collector.tokens == truth[:3]
     assert (totals.drafts, totals.proposed, totals.accepted, totals.tested, totals.wasted) == (1, 4, 2, 3, 2)
@@ -319,8 +318,7 @@ def test_a_long_text_has_a_bounded_span() -> None:
 @needs_sdk
 def test_no_client_makes_the_server_record_everything() -> None:
     """Sampled requests count within a rate; those not sampled, and those without a key, are not recorded."""
-    limits = TraceLimits(owner_per_s=1e-9, owner_burst=3, per_s=1e-9, burst=4)
-    cloud = Recorded(limits)
+    cloud = Recorded(TraceLimits(owner_per_s=1e-9, owner_burst=3, per_s=1e-9, burst=4))
     settings = replace(cloud.settings, keys=KeyRing([KEY, OTHER]))
     once = BODY | {"max_tokens": 1}
     with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:

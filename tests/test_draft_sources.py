@@ -336,8 +336,7 @@ def test_lookahead_saves_passes_where_a_text_repeats_itself() -> None:
         engine = Engine(runtime, EngineConfig(looks_ahead=looks_ahead, policy=Policy.VERIFY), clock=Clock())
         (collector,) = run(engine, [PROMPT], GREEDY)
         assert collector.tokens == [(4 + index) % 12 for index in range(60)]
-        assert collector.end is not None
-        passes[looks_ahead] = collector.end.usage.target_passes
+        passes[looks_ahead] = collector.ended.usage.target_passes
     assert passes[False] == 60 and passes[True] < 30
 
 

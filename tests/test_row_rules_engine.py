@@ -129,7 +129,7 @@ def test_a_failed_step_leaves_the_states_where_the_text_is() -> None:
     bad = Collector()
     harness.engine.submit(request(ProcessorOptions(), [fatal]), bad)
     harness.run()
-    assert bad.end is not None and bad.end.reason == "error"
+    assert bad.ended.reason == "error"
     assert [sink.tokens for sink in found] == expected
 
 

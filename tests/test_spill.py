@@ -105,15 +105,13 @@ class SpillHarness(Harness):
         """A finished session that is parked: its name and all its tokens."""
         _, collector = self.submit(prompt, 8, keep=True, owner=owner, salt=salt)
         tokens = self.text(collector)
-        assert collector.end is not None and collector.end.prefix_hash is not None
-        return collector.end.prefix_hash, [*prompt, *tokens]
+        assert collector.ended.prefix_hash is not None
+        return collector.ended.prefix_hash, [*prompt, *tokens]
 
     def go_on(self, name: str, *, owner: bytes = b"", salt: bytes = b"") -> tuple[list[int], int]:
         """The text that continues a kept prefix, and how many of its prompt's tokens were in the cache."""
         _, collector = self.submit((3, 4), 10, prefix_hash=name, owner=owner, salt=salt)
-        tokens = self.text(collector)
-        assert collector.end is not None
-        return tokens, collector.end.usage.cached_prompt_tokens
+        return self.text(collector), collector.ended.usage.cached_prompt_tokens
 
 
 @contextmanager
@@ -192,7 +190,7 @@ def test_a_prefix_without_room_waits_for_it(place: Path) -> None:
         assert second.engine._cache.pool.num_available == 2
         second.engine._cache.pool.release(blocks)
         assert second.text(collector) == plain([*tokens, 3, 4], SAMPLED, 10)
-        assert collector.end is not None and collector.end.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
+        assert collector.ended.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
 
 
 def test_a_prefix_from_disk_takes_no_blocks_of_others_before_its_turn(place: Path) -> None:
@@ -252,7 +250,7 @@ def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.M
         assert late.end is None
         second.clock.now += 4.6
         assert second.text(late) == plain([*tokens, 3, 4], SAMPLED, 10)
-        assert late.end is not None and late.end.usage.cached_prompt_tokens == 0
+        assert late.ended.usage.cached_prompt_tokens == 0
         assert second.engine.stats().totals.spill_faults == 1
         disk.answers.set()
         second.spill.flush()

@@ -255,8 +255,7 @@ class FloatRuntime(FakeBatchRuntime):
         return (f"f32[{self.block_size}, 2]",)
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        slots = super().read_blocks(blocks).view(np.uint32).astype(np.float32)
-        return slots.view(np.uint8)
+        return super().read_blocks(blocks).view(np.uint32).astype(np.float32).view(np.uint8)
 
     def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
         slots = np.ascontiguousarray(data).view(np.float32)
@@ -281,15 +280,14 @@ def test_an_engine_goes_on_with_rounded_blocks(
     with engine(tmp_path / "spill", always=True, kind=kind) as second:
         _, collector = second.submit((3, 4), 10, prefix_hash=name, keep=True)
         text = second.text(collector)
-        assert collector.end is not None and collector.end.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
+        assert collector.ended.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
         whole = (*tokens, 3, 4)
         assert (text == plain(whole, SAMPLED, 10)) == (kind is not SpillType.FP8)  # FP16 has all integers to 2,048
-        again = collector.end.prefix_hash
+        again = collector.ended.prefix_hash
         assert again is not None
         shared = second.submit((*whole, 1), 4)[1]  # with the continued one parked
         assert second.text(shared) == plain((*whole, 1), SAMPLED, 4)
-        assert shared.end is not None
-        assert (shared.end.usage.cached_prompt_tokens > 0) == (kind is SpillType.EXACT)
+        assert (shared.ended.usage.cached_prompt_tokens > 0) == (kind is SpillType.EXACT)
         _, third = second.submit((8,) * 9, 4, prefix_hash=again)  # goes on with rounded ones, in memory
         second.text(third)
         longer = (*whole, *text, *(8,) * 9, 1)
