@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import inspect
@@ -10,21 +11,26 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from hypothesis import settings
 from tests import tiny_models
 from tests.waiting import run
 
 if TYPE_CHECKING:
+    from tests.cascades import Cascade
     from tests.chromium import Browser
     from tests.commands import Outrider
+    from tests.fronts import FakeReplica, RunningFront
     from tests.local_endpoint import LocalEndpoint
     from tests.serving import FakeServer
 
     from outrider.edge.store.shelf import Shelf
     from outrider.export.make.pair import PairPaths
+    from outrider.models.text.tokenizer import Tokenizer
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -81,15 +87,25 @@ def roots_read_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_at_once() -> Iterator[None]:
+    """uvicorn looks every 0.1 s whether it is to end, and then waits 0.1 s: that is long for a thousand servers."""
+    import uvicorn.server
+
+    async def soon(delay: float) -> None:
+        await asyncio.sleep(min(delay, 0.01))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": soon}))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def blocks_returned() -> Iterator[None]:
     """After each test, whatever happened in it, all blocks of the engines that it drove by hand must be free."""
     yield
     if (harness := sys.modules.get("tests.engine_harness")) is not None:
-        made = harness.Harness.made[:]
-        harness.Harness.made.clear()
-        for each in made:
-            each.assert_all_returned()
+        harness.Harness.check_made()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -180,6 +196,15 @@ def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path
 
 
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The reference target's."""
+    from outrider.models.text.tokenizer import Tokenizer
+    from outrider.reference import target_dir
+
+    return Tokenizer.from_dir(target_dir())
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     """One verifier for the tests of a module that only read from it."""
@@ -187,6 +212,13 @@ def server() -> Iterator[FakeServer]:
 
     with serve_fake() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    """A client of it."""
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +237,33 @@ def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
     from tests.local_endpoint import DRAFTS, serve_local
 
     with serve_local(cloud.url, DRAFTS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def usual() -> Iterator[Cascade]:
+    """A cascade for the tests that only read from it."""
+    from tests.cascades import cascade
+
+    with cascade() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[list[FakeReplica]]:
+    """Two replicas for the tests that only read from them."""
+    from tests.fronts import replicas
+
+    with replicas(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(group: list[FakeReplica]) -> Iterator[RunningFront]:
+    """A front before them."""
+    from tests.fronts import serve_front
+
+    with serve_front(group) as running:
         yield running
 
 

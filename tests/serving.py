@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
@@ -253,17 +254,48 @@ class Transcript:
         return [token for commit in self.commits for token in commit.tokens]
 
 
-def run_session(client: httpx.Client, body: dict[str, object], headers: dict[str, str] | None = None) -> Transcript:
-    """Opens a session and reads it to its end; checks that commits are contiguous."""
-    with client.stream("POST", "/v1/sessions", json=body, headers=headers) as response:
+class OpenSession:
+    """A session whose stream has begun. opened: its first event; events: those after it, as they arrive."""
+
+    def __init__(self, response: httpx.Response) -> None:
         assert response.status_code == 200, response.read()
-        events = list(read_events(response))
-    opened, *middle, end = events
-    assert isinstance(opened, SessionOpen) and isinstance(end, SessionEnd)
-    commits = [event for event in middle if isinstance(event, Commit)]
-    assert len(commits) == len(middle)
+        self.events = read_events(response)
+        opened = next(self.events)
+        assert isinstance(opened, SessionOpen)
+        self.opened = opened
+        self.path = f"/v1/sessions/{opened.session}"
+        self.drafts = f"{self.path}/drafts"
+
+    def commit(self) -> Commit:
+        """The next event, which is a commit."""
+        event = next(self.events)
+        assert isinstance(event, Commit)
+        return event
+
+    def rest(self) -> Transcript:
+        """The session with all commits to come and its end."""
+        *middle, end = self.events
+        assert isinstance(end, SessionEnd)
+        commits = [event for event in middle if isinstance(event, Commit)]
+        assert len(commits) == len(middle)
+        return Transcript(self.opened, commits, end)
+
+
+@contextmanager
+def open_session(
+    client: httpx.Client, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> Iterator[OpenSession]:
+    """Opens a session; its stream is closed at the end."""
+    with client.stream("POST", "/v1/sessions", json=body, headers=headers) as response:
+        yield OpenSession(response)
+
+
+def run_session(client: httpx.Client, body: dict[str, Any], headers: dict[str, str] | None = None) -> Transcript:
+    """Opens a session and reads it to its end; checks that commits are contiguous."""
+    with open_session(client, body, headers) as session:
+        whole = session.rest()
     count = 0
-    for commit in commits:
+    for commit in whole.commits:
         assert commit.base == count and commit.tokens
         count += len(commit.tokens)
-    return Transcript(opened, commits, end)
+    return whole

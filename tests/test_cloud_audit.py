@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import StepGate, read_events, run_session, serve_fake
+from tests.serving import StepGate, open_session, run_session, serve_fake
 from tests.waiting import wait_until
 
 from outrider.cloud.api.audit import MAX_REFUSED_LINES, MAX_WAITING, AuditLog
@@ -44,10 +44,9 @@ def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
         httpx.Client(base_url=server.url, headers=HEADERS) as client,
     ):
         body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
-        with client.stream("POST", "/v1/sessions", json=body) as left:
+        with open_session(client, body) as left:
             gate.allow(2)
-            events = read_events(left)
-            next(events), next(events)
+            left.commit()
         gate.open()
         server.wait_until(server.is_empty)
         run_session(client, body | {"max_tokens": 5})

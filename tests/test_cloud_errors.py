@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, StepGate, open_session, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import KeyRing
-from outrider.models.wire.protocol import ErrorAnswer, SessionOpen
+from outrider.models.wire.protocol import ErrorAnswer
 
 PROMPT = [5, 17, 99, 3]
 ALICE = "alice-has-this-key"
@@ -124,7 +124,6 @@ def test_an_internal_error_reveals_nothing(
     client: httpx.Client, server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bug gives a bare 500; the log names its type and place; neither contains any of the prompt."""
-
     prompt = "the secret prompt"
 
     def broken(*_: object) -> int:
@@ -151,17 +150,13 @@ def test_keys_are_required_and_sessions_belong_to_them() -> None:
                 assert answer.headers["www-authenticate"] == "Bearer"
         assert client.get("/metrics").status_code == 401
         assert client.get("/health/ready").status_code == client.get("/health/live").status_code == 200
-        with client.stream("POST", "/v1/sessions", json=body, headers=alice) as response:
-            events = read_events(response)
-            opened = next(events)
-            assert isinstance(opened, SessionOpen)
-            drafts = f"/v1/sessions/{opened.session}/drafts"
+        with open_session(client, body, alice) as session:
             draft = {"base": 0, "paths": [[1]]}
-            refused(client.post(drafts, json=draft, headers=bob), 404, "unknown_session")
-            refused(client.delete(f"/v1/sessions/{opened.session}", headers=bob), 404, "unknown_session")
-            assert client.post(drafts, json=draft, headers=alice).status_code == 204
+            refused(client.post(session.drafts, json=draft, headers=bob), 404, "unknown_session")
+            refused(client.delete(session.path, headers=bob), 404, "unknown_session")
+            assert client.post(session.drafts, json=draft, headers=alice).status_code == 204
             gate.open()
-            assert len(list(events)) >= 2
+            assert session.rest().commits
         server.wait_until(server.is_empty)
 
 

@@ -27,8 +27,7 @@ def test_a_bad_request_does_not_make_the_engine_unfit() -> None:
     """Alone in the engine it fails every step of its own; a probe shows that the runtime works."""
     harness = Harness(on_step=raises_on_bad)
     for _ in range(5):
-        bad = harness.finished([5, 6, BAD], 12)
-        assert bad.code == "model_fault"
+        assert harness.finished([5, 6, BAD], 12).code == "model_fault"
         assert harness.engine.health.fault is None and harness.engine.stats().failed == 0
 
 

@@ -41,8 +41,7 @@ def truth(
     for made in range(COUNT):
         row = runtime.forward([SequenceSlice(tokens, 0, blocks, 1)])[0]
         plan = ProcessorPlan(rules, STOPS, generated + made)
-        changed = apply_all(plan.states(tokens, VOCAB), row)
-        tokens.append(pick(changed, params, len(tokens), plan.narrowing))
+        tokens.append(pick(apply_all(plan.states(tokens, VOCAB), row), params, len(tokens), plan.narrowing))
         if tokens[-1] in STOPS:
             break
     return tokens[len(prompt) :]

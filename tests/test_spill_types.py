@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import serve_fake
-from tests.test_spill import engine
+from tests.spilling import engine
 from typer.testing import CliRunner
 
 from outrider.cloud.engine import Engine, EngineConfig
