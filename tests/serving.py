@@ -146,8 +146,15 @@ class FakeServer:
     core: Core
     server: VerifierServer
     runtime: FakeBatchRuntime
+    own_gate: StepGate | None = None
 
     wait_until = staticmethod(wait_until)
+
+    @property
+    def gate(self) -> StepGate:
+        """The gate that it was given."""
+        assert self.own_gate is not None
+        return self.own_gate
 
     def is_empty(self) -> bool:
         """Whether nothing runs or waits, and every block and slot is free."""
@@ -211,7 +218,7 @@ def serve_fake(
     url = url_of(sock, is_tls=tls is not None)
     thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
     thread.start()
-    fake = FakeServer(url, app.state.core, server, runtime)
+    fake = FakeServer(url, app.state.core, server, runtime, gate)
     try:
         fake.wait_until(lambda: server.started)
         yield fake

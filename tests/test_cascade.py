@@ -30,7 +30,7 @@ from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 SOON = UpstreamRetry(max_failures=2, max_outage_s=0.0, first_pause_s=0.001, max_pause_s=0.001)
 
 
-def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams) -> tuple[list[int], SessionEnd]:
+def run_behind_the_mid(running: Cascade, params: SamplingParams) -> tuple[list[int], SessionEnd]:
     """A session's tokens and end. The target steps when the mid-size verifier is ahead, however busy the machine is."""
     tokens: list[int] = []
     with open_session(running.client, asking(params)) as session:
@@ -41,7 +41,7 @@ def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams)
 
         while len(tokens) < LENGTH:
             running.mid.wait_until(is_ahead)
-            gate.allow(1)
+            running.big.gate.allow(1)
             tokens += session.commit().tokens
         return tokens, session.rest().end
 
@@ -52,11 +52,10 @@ def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams)
 )
 def test_the_text_is_the_targets(agreement: float, form: TreeForm) -> None:
     """Whatever the mid-size verifier commits, the tokens are those of the target alone."""
-    gate = StepGate()
-    with cascade(agreement, form=form, big_gate=gate) as running:
+    with cascade(agreement, form=form, big_gate=StepGate()) as running:
         num_passes = 0
         for params in SETTINGS:
-            tokens, end = run_behind_the_mid(running, gate, params)
+            tokens, end = run_behind_the_mid(running, params)
             assert tokens == target_tokens(PROMPT, LENGTH, params)
             assert end.reason == "length" and end.usage.completion_tokens == LENGTH
             num_passes += end.usage.target_passes
@@ -68,38 +67,35 @@ def test_the_text_is_the_targets(agreement: float, form: TreeForm) -> None:
 def test_an_engine_that_cannot_rewind_is_cancelled_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's: the text is the same."""
     monkeypatch.setattr(EngineThread, "rewind", lambda *_: False)
-    gate = StepGate()
-    with cascade(0.8, big_gate=gate) as running:
-        tokens, _ = run_behind_the_mid(running, gate, SETTINGS[1])
+    with cascade(0.8, big_gate=StepGate()) as running:
+        tokens, _ = run_behind_the_mid(running, SETTINGS[1])
         assert tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
         assert running.engine.counts.returns > 0
 
 
 def test_what_the_mid_commits_saves_passes_of_the_target() -> None:
     """The target verifies what the mid-size verifier committed, several tokens a pass."""
-    gate = StepGate()
-    with cascade(1.0, big_gate=gate) as running, open_session(running.client, asking()) as session:
+    with cascade(1.0, big_gate=StepGate()) as running, open_session(running.client, asking()) as session:
         most = num_tokens = 0
         while most < 4:  # the target runs step by step, the mid-size verifier as it likes
             ahead = min(LENGTH - 8, num_tokens + 12)
             running.mid.wait_until(lambda ahead=ahead: running.engine.counts.provisional >= ahead)  # type: ignore[misc]
             running.mid.wait_until(lambda: all(not text._posts for text in list(running.engine._texts.values())))
-            gate.allow(1)
+            running.big.gate.allow(1)
             commit = session.commit()
             most, num_tokens = max(most, commit.accepted), num_tokens + len(commit.tokens)
-        gate.open()
+        running.big.gate.open()
 
 
 def test_provisional_tokens_are_marked_and_then_confirmed_or_replaced() -> None:
     """A session that asks gets them before the target has seen them; every token is committed at last."""
-    gate = StepGate()
-    with cascade(0.8, big_gate=gate) as running:
+    with cascade(0.8, big_gate=StepGate()) as running:
         with open_session(running.client, asking(provisional=True)) as session:
             opened = session.opened
             assert (opened.mid, opened.model, opened.target) == ("mid", "big", running.big.core.model.target)
             first = session.commit()  # the target has not run a step
             assert first.provisional and first.base == 0 and first.tokens
-            gate.open()
+            running.big.gate.open()
             text: list[int] = []
             shown = list(first.tokens)
             num_replaced = 0
@@ -144,9 +140,8 @@ def test_completions_only_give_confirmed_text(usual: Cascade, is_streamed: bool)
 def test_a_devices_drafts_reach_the_mid() -> None:
     """Paths and trees count from the confirmed text; the mid-size verifier verifies them."""
     truth = target_tokens(PROMPT, LENGTH, SETTINGS[1])
-    gate, big_gate = StepGate(), StepGate()
     with (
-        cascade(0.8, mid_gate=gate, big_gate=big_gate) as running,
+        cascade(0.8, mid_gate=StepGate(), big_gate=StepGate()) as running,
         open_session(running.client, asking()) as session,
     ):
         where, as_tree = session.drafts, {"content-type": TREE_MEDIA_TYPE}
@@ -157,9 +152,9 @@ def test_a_devices_drafts_reach_the_mid() -> None:
             assert device.post(where, content=tree.encode(), headers=as_tree).status_code == 204
             assert code_of(device.post(where, json={"base": LENGTH, "paths": [[1]]})) == (400, "draft_ahead")
             assert code_of(device.post(where, content=far.encode(), headers=as_tree)) == (400, "draft_ahead")
-        gate.open()
+        running.mid.gate.open()
         running.mid.wait_until(lambda: running.engine.stats().totals.draft_nodes >= 3)
-        big_gate.open()
+        running.big.gate.open()
         assert session.rest().tokens == truth
 
 
@@ -184,13 +179,12 @@ def test_nodes_that_still_follow_the_text_go_to_the_next_sequence() -> None:
 
 def test_a_lost_upstream_ends_a_text_with_an_error_and_confirms_nothing_more() -> None:
     """What the mid-size verifier alone has committed is never text: the end has `upstream_lost`."""
-    gate = StepGate()
-    with cascade(1.0, big_gate=gate, retry=SOON) as running:
+    with cascade(1.0, big_gate=StepGate(), retry=SOON) as running:
         with open_session(running.client, asking()) as session:
-            gate.allow(1)
+            running.big.gate.allow(1)
             running.mid.wait_until(lambda: running.engine.counts.provisional >= 8)
             running.big.server.begin_drain(0.0)
-            gate.open()
+            running.big.gate.open()
             text = session.rest()
         assert text.end.error is not None and (text.end.reason, text.end.error.code) == ("error", "upstream_lost")
         assert len(text.tokens) < LENGTH and text.tokens == target_tokens(PROMPT, len(text.tokens), SETTINGS[1])
@@ -201,10 +195,9 @@ def test_a_lost_upstream_ends_a_text_with_an_error_and_confirms_nothing_more() -
 
 def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
     """The prompt and what is confirmed open the next one; the text is the same."""
-    gate = StepGate()
-    with cascade(0.8, big_gate=gate) as running:
+    with cascade(0.8, big_gate=StepGate()) as running:
         with open_session(running.client, asking(max_tokens=160)) as session:
-            gate.allow(1)
+            running.big.gate.allow(1)
             text: list[int] = []
             num_cut = 0
             for event in session.events:
@@ -214,9 +207,9 @@ def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
                         num_cut += 1
                         for each in list(running.big.core.sessions.values()):
                             running.big.core.engine.cancel(each.sequence_id)
-                        gate.allow(1)  # the engine sees the end between two steps
+                        running.big.gate.allow(1)  # the engine sees the end between two steps
                         running.mid.wait_until(lambda least=num_cut: running.engine.counts.losses >= least)  # type: ignore[misc]
-                    gate.allow(1)
+                    running.big.gate.allow(1)
         assert isinstance(event, SessionEnd) and event.reason == "length"
         assert text == target_tokens(PROMPT, 160, SETTINGS[1])
         assert running.engine.counts.losses >= 1

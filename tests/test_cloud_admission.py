@@ -243,10 +243,9 @@ def test_the_time_before_the_engine_counts_against_a_deadline() -> None:
 
 def test_a_running_text_ends_at_its_deadline_with_what_it_has() -> None:
     """A session's reason is `deadline`, a completion's `length`."""
-    gate = StepGate()
     body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "deadline_ms": 500.0}
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url, timeout=60.0) as client,
         open_session(client, body) as session,
         client.stream("POST", "/v1/completions", json=body | {"stream": True}) as completion,
@@ -254,7 +253,7 @@ def test_a_running_text_ends_at_its_deadline_with_what_it_has() -> None:
         stats = server.core.engine.stats
 
         def is_over() -> bool:
-            gate.allow(1)
+            server.gate.allow(1)
             return stats().totals.finished == 2
 
         server.wait_until(is_over)

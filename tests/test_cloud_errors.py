@@ -138,10 +138,9 @@ def test_an_internal_error_reveals_nothing(
 
 def test_keys_are_required_and_sessions_belong_to_them() -> None:
     """A missing or wrong key gives 401; another key's session is unknown; health needs no key."""
-    gate = StepGate()
     alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
     settings = ServerSettings(keys=KeyRing([ALICE, BOB]))
-    with serve_fake(settings, gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(settings, gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {ALICE}"}):
             for path in ("/v1/sessions", "/v1/sessions/x/drafts", "/v1/verify", "/v1/chat/completions", "/nope"):
@@ -155,16 +154,15 @@ def test_keys_are_required_and_sessions_belong_to_them() -> None:
             refused(client.post(session.drafts, json=draft, headers=bob), 404, "unknown_session")
             refused(client.delete(session.path, headers=bob), 404, "unknown_session")
             assert client.post(session.drafts, json=draft, headers=alice).status_code == 204
-            gate.open()
+            server.gate.open()
             assert session.rest().commits
         server.wait_until(server.is_empty)
 
 
 def test_open_sequences_are_limited_per_key() -> None:
     """Sequences over the limit are refused with 429 until others end."""
-    gate = StepGate()
     with (
-        serve_fake(ServerSettings(max_sessions=2), gate=gate) as server,
+        serve_fake(ServerSettings(max_sessions=2), gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
     ):
         body = {"prompt": PROMPT, "max_tokens": 8}
@@ -172,27 +170,26 @@ def test_open_sequences_are_limited_per_key() -> None:
             answer = client.post("/v1/completions", json={"prompt": ["a", "b"]})
             assert refused(answer, 429, "too_many_sessions")["type"] == "rate_limit_error"
             assert answer.headers["retry-after"] == "1"
-            gate.open()
+            server.gate.open()
         server.wait_until(server.is_empty)
         assert client.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
 
 
 def test_a_full_queue_is_503() -> None:
     """A request that the engine cannot queue is refused and may be retried."""
-    gate = StepGate()
     config = EngineConfig(max_running=1, max_queue=1)
-    with serve_fake(gate=gate, config=config) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(gate=StepGate(), config=config) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 8}
         stats = server.core.engine.stats
         with client.stream("POST", "/v1/sessions", json=body):
             server.wait_until(lambda: stats().running == 1)
             with client.stream("POST", "/v1/sessions", json=body):
-                gate.allow(1)  # the engine takes new requests between two steps
+                server.gate.allow(1)  # the engine takes new requests between two steps
                 server.wait_until(lambda: stats().queued == 1)
                 answer = client.post("/v1/sessions", json=body)
                 assert refused(answer, 503, "overloaded")["type"] == "server_error"
                 assert "retry-after" in answer.headers
-                gate.open()
+                server.gate.open()
         server.wait_until(server.is_empty)
 
 

@@ -170,14 +170,13 @@ def test_a_route_needs_its_scope() -> None:
 def test_a_key_has_limits_of_its_own() -> None:
     """Its rate and its sessions come before the server's; other keys keep the server's."""
     keys = KeyRing([ApiKey.parse(line_of(ALICE, "sessions=1 requests-per-second=0.001")), BOB])
-    gate = StepGate()
-    with serve_fake(ServerSettings(keys), gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(ServerSettings(keys), gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 1}
         two = {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
         assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (429, "too_many_sessions")
         refused = client.post("/v1/completions", json=body, headers=bearer(ALICE))
         assert code_of(refused) == (429, "rate_limited") and int(refused.headers["retry-after"]) > 900
-        gate.open()
+        server.gate.open()
         for _ in range(3):
             assert client.post("/v1/completions", json=two, headers=bearer(BOB)).status_code == 200
 

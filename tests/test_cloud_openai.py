@@ -297,13 +297,12 @@ def test_without_a_template_no_chat_is_answered_and_nothing_rendered() -> None:
 
 def test_a_shutdown_ends_a_stream_with_an_error() -> None:
     """A stream that shutdown ends gets an error event; a plain call gets 503."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
             server.server.begin_drain(0.0)
             server.wait_until(lambda: client.post("/v1/completions", json={"prompt": "a"}).status_code == 503)
-            gate.open()
+            server.gate.open()
             answer.read()
     error = ErrorAnswer.model_validate(chunks_of(answer)[-1]).error
     assert error.code == "shutting_down"

@@ -258,8 +258,7 @@ def test_the_document_says_that_keys_are_needed(client: httpx.Client) -> None:
 
 def test_draining_lets_running_sessions_finish() -> None:
     """While draining, new work is refused, drafts are taken, streams go to their end, and then the server closes."""
-    gate = StepGate()
-    with serve_fake(gate=gate, drain_s=30.0) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(gate=StepGate(), drain_s=30.0) as server, httpx.Client(base_url=server.url) as client:
         with open_session(client, BODY) as session:
             server.server.handle_exit(signal.SIGTERM, None)
             server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
@@ -267,7 +266,7 @@ def test_draining_lets_running_sessions_finish() -> None:
             assert (ready.status_code, ready.json()["status"]) == (503, "draining")
             draft = {"base": 0, "paths": [target_tokens(PROMPT, 4)]}
             assert client.post(session.drafts, json=draft).status_code == 204
-            gate.open()
+            server.gate.open()
             text = session.rest()
         assert text.end.reason == "length" and text.tokens == target_tokens(PROMPT, 24)
         server.wait_until(lambda: server.server.should_exit)
@@ -278,21 +277,19 @@ def test_draining_lets_running_sessions_finish() -> None:
 
 def test_what_does_not_finish_in_time_is_told() -> None:
     """With no time to drain, streams end with the reason "shutdown" and what was committed so far."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         with open_session(client, BODY | {"max_tokens": 4000}) as session:
             server.server.begin_drain(0.0)
             server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
-            gate.open()
+            server.gate.open()
             assert session.rest().end.reason == "shutdown"
         server.wait_until(lambda: server.server.should_exit)
 
 
 def test_a_second_signal_ends_what_runs() -> None:
     """Who asks twice does not want to wait for the sequences, and who asks three times for nothing at all."""
-    gate = StepGate()
     with (
-        serve_fake(gate=gate, drain_s=600.0) as server,
+        serve_fake(gate=StepGate(), drain_s=600.0) as server,
         httpx.Client(base_url=server.url) as client,
         open_session(client, BODY | {"max_tokens": 4000}) as session,
     ):
@@ -300,7 +297,7 @@ def test_a_second_signal_ends_what_runs() -> None:
         server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
         assert not server.server.should_exit
         server.server.handle_exit(signal.SIGINT, None)
-        gate.open()
+        server.gate.open()
         assert session.rest().end.reason == "shutdown"
         server.wait_until(lambda: server.server.should_exit)
         assert not server.server.force_exit

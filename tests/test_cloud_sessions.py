@@ -112,15 +112,14 @@ def test_drafts_change_the_passes_and_never_the_tokens(is_correct: bool) -> None
     """Correct drafts are accepted, wrong ones are not; the stream is the same."""
     expected = target_tokens(PROMPT, 24)
     guess = expected[:12] if is_correct else [(token + 1) % 300 for token in expected[:12]]
-    gate = StepGate()
     with (
-        serve_fake(gate=gate, config=EngineConfig(policy=Policy.VERIFY)) as server,
+        serve_fake(gate=StepGate(), config=EngineConfig(policy=Policy.VERIFY)) as server,
         httpx.Client(base_url=server.url) as client,
         open_session(client, body(patience_ms=0)) as session,
     ):
         answer = client.post(session.drafts, json={"base": 0, "paths": [guess]})
         assert (answer.status_code, answer.content) == (204, b"")
-        gate.open()
+        server.gate.open()
         text = session.rest()
     assert text.tokens == expected
     if is_correct:
@@ -133,9 +132,8 @@ def test_drafts_change_the_passes_and_never_the_tokens(is_correct: bool) -> None
 def test_a_tree_is_a_draft(media_type: str) -> None:
     """Its likeliest path is wrong, an alternative right: the text is the target's in fewer passes. Bad bytes: 400."""
     expected = target_tokens(PROMPT, 24)
-    gate = StepGate()
     with (
-        serve_fake(gate=gate, config=EngineConfig(policy=Policy.VERIFY)) as server,
+        serve_fake(gate=StepGate(), config=EngineConfig(policy=Policy.VERIFY)) as server,
         httpx.Client(base_url=server.url) as client,
         open_session(client, body(patience_ms=0)) as session,
     ):
@@ -156,7 +154,7 @@ def test_a_tree_is_a_draft(media_type: str) -> None:
             (bytes(MAX_TREE_BYTES + 1), media_type, 413, "body_too_large"),
         ):
             assert code_of(client.post(url, content=content, headers={"content-type": kind})) == (status, code)
-        gate.open()
+        server.gate.open()
         text = session.rest()
     assert text.tokens == expected
     assert text.end.usage.accepted_prediction_tokens > 0 and text.end.usage.target_passes < 24
@@ -164,14 +162,13 @@ def test_a_tree_is_a_draft(media_type: str) -> None:
 
 def test_refused_drafts_do_not_change_the_session() -> None:
     """Drafts that are stale, ahead of the commits or outside the vocabulary: each has its error; the text continues."""
-    gate = StepGate()
     expected = target_tokens(PROMPT, 24)
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
         open_session(client, body(patience_ms=0)) as session,
     ):
-        gate.allow(3)
+        server.gate.allow(3)
         seen: list[int] = []
         while len(seen) < 3:
             seen += session.commit().tokens
@@ -191,21 +188,20 @@ def test_refused_drafts_do_not_change_the_session() -> None:
         assert (stale.status_code, stale.content) == (409, b"")
         assert stale.headers["content-length"] == "0" and "transfer-encoding" not in stale.headers
         assert client.post(url, content=b'{"base":3,', headers=JSON).json()["error"]["code"] == "malformed_json"
-        gate.open()
+        server.gate.open()
         assert seen + session.rest().tokens == expected
 
 
 def test_delete_ends_a_session() -> None:
     """DELETE answers 204, the stream ends with "cancelled"; afterwards the session is unknown."""
-    gate = StepGate()
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
         open_session(client, body(max_tokens=4000)) as session,
     ):
-        gate.allow(2)
+        server.gate.allow(2)
         assert client.delete(session.path).status_code == 204
-        gate.open()
+        server.gate.open()
         assert session.rest().end.reason == "cancelled"
         assert client.delete(session.path).json()["error"]["code"] == "unknown_session"
         server.wait_until(server.is_empty)
@@ -224,8 +220,7 @@ def test_delete_ends_a_session() -> None:
 )
 def test_a_disconnected_client_frees_its_sequences(path: str, request_body: bytes) -> None:
     """When the connection closes, sequences end, blocks and slots are free, and the server goes on serving."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
@@ -233,7 +228,7 @@ def test_a_disconnected_client_frees_its_sequences(path: str, request_body: byte
             server.wait_until(lambda: server.core.engine.stats().running > 0)
             assert not server.is_empty()
         server.wait_until(lambda: not server.server.server_state.tasks)
-        gate.open()
+        server.gate.open()
         server.wait_until(server.is_empty)
         assert server.core.engine.stats().totals.committed < 10
         assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)
@@ -241,16 +236,15 @@ def test_a_disconnected_client_frees_its_sequences(path: str, request_body: byte
 
 def test_comments_keep_an_idle_stream_open() -> None:
     """The server sends comments while nothing is committed; readers skip them."""
-    gate = StepGate()
     with (
-        serve_fake(ServerSettings(keep_alive_s=0.01), gate=gate) as server,
+        serve_fake(ServerSettings(keep_alive_s=0.01), gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
         client.stream("POST", "/v1/sessions", json=body()) as response,
     ):
         lines = response.iter_lines()
         assert next(lines).startswith('data: {"type":"open"')
         assert next(line for line in lines if line) == ":"
-        gate.open()
+        server.gate.open()
         tokens = [token for line in lines if '"base"' in line for token in _tokens(line)]
     assert tokens == target_tokens(PROMPT, 24)
 

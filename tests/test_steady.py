@@ -164,8 +164,7 @@ def test_a_server_cannot_fill_a_devices_line(pace: dict[str, float]) -> None:
 
 def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
     """Cut by frames, with zeros between."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, Raw(server) as raw, Raw(server) as up:
+    with serve_fake(gate=StepGate()) as server, Raw(server) as raw, Raw(server) as up:
         frames = Frames(raw, SESSION | {"steady": True})
         events = frames.events(iter(frames))
         opened = next(events)
@@ -177,7 +176,7 @@ def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
         assert taken.type == "taken" and taken.taken[0] == 1
         single = httpx.post(f"{server.url}/v1/sessions/{opened.session}/drafts", json={"base": 0, "paths": [[1]]})
         assert code_of(single) == (400, "steady_required")
-        gate.open()
+        server.gate.open()
         assert sum(getattr(event, "accepted", 0) for event in events) > 0 and up.answer()[0] == 204
 
 
