@@ -97,7 +97,7 @@ class Collector:
 class Harness:
     """An engine over the fake language; each step moves its clock by `step_s`.
 
-    runtime: of another kind than the fake one; then the clock moves only on request. At the end of the test every
+    runtime: in the place of one of `kind`; then the clock moves only on request. At the end of the test every
     block must be free, see `assert_all_returned`.
     """
 
@@ -107,6 +107,7 @@ class Harness:
     def __init__(
         self,
         *,
+        kind: type[FakeBatchRuntime] = FakeBatchRuntime,
         config: EngineConfig | None = None,
         num_blocks: int = 256,
         block_size: int = 4,
@@ -126,7 +127,7 @@ class Harness:
             if on_step is not None:
                 on_step(batch)
 
-        self.runtime = runtime or FakeBatchRuntime(
+        self.runtime = runtime or kind(
             vocab_size=VOCAB,
             max_positions=max_positions,
             block_size=block_size,

@@ -21,6 +21,7 @@ from bench.load import CONTEXT
 
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
 
@@ -136,9 +137,9 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
             for table in tables:
                 runtime.forward([SequenceSlice([1] * CONTEXT, 0, table, 1)])
             batch = [SequenceSlice([1], CONTEXT, table, 1) for table in tables]
-            params = [SamplingParams(temperature=0.8, seed=i) for i in range(num)]
+            asked = [AskedRows(SamplingParams(temperature=0.8, seed=i), [CONTEXT]) for i in range(num)]
 
-            picked = partial(runtime.forward_picks, batch, params, [CONTEXT] * num)
+            picked = partial(runtime.forward_picks, batch, partial(list, asked))
             whole = partial(runtime.forward, batch)
             picked()
             whole()
