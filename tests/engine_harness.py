@@ -117,7 +117,6 @@ class Harness:
         on_step: Callable[[Sequence[SequenceSlice]], None] | None = None,
         runtime: FakeBatchRuntime | None = None,
     ) -> None:
-        self.made.append(self)
         self.clock = Clock()
         self.batches: list[list[int]] = []  # new tokens of each sequence, one list per step
 
@@ -136,6 +135,7 @@ class Harness:
             on_step=stepped,
         )
         self.engine = Engine(self.runtime, config, clock=self.clock)
+        self.made.append(self)
 
     def submit(
         self,

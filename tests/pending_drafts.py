@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import AcceptanceEstimator
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
+
+
+def timed(most: int, policy: Policy, base_s: float, token_s: float = 0.0, *, with_trees: bool = False) -> Drafting:
+    """Drafting that has measured steps of `base_s` and `token_s` for each token. most: drafted tokens of a text."""
+    drafting = Drafting(most, policy, with_trees=with_trees)
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        drafting.curve.observe(StepSize(tokens), base_s + token_s * tokens)
+    return drafting
 
 
 def pending(drafting: Drafting, num_committed: int = 0, *, max_new: int = 1000) -> PendingDrafts:

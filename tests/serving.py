@@ -13,11 +13,12 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -233,6 +234,23 @@ def serve_fake(
         own.close()
         sock.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def fake_target(on_load: Callable[[], object] = lambda: None) -> Iterator[Any]:
+    """What `serve` and a replica load, over the fake language. on_load: called while it is loaded."""
+    engine = EngineThread(FakeBatchRuntime(vocab_size=fake_tokenizer().size))
+
+    @contextmanager
+    def load() -> Iterator[Any]:
+        on_load()
+        try:
+            yield SimpleNamespace(engine=engine, summary="a fake target")
+        finally:
+            engine.close()
+
+    model = ServedModel("fake", fake_tokenizer(), frozenset({EOS_ID}))
+    yield SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake", num_gpus=0, engine=engine)
 
 
 def read_events(response: httpx.Response) -> Iterator[SessionEvent]:

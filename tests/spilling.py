@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine_harness import SAMPLED, Collector, Harness
+from tests.fake_runtime import FakeBatchRuntime
 from tests.requests import flat_request
 from tests.waiting import wait_until
 
@@ -38,9 +39,10 @@ class SpillHarness(Harness):
         target: str = "t",
         max_parked: int = 256,
         kind: SpillType = SpillType.EXACT,
+        runtime: type[FakeBatchRuntime] = FakeBatchRuntime,
     ) -> None:
         spill = SpillConfig(place, target, always=always, type=kind)
-        super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64)
+        super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64, kind=runtime)
         self.swap = self.engine._swap
         assert self.swap.store is not None
         self.spill = self.swap.store
@@ -98,6 +100,16 @@ def engine(place: Path, **options: object) -> Iterator[SpillHarness]:
     finally:
         harness.engine.close()
     assert not harness.spill._thread.is_alive()
+
+
+def left_by_another(
+    place: Path, prompt: tuple[int, ...] = PROMPT, owner: bytes = b"", salt: bytes = b""
+) -> tuple[str, list[int]]:
+    """A prefix that an engine, which has ended, has written there: its name and all its tokens."""
+    with engine(place, always=True) as first:
+        found = first.keep(prompt, owner, salt)
+        first.spill.flush()
+    return found
 
 
 @contextmanager

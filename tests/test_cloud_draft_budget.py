@@ -243,10 +243,15 @@ async def settle() -> None:
 
 
 class Streaming:
-    """A SessionStream over a SlowConnection, with a sink that stands for the engine. steady: of a SteadyStream."""
+    """A SessionStream over a SlowConnection, with a sink that stands for the engine.
 
-    def __init__(self, keep_alive_s: float = 60.0, steady: SteadyPace | None = None) -> None:
+    steady: of a SteadyStream. is_read: whether the client reads at first.
+    """
+
+    def __init__(self, keep_alive_s: float = 60.0, steady: SteadyPace | None = None, is_read: bool = True) -> None:
         self.connection = SlowConnection()
+        if is_read:
+            self.connection.can_write.set()
         self.times = StepTimes(40.0, 1.0)
         self.num_closed = 0
         mailbox = Bridge().mailbox()
@@ -275,7 +280,6 @@ class Streaming:
 async def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -> None:
     """Once: later commits are as short as before, until they change again."""
     streaming = Streaming()
-    streaming.connection.can_write.set()
     for token, times in enumerate([(40.0, 1.0), (41.0, 1.5), (40.0, 26.6), (40.0, 26.6), (60.0, 26.6), (60.0, 1)]):
         streaming.times = StepTimes(*times)
         streaming.commit(token)
@@ -298,7 +302,7 @@ def test_the_engine_is_asked_for_its_times_by_time_and_not_by_commits() -> None:
 
 async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
     """While a write waits, later events collect; they follow in order, and the end closes the response."""
-    streaming = Streaming()
+    streaming = Streaming(is_read=False)
     connection = streaming.connection
     streaming.commit(0)
     connection.can_write.set()
@@ -326,7 +330,6 @@ async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
 async def test_a_wake_up_is_one_write() -> None:
     """Events that arrive together leave together."""
     streaming = Streaming()
-    streaming.connection.can_write.set()
     await settle()
     num_before = len(streaming.connection.written)
     streaming.commit(0, 1, 2)
@@ -341,7 +344,6 @@ async def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> No
     """Nothing goes on waiting, and later events are dropped."""
     others = asyncio.all_tasks()
     streaming = Streaming()
-    streaming.connection.can_write.set()
     await settle()
     streaming.connection.can_write.clear()
     streaming.commit(0, 1)
@@ -357,7 +359,6 @@ async def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> No
 async def test_a_connection_that_fails_ends_the_session() -> None:
     """An error of the server's `send` is logged, and the stream is closed."""
     streaming = Streaming()
-    streaming.connection.can_write.set()
     await settle()
     streaming.connection.is_broken = True
     streaming.commit(0)
@@ -368,7 +369,6 @@ async def test_a_connection_that_fails_ends_the_session() -> None:
 async def test_silence_is_broken_by_comments() -> None:
     """A stream without commits sends keep-alives."""
     streaming = Streaming(keep_alive_s=0.001)
-    streaming.connection.can_write.set()
     while streaming.connection.body.count(b":\n\n") < 2:
         await asyncio.sleep(0.001)
     streaming.connection.left.set()

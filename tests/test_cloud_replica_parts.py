@@ -5,24 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.fake_runtime import FakeBatchRuntime
 from tests.fronts import changed, report_of
 from tests.serving import (
-    fake_tokenizer,
+    fake_target,
 )
 from tests.waiting import wait_until
 from typer.testing import CliRunner
 
-from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.members import Member, Members
@@ -33,7 +27,6 @@ from outrider.cloud.server import main, replicated, vllm_target
 from outrider.cloud.server.access import Access
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.replicated import OpenReplica, front_server, require_gpus, scale_of
-from outrider.cloud.server.target import LoadedTarget
 from outrider.models.errors import ConfigError, RequestError, RuntimeUnavailable
 from outrider.models.http.keys import ApiKey
 from outrider.models.process import watched_files
@@ -199,22 +192,15 @@ def test_what_a_front_cannot_do_is_refused(tmp_path: Path) -> None:
 
 def test_a_replica_keeps_recent_texts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As a single server does: in memory, or in the Redis of all."""
-    engine = EngineThread(FakeBatchRuntime(vocab_size=300))
-
-    @contextmanager
-    def load() -> Iterator[LoadedTarget]:
-        yield LoadedTarget(engine, "loaded")
-
-    model = ServedModel("fake", fake_tokenizer(), frozenset({0}))
-    target = SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake", num_gpus=0)
-    monkeypatch.setattr(replicated, "open_target", lambda options: target)
     monkeypatch.setattr(replicated, "configure_logging", lambda _: None)
-    with OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")) as opened:
-        assert isinstance(opened.core.recent, MemoryStore)
-    assert capsys.readouterr().out == "loaded\n"
-    target.num_gpus = 1  # on a cluster only a replica can see what its target opens
-    with pytest.raises(ConfigError, match="set --gpus-per-replica 1"):
-        OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")).__enter__()
+    with fake_target() as target:
+        monkeypatch.setattr(replicated, "open_target", lambda options: target)
+        with OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")) as opened:
+            assert isinstance(opened.core.recent, MemoryStore)
+        assert capsys.readouterr().out == "a fake target\n"
+        target.num_gpus = 1  # on a cluster only a replica can see what its target opens
+        with pytest.raises(ConfigError, match="set --gpus-per-replica 1"):
+            OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")).__enter__()
 
 
 def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

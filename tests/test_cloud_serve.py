@@ -35,7 +35,7 @@ from outrider.cloud.server.options import Exactness, ServeOptions
 from outrider.cloud.server.target import target_identity
 from outrider.edge.cli.draft_source import draft_kind
 from outrider.edge.devices.placement import DraftChoice
-from outrider.models.bundle.manifest import FileEntry, Manifest
+from outrider.models.bundle.manifest import FileEntry
 from outrider.models.bundle.reference_export import export_arguments
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.logs import LogFormat, configure_logging
@@ -143,25 +143,27 @@ def test_help_names_everyday_options_and_help_all_every_one() -> None:
     assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == version("outrider")
 
 
+def bundle_of(path: Path, **changes: str) -> Any:
+    """A target's bundle for OpenVINO, as far as it is read before its model. changes: of the manifest."""
+    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
+    update = {"role": "target", "runtime": "openvino"} | changes
+    manifest = make_manifest((file,), "0" * 64).model_copy(update=update)
+    return types.SimpleNamespace(path=path, manifest=manifest, model_file=path, tokenizer=lambda: None)
+
+
 def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
     """OpenVINO takes masks only without it: `--tree tree` loads so, the default does not."""
-    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
-    manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
-    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
     for form, is_invariant in ((TreeForm.AUTO, True), (TreeForm.LINE, True), (TreeForm.TREE, False)):
-        loading = embedded._loading(bundle, ServeOptions(str(tmp_path), tree=form))  # type: ignore[arg-type]
+        loading = embedded._loading(bundle_of(tmp_path), ServeOptions(str(tmp_path), tree=form))
         assert loading.is_batch_invariant is is_invariant
 
 
 def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO on a CPU is bitwise unless told otherwise, which makes it another target; nothing else can be."""
-    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
-    openvino = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
-    torch = openvino.model_copy(update={"runtime": "torch", "format": "safetensors"})
+    openvino, torch = bundle_of(tmp_path), bundle_of(tmp_path, runtime="torch", format="safetensors")
 
-    def identity(manifest: Manifest, exact: Exactness | None, **changes: Any) -> str:
-        bundle: Any = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
-        return target_identity(manifest, embedded._loading(bundle, ServeOptions("x", exact=exact, **changes)))
+    def identity(bundle: Any, exact: Exactness | None, **changes: Any) -> str:
+        return target_identity(bundle.manifest, embedded._loading(bundle, ServeOptions("x", exact=exact, **changes)))
 
     usual = identity(openvino, None)
     assert identity(openvino, Exactness.BITWISE) == usual != identity(openvino, Exactness.NEAR)
@@ -170,7 +172,7 @@ def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     cuda = identity(torch, None, device="cuda:1")
     assert cuda == identity(torch, Exactness.NEAR, device="cuda") != identity(torch, Exactness.BITWISE, device="cuda")
     monkeypatch.setattr(embedded, "find_spec", lambda name: None)
-    for manifest, changes, told in (
+    for bundle, changes, told in (
         (torch, {}, "torch on cpu computes logits by the shape of a step"),
         (torch, {"device": "cuda"}, "bitwise on CUDA needs Triton"),
         (openvino, {"device": "GPU"}, "openvino on GPU computes"),
@@ -178,7 +180,7 @@ def test_exactness_is_kept_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         (openvino, {"spill_type": SpillType.FP8}, "--spill-type fp8 rounds"),
     ):
         with pytest.raises(ConfigError, match=told):
-            identity(manifest, Exactness.BITWISE, **changes)
+            identity(bundle, Exactness.BITWISE, **changes)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +196,7 @@ def test_lookup_can_be_turned_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: tuple[bool, bool]
 ) -> None:
     """`serve --no-lookup` and `--source lookahead` reach the engine."""
-    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
-    manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
-    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path, tokenizer=lambda: None)
+    bundle = bundle_of(tmp_path)
     seen: list[EngineConfig] = []
 
     def engine(runtime: FakeBatchRuntime, config: EngineConfig) -> None:

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain, refused
-from tests.pending_drafts import commit, line_message, pending
+from tests.pending_drafts import commit, line_message, pending, timed
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.sources import Sources
@@ -74,9 +73,7 @@ def test_lookups_pay_where_a_text_repeats_itself_and_cost_nothing_elsewhere(
     """A text with a period, and one of 20 tokens in no order, where two tokens often recur: steps of 10 + 2 ms."""
     rng = random.Random(3)
     truth = [rng.randrange(20) for _ in range(period or 600)] * (600 // (period or 600))
-    drafting = Drafting(32, Policy.AUTO)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.008 + 0.002 * tokens)
+    drafting = timed(32, Policy.AUTO, 0.008, 0.002)
     drafts, text = pending(drafting, max_new=len(truth)), list[int]()
     drafts.sources = Sources([PromptLookup(text)])
     took_s, num_passes, num_looked_up = 0.0, 0, 0

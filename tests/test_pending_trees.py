@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pending_drafts import commit, line_message, pending
+from tests.pending_drafts import commit, line_message, pending, timed
 
 from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
@@ -166,9 +166,7 @@ def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_m
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
     """About ten tested nodes of the highest level, with a step of 40 ms and 1 ms per drafted token."""
-    drafting = Drafting(32, Policy.AUTO, with_trees=True)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.040 + 0.001 * tokens)
+    drafting = timed(32, Policy.AUTO, 0.040, 0.001, with_trees=True)
     drafts, num_tested = pending(drafting), 0
     while True:
         base = len(drafts.committed)
@@ -285,9 +283,7 @@ def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
     """Nothing but the step's time decides: the dearer a token, the less of the tree is verified."""
     found = []
     for extra_s in (0.0001, 0.006, 0.1):
-        drafting = Drafting(32, Policy.AUTO, with_trees=True)
-        for tokens in (1, 2, 4, 8, 16, 32, 64):
-            drafting.curve.observe(StepSize(tokens), 0.010 + extra_s * tokens)
+        drafting = timed(32, Policy.AUTO, 0.010, extra_s, with_trees=True)
         sessions = branching(drafting, 1)
         found.append(drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]])
     whole, line, nothing = found
@@ -298,9 +294,7 @@ def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
 
 def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
     """Steps with trees that take twice as long are declined, tried again at times, and taken once they are faster."""
-    drafting = Drafting(32, Policy.AUTO, with_trees=True)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.040)
+    drafting = timed(32, Policy.AUTO, 0.040, with_trees=True)
     sessions = branching(drafting, 1)
 
     def step(factor: float) -> bool:
@@ -324,9 +318,7 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
 
 def test_trees_keep_their_size_where_no_line_is_run() -> None:
     """Times of lines are forgotten after 256 steps; then trees tell them, and the plain step is still timed."""
-    drafting = Drafting(32, Policy.AUTO, with_trees=True)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.120)
+    drafting = timed(32, Policy.AUTO, 0.120, with_trees=True)
     sessions, sizes = branching(drafting, 1), list[int]()
     for step in range(1_500):
         chosen = drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]]

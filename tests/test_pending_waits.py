@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
-from tests.pending_drafts import commit, line_message, pending
+from tests.pending_drafts import commit, line_message, pending, timed
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.pending.sources import Sources
 from outrider.models.errors import RequestError
@@ -140,9 +142,7 @@ def test_a_tree_that_is_always_late_is_learned_from() -> None:
 
 def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
     """Forty tokens that have always been right: a pass verifies 32, and a wait is for more than 8."""
-    drafting = Drafting(32, Policy.AUTO)
-    for tokens in (1, 2, 4, 8, 16, 32, 40):
-        drafting.curve.observe(StepSize(tokens), 0.030 + 0.0002 * tokens)
+    drafting = timed(32, Policy.AUTO, 0.030, 0.0002)
     drafts, text = pending(drafting), list(range(1000))
     now = 0.0
     for base in range(0, 400, 40):
@@ -156,17 +156,21 @@ def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
     assert drafts.wait.want > 16
 
 
-@pytest.mark.parametrize(("level", "waits"), [(0, True), (6, True), (15, False)], ids=["hopeless", "unlikely", "sure"])
-def test_an_unlikely_guess_does_not_rule_out_a_wait(level: int, waits: bool) -> None:
-    """What is pending is weighed against what would come in 4 ms; a sure path is verified at once."""
-    drafting = Drafting(8, Policy.AUTO)
-    for tokens in range(1, 10):
-        drafting.curve.observe(StepSize(tokens), 0.039 + 0.001 * tokens)
+def guessed(tokens: Sequence[int], level: int) -> tuple[Drafting, PendingDrafts]:
+    """A device that answers in 4 ms beside steps of 40, whose guess came with the first commit."""
+    drafting = timed(8, Policy.AUTO, 0.039, 0.001)
     drafts = pending(drafting)
     drafts.lag = DraftLag(4.0)
     commit(drafts, 1)
-    drafting.merge_tree(drafts, line_message(1, 0, [2] * (1 if waits else 6), level), 0.001)
+    drafting.merge_tree(drafts, line_message(1, 0, tokens, level), 0.001)
     drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
+    return drafting, drafts
+
+
+@pytest.mark.parametrize(("level", "waits"), [(0, True), (6, True), (15, False)], ids=["hopeless", "unlikely", "sure"])
+def test_an_unlikely_guess_does_not_rule_out_a_wait(level: int, waits: bool) -> None:
+    """What is pending is weighed against what would come in 4 ms; a sure path is verified at once."""
+    drafting, drafts = guessed([2] * (1 if waits else 6), level)
     assert (drafts.wait != NO_WAIT) == waits
     if not waits:
         return
@@ -179,14 +183,7 @@ def test_an_unlikely_guess_does_not_rule_out_a_wait(level: int, waits: bool) -> 
 
 def test_a_wait_ends_where_its_path_is_unlikely_to_go_on() -> None:
     """The device would draft other guesses first; a wait that ends with nothing new was not answered."""
-    drafting = Drafting(8, Policy.AUTO)
-    for tokens in range(1, 10):
-        drafting.curve.observe(StepSize(tokens), 0.039 + 0.001 * tokens)
-    drafts = pending(drafting)
-    drafts.lag = DraftLag(4.0)
-    commit(drafts, 1)
-    drafting.merge_tree(drafts, line_message(1, 0, [2], 0), 0.001)
-    drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
+    drafting, drafts = guessed([2], 0)
     assert drafts.wait.want > 2
     drafting.merge_tree(drafts, line_message(1, 1, [3, 4], 8), 0.002)
     assert not drafting.is_waiting(drafts, 0.002)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.engine_harness import SAMPLED, Collector, plain
 from tests.requests import flat_request
-from tests.spilling import Hung, engine
+from tests.spilling import Hung, engine, left_by_another
 
 from outrider.cloud.engine.spill_file import MAGIC
 from outrider.models.errors import RequestError
@@ -76,9 +76,7 @@ def test_only_its_owner_salt_and_target_find_a_prefix(place: Path, salt: bytes) 
 
 def test_a_prefix_without_room_waits_for_it(place: Path) -> None:
     """In the queue, like any sequence; its blocks are written once it has its own."""
-    with engine(place, always=True) as first:
-        name, tokens = first.keep()
-        first.spill.flush()
+    name, tokens = left_by_another(place)
     with engine(place) as second:
         blocks = second.engine._cache.pool.allocate(62) or []
         _, collector = second.submit((3, 4), 10, prefix_hash=name)
@@ -91,9 +89,7 @@ def test_a_prefix_without_room_waits_for_it(place: Path) -> None:
 
 def test_a_prefix_from_disk_takes_no_blocks_of_others_before_its_turn(place: Path) -> None:
     """One that waits in the queue leaves the prefixes that others have parked where they are."""
-    with engine(place, always=True) as first:
-        name, _ = first.keep((7,) * 60, owner=b"bob")
-        first.spill.flush()
+    name, _ = left_by_another(place, (7,) * 60, owner=b"bob")
     with engine(place) as second:
         kept, tokens = second.keep(owner=b"alice")
         blocks = second.engine._cache.pool.allocate(second.engine.stats().free_blocks) or []
@@ -112,9 +108,7 @@ def test_a_prefix_from_disk_takes_no_blocks_of_others_before_its_turn(place: Pat
 
 def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some seconds; a sequence with a deadline ends at it; what comes later is not used."""
-    with engine(place, always=True) as first:
-        name, tokens = first.keep()
-        first.spill.flush()
+    name, tokens = left_by_another(place)
     with engine(place) as second:
         disk = Hung(monkeypatch, "read_blocks")
         _, late = second.submit((3, 4), 10, prefix_hash=name)
@@ -140,9 +134,7 @@ def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.M
 
 def test_a_cancelled_request_takes_no_blocks(place: Path) -> None:
     """Its blocks may arrive after its end."""
-    with engine(place, always=True) as first:
-        name, _ = first.keep()
-        first.spill.flush()
+    name, _ = left_by_another(place)
     with engine(place) as second:
         number, collector = second.submit((3, 4), 10, prefix_hash=name)
         second.engine.cancel(number)
@@ -186,9 +178,7 @@ def damaged(data: bytes) -> dict[str, bytes]:
 
 def test_no_damaged_file_is_used(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It is counted, with one warning in all, and removed; the request gets 409, or runs its tokens again."""
-    with engine(place, always=True) as first:
-        name, tokens = first.keep()
-        first.spill.flush()
+    name, tokens = left_by_another(place)
     (path,) = place.iterdir()
     cases = damaged(path.read_bytes())
     with engine(place) as second:

@@ -264,12 +264,11 @@ class FloatRuntime(FakeBatchRuntime):
 
 @pytest.mark.parametrize("kind", SpillType)
 def test_an_engine_goes_on_with_rounded_blocks(
-    tmp_path: Path, kind: SpillType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: SpillType, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Labelled in the log and in the stats. What continues them is not shared with a prompt that names no prefix."""
-    monkeypatch.setattr("tests.engine_harness.FakeBatchRuntime", FloatRuntime)
     prompt = tuple(range(20, 33))
-    with engine(tmp_path / "spill", always=True, kind=kind) as first:
+    with engine(tmp_path / "spill", always=True, kind=kind, runtime=FloatRuntime) as first:
         name, tokens = first.keep(prompt)
         first.spill.flush()
         assert first.engine.stats().totals.spilled == 1
@@ -277,7 +276,7 @@ def test_an_engine_goes_on_with_rounded_blocks(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == (kind is not SpillType.EXACT)
     assert all(f"--spill-type {kind}" in line and "may differ from the target's" in line for line in warnings)
-    with engine(tmp_path / "spill", always=True, kind=kind) as second:
+    with engine(tmp_path / "spill", always=True, kind=kind, runtime=FloatRuntime) as second:
         _, collector = second.submit((3, 4), 10, prefix_hash=name, keep=True)
         text = second.text(collector)
         assert collector.ended.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4

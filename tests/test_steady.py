@@ -185,7 +185,6 @@ async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.
     monkeypatch.setattr("outrider.cloud.api.steady_stream.MOST_WAITING", 900)
 
     stream = Streaming(steady=pace_of(None))
-    stream.connection.can_write.set()
     await settle()
     stream.commit(*range(100))
     with pytest.raises(asyncio.CancelledError):
