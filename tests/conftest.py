@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import os
+import signal
 import ssl
 import sys
 from collections.abc import Callable, Iterator
@@ -283,6 +284,21 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
         tiny_models.make_tiny_tokenizer(root / name)
         tiny_models.make_tiny_model("llama", root / name, vocab_size=320, seed=seed)
     return PairPaths(root / "draft", root / "target")
+
+
+@pytest.fixture
+def signals_reach_children() -> Iterator[None]:
+    """A background job starts with SIGINT ignored, one under nohup with SIGHUP ignored: children would inherit that."""
+    ignored = [
+        number
+        for name in ("SIGINT", "SIGHUP")
+        if (number := getattr(signal, name, None)) is not None and signal.getsignal(number) is signal.SIG_IGN
+    ]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.lora_adapters import CONFIG_NAME, WEIGHTS_NAME, save_safetensors, wri
 from tests.serving import (
     save_fake_tokenizer,
 )
-from tests.test_vllm_parts import installed
+from tests.test_vllm_options import installed
 
 from outrider.cloud.api.state import NamedModel, ServedModel
 from outrider.cloud.server.options import EngineName, ServeOptions
