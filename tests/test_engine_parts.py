@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from tests.requests import flat_request
 
 from outrider.cloud.engine import EngineThread
 from outrider.cloud.engine.pool import BlockPool, chain_hash
+from outrider.cloud.pending import estimators
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
 from outrider.cloud.pending.policy import (
     ENOUGH_ANSWERS,
@@ -196,6 +197,26 @@ def test_step_time_curve_is_monotone_and_robust() -> None:
     assert times[:2].tolist() == pytest.approx([0.0395, 0.0395])
     assert (np.diff(times) >= 0).all()
     assert times[7] > times[3]
+
+
+def test_a_curve_may_be_read_while_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `stats` does from another thread, also in the middle of the first step's record and of a prediction."""
+    curve, found = StepTimeCurve(), list[object]()
+    median_s, rising = estimators._median_s, estimators._rising
+
+    def reading(seen: Iterable[tuple[int, float]]) -> float:
+        found.append(curve.is_known and curve.step_and_extra()[0])
+        return median_s(seen)
+
+    def learning(times: Sequence[float], weights: Sequence[int]) -> list[float]:
+        curve.passed()
+        return rising(times, weights)
+
+    monkeypatch.setattr(estimators, "_median_s", reading)
+    monkeypatch.setattr(estimators, "_rising", learning)
+    for _ in range(2):
+        curve.observe(StepSize(1), 0.040)
+    assert found == [False, pytest.approx(0.040)] and curve.step_and_extra()[0] == pytest.approx(0.040)
 
 
 def test_draft_lag_measures_the_first_answer_and_the_rate_after_it() -> None:
