@@ -112,13 +112,20 @@ def test_distributions_cross_a_process_as_numbers() -> None:
 
 def test_a_session_shows_in_every_metric(server: FakeServer) -> None:
     """By vLLM's names: times, tokens, acceptance, waits and the device's lag, queue, ends."""
+
+    def is_counted() -> bool:
+        """Whether nothing runs, and the last step is in all counts: its thread makes them one after the other."""
+        stats = server.core.engine.stats()
+        return server.is_empty() and stats.totals.steps == stats.distributions.step_tokens.count
+
+    server.wait_until(is_counted)
     before = samples(server.url)
     tokens = target_tokens(PROMPT, 12)
     with httpx.Client(base_url=server.url) as client:
         with open_session(client, BODY | {"patience_ms": 0}) as session:
             client.post(session.drafts, json={"base": 0, "paths": [tokens[:4]]})
             session.rest()
-        server.wait_until(server.is_empty)
+        server.wait_until(is_counted)
         after = samples(server.url)
 
     def more(name: str, **labels: str) -> float:
