@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -214,8 +214,9 @@ def test_a_refusal_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) 
     assert closed == [503]
 
 
-def test_a_signal_ends_a_front_without_replicas() -> None:
-    """It waits for its first replica no longer; also where the signal comes before the loop runs."""
+@contextmanager
+def waiting_front(drain: Callable[[], None] = lambda: None, *, is_early: bool = False) -> Iterator[FrontServer]:
+    """A front that waits for its first replica, and must have ended at the end. is_early: is told so before it runs."""
     has_begun = threading.Event()
 
     async def reports() -> AsyncIterator[list[Report]]:
@@ -223,42 +224,34 @@ def test_a_signal_ends_a_front_without_replicas() -> None:
         await asyncio.Event().wait()
         yield []
 
-    for is_early in (False, True):
-        server = FrontServer(Front(Members(), ServerSettings()), reports, drain=lambda: None, limits=ConnectionLimits())
-        if is_early:
-            server._end()
-        with open_socket("127.0.0.1", 0) as sock:
-            thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-            thread.start()
-            if not is_early:
-                assert has_begun.wait(TIMEOUT_S)
-                server.begin_drain()
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive() and not server.started
+    server = FrontServer(Front(Members(), ServerSettings()), reports, drain=drain, limits=ConnectionLimits())
+    if is_early:
+        server._end()
+    with open_socket("127.0.0.1", 0) as sock:
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+        thread.start()
+        assert is_early or has_begun.wait(TIMEOUT_S)
+        yield server
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def test_a_signal_ends_a_front_without_replicas() -> None:
+    """It waits for its first replica no longer; also where the signal comes before the loop runs."""
+    with waiting_front() as server:
+        server.begin_drain()
+    with waiting_front(is_early=True) as early:
+        pass
+    assert not server.started and not early.started
 
 
 def test_a_second_signal_ends_a_front_whose_replicas_drain() -> None:
     """Also before its first replica has come."""
-    has_begun, may_end = threading.Event(), threading.Event()
-
-    async def reports() -> AsyncIterator[list[Report]]:
-        has_begun.set()
-        await asyncio.Event().wait()
-        yield []
-
-    def drain() -> None:
-        may_end.wait(TIMEOUT_S)
-
-    server = FrontServer(Front(Members(), ServerSettings()), reports, drain=drain, limits=ConnectionLimits())
-    with open_socket("127.0.0.1", 0) as sock:
-        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-        thread.start()
-        assert has_begun.wait(TIMEOUT_S)
+    may_end = threading.Event()
+    with waiting_front(lambda: (may_end.wait(TIMEOUT_S), None)[1]) as server:
         server.handle_exit(15, None)
         server.handle_exit(15, None)
-        thread.join(TIMEOUT_S)
-        may_end.set()
-        assert not thread.is_alive()
+    may_end.set()
 
 
 def test_an_owner_that_keeps_much_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:

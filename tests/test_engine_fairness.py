@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -87,18 +88,23 @@ def test_a_newcomer_does_not_wait_for_long_sessions_to_end(
     assert newcomer.tokens == plain(prompt_of(99, 40), SAMPLED, 30)
 
 
+def gained(harness: Harness, texts: Sequence[Collector], num_steps: int) -> list[int]:
+    """The tokens that each text gets in so many steps."""
+    before = [len(text.tokens) for text in texts]
+    harness.run_steps(num_steps)
+    return [len(text.tokens) - count for text, count in zip(texts, before, strict=True)]
+
+
 def test_places_are_shared_between_owners_and_between_the_sessions_of_one() -> None:
     """40 sessions against 2 for 8 places: the two run in every step, the forty take turns."""
     harness = Harness(config=EngineConfig(max_running=8), num_blocks=4096)
     many = [harness.submit(prompt_of(i), 300, owner=ALICE)[1] for i in range(40)]
     harness.run_steps(30)
     few = [harness.submit(prompt_of(90 + i), 300, owner=BOB)[1] for i in range(2)]
-    before = [len(c.tokens) for c in many]
-    harness.run_steps(100)
+    of_many = gained(harness, many, 100)
     assert min(len(c.tokens) for c in few) >= 99
-    gained = [len(c.tokens) - b for c, b in zip(many, before, strict=True)]
-    assert max(gained) - min(gained) <= 2
-    assert sum(gained) >= 6 * 99
+    assert max(of_many) - min(of_many) <= 2
+    assert sum(of_many) >= 6 * 99
 
 
 def test_a_flood_of_short_requests_does_not_stop_a_long_text_of_the_same_owner() -> None:
@@ -121,11 +127,9 @@ def test_more_owners_than_places_take_turns() -> None:
         harness.submit(prompt_of(200 + i), 300, owner=b"0")
     harness.run_steps(50)
     texts.append(harness.submit(prompt_of(50), 300, owner=b"late")[1])
-    before = [len(c.tokens) for c in texts]
-    harness.run_steps(120)
-    gained = [len(c.tokens) - b for c, b in zip(texts, before, strict=True)]
-    assert max(gained[1:]) - min(gained[1:]) <= 2
-    assert min(gained[1:]) >= 38
+    of_others = gained(harness, texts, 120)[1:]
+    assert max(of_others) - min(of_others) <= 2
+    assert min(of_others) >= 38
 
 
 @pytest.mark.parametrize(
@@ -157,13 +161,11 @@ def test_what_was_used_while_there_was_enough_costs_no_turns_later() -> None:
     many = [harness.submit(prompt_of(i), 480, owner=ALICE)[1] for i in range(8)]
     one = harness.submit(prompt_of(8), 480, owner=BOB)[1]
     harness.run_steps(200)
-    before = sum(len(c.tokens) for c in many), len(one.tokens)
     others = [harness.submit(prompt_of(20 + i), 480, owner=b"%d" % i)[1] for i in range(10)]
-    harness.run_steps(120)
-    after = sum(len(c.tokens) for c in many), len(one.tokens)
-    gained = [*(len(c.tokens) for c in others), *(a - b for a, b in zip(after, before, strict=True))]
-    assert max(gained) - min(gained) <= 2
-    assert sum(gained) >= 120 * 10 - 10  # a newcomer's prompt may take two steps, so that it delays nobody
+    of_each = gained(harness, [*many, one, *others], 120)
+    of_owners = [sum(of_each[:8]), *of_each[8:]]
+    assert max(of_owners) - min(of_owners) <= 2
+    assert sum(of_owners) >= 120 * 10 - 10  # a newcomer's prompt may take two steps, so that it delays nobody
 
 
 def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> None:
@@ -176,11 +178,9 @@ def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> Non
     drafts = harness.engine._sequences[waiting_id].drafts
     drafts.wait, drafts.wait_started, drafts.wait_deadline = Wait(1, 60.0), harness.clock.now, harness.clock.now + 60.0
     harness.run_steps(200)
-    before = len(long.tokens)
     new = [harness.submit(prompt_of(20 + i), 480, patience_ms=0.0)[1] for i in range(6)]
-    harness.run_steps(70)
-    gained = [len(long.tokens) - before, *(len(c.tokens) for c in new)]
-    assert max(gained) - min(gained) <= 2
+    of_each = gained(harness, [long, *new], 70)
+    assert max(of_each) - min(of_each) <= 2
 
 
 def test_a_session_that_waits_leaves_its_place() -> None:
