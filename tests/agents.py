@@ -18,6 +18,7 @@ from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
 from tests.faulty_posts import FaultRates, FaultyPosts
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
 from tests.serving import FakeServer, fake_tokenizer
+from tests.waiting import HANG_S
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.depth import CostModelDepth, DepthController
@@ -151,11 +152,15 @@ class Posting:
 
 
 class Pacing:
-    """Passes drafts on to faulty posts, and lets the server run one step per attempted message."""
+    """Passes drafts on to faulty posts, and lets the server run one step per attempted message.
 
-    def __init__(self, rates: FaultRates | None = None, longest_s: float = 0.05) -> None:
+    num_sure: so many messages are waited for however busy the machine is; for later ones a step waits for `longest_s`.
+    """
+
+    def __init__(self, rates: FaultRates | None = None, longest_s: float = 0.05, num_sure: int = 0) -> None:
         self.tried = threading.Event()
         self._longest_s = longest_s
+        self._num_left = num_sure
         self._rates = rates or FaultRates()
         self.failed: list[OutriderError] = []
 
@@ -178,8 +183,9 @@ class Pacing:
         return FakeBatchRuntime(vocab_size=VOCAB, on_step=self._step)
 
     def _step(self, _: object) -> None:
-        self.tried.wait(self._longest_s)  # the last steps have no draft
+        self.tried.wait(HANG_S if self._num_left > 0 else self._longest_s)  # the last steps have no draft
         self.tried.clear()
+        self._num_left -= 1
 
 
 class Spying:

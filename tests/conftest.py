@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import inspect
 import os
+import signal
 import ssl
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from hypothesis import settings
 from tests import tiny_models
 from tests.waiting import run
 
 if TYPE_CHECKING:
+    from tests.cascades import Cascade
     from tests.chromium import Browser
     from tests.commands import Outrider
+    from tests.fronts import FakeReplica, RunningFront
     from tests.local_endpoint import LocalEndpoint
     from tests.serving import FakeServer
 
     from outrider.edge.store.shelf import Shelf
     from outrider.export.make.pair import PairPaths
+    from outrider.models.text.tokenizer import Tokenizer
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -78,6 +87,32 @@ def roots_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("httpx._transports.default.create_ssl_context", created)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_end_at_once() -> Iterator[None]:
+    """uvicorn looks every 0.1 s whether it is to end, and then waits 0.1 s: that is long for a thousand servers.
+
+    Not on vLLM, whose engine ends what is open at once: there a test could not ask a server any more that drains.
+    """
+    import uvicorn.server
+
+    least_s = 0.1 if find_spec("vllm") else 0.01
+
+    async def soon(delay: float) -> None:
+        await asyncio.sleep(min(delay, least_s))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uvicorn.server, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": soon}))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def blocks_returned() -> Iterator[None]:
+    """After each test, whatever happened in it, all blocks of the engines that it drove by hand must be free."""
+    yield
+    if (harness := sys.modules.get("tests.engine_harness")) is not None:
+        harness.Harness.check_made()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,6 +203,15 @@ def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path
 
 
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """The reference target's."""
+    from outrider.models.text.tokenizer import Tokenizer
+    from outrider.reference import target_dir
+
+    return Tokenizer.from_dir(target_dir())
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
     """One verifier for the tests of a module that only read from it."""
@@ -175,6 +219,13 @@ def server() -> Iterator[FakeServer]:
 
     with serve_fake() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    """A client of it."""
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +247,33 @@ def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def usual() -> Iterator[Cascade]:
+    """A cascade for the tests that only read from it."""
+    from tests.cascades import cascade
+
+    with cascade() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[list[FakeReplica]]:
+    """Two replicas for the tests that only read from them."""
+    from tests.fronts import replicas
+
+    with replicas(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(group: list[FakeReplica]) -> Iterator[RunningFront]:
+    """A front before them."""
+    from tests.fronts import serve_front
+
+    with serve_front(group) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     """Two random models with one tokenizer: they agree by chance only."""
@@ -206,6 +284,21 @@ def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
         tiny_models.make_tiny_tokenizer(root / name)
         tiny_models.make_tiny_model("llama", root / name, vocab_size=320, seed=seed)
     return PairPaths(root / "draft", root / "target")
+
+
+@pytest.fixture
+def signals_reach_children() -> Iterator[None]:
+    """A background job starts with SIGINT ignored, one under nohup with SIGHUP ignored: children would inherit that."""
+    ignored = [
+        number
+        for name in ("SIGINT", "SIGHUP")
+        if (number := getattr(signal, name, None)) is not None and signal.getsignal(number) is signal.SIG_IGN
+    ]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture

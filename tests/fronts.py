@@ -13,16 +13,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import FakeServer, StepGate, serve_fake
 from tests.waiting import TIMEOUT_S, wait_until
 
+from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.replicas.front import Front, FrontServer
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.trust import ForwardedOwners
+from outrider.models.http.security import KeyRing
 from outrider.models.ingress.connections import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.wire.protocol import ReadyAnswer
@@ -129,3 +132,27 @@ def serve_front(
             server.begin_drain()
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "the front did not end"
+
+
+@contextmanager
+def served(
+    keys: KeyRing | None = None,
+    count: int = 1,
+    *,
+    gate: StepGate | None = None,
+    audit: AuditLog | None = None,
+    settings: ServerSettings | None = None,
+    **given: Any,
+) -> Iterator[tuple[httpx.Client, list[FakeReplica], RunningFront]]:
+    """So many replicas behind a front with these keys, and a client of it. given: more of what `replicas` takes."""
+    settings = replace(settings or ServerSettings(), audit=audit)
+    with (
+        replicas(count, gate=gate, settings=settings, **given) as group,
+        serve_front(group, ServerSettings(keys or KeyRing(), audit=audit)) as front,
+        httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as client,
+    ):
+        try:
+            yield client, group, front
+        finally:
+            if gate is not None:
+                gate.open()

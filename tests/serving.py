@@ -13,11 +13,13 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 from tests.fake_runtime import FakeBatchRuntime, FakeSequenceRuntime
@@ -145,8 +147,15 @@ class FakeServer:
     core: Core
     server: VerifierServer
     runtime: FakeBatchRuntime
+    own_gate: StepGate | None = None
 
     wait_until = staticmethod(wait_until)
+
+    @property
+    def gate(self) -> StepGate:
+        """The gate that it was given."""
+        assert self.own_gate is not None
+        return self.own_gate
 
     def is_empty(self) -> bool:
         """Whether nothing runs or waits, and every block and slot is free."""
@@ -210,7 +219,7 @@ def serve_fake(
     url = url_of(sock, is_tls=tls is not None)
     thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
     thread.start()
-    fake = FakeServer(url, app.state.core, server, runtime)
+    fake = FakeServer(url, app.state.core, server, runtime, gate)
     try:
         fake.wait_until(lambda: server.started)
         yield fake
@@ -225,6 +234,23 @@ def serve_fake(
         own.close()
         sock.close()
         assert not thread.is_alive(), "the server did not end"
+
+
+@contextmanager
+def fake_target(on_load: Callable[[], object] = lambda: None) -> Iterator[Any]:
+    """What `serve` and a replica load, over the fake language. on_load: called while it is loaded."""
+    engine = EngineThread(FakeBatchRuntime(vocab_size=fake_tokenizer().size))
+
+    @contextmanager
+    def load() -> Iterator[Any]:
+        on_load()
+        try:
+            yield SimpleNamespace(engine=engine, summary="a fake target")
+        finally:
+            engine.close()
+
+    model = ServedModel("fake", fake_tokenizer(), frozenset({EOS_ID}))
+    yield SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake", num_gpus=0, engine=engine)
 
 
 def read_events(response: httpx.Response) -> Iterator[SessionEvent]:
@@ -253,17 +279,48 @@ class Transcript:
         return [token for commit in self.commits for token in commit.tokens]
 
 
-def run_session(client: httpx.Client, body: dict[str, object], headers: dict[str, str] | None = None) -> Transcript:
-    """Opens a session and reads it to its end; checks that commits are contiguous."""
-    with client.stream("POST", "/v1/sessions", json=body, headers=headers) as response:
+class OpenSession:
+    """A session whose stream has begun. opened: its first event; events: those after it, as they arrive."""
+
+    def __init__(self, response: httpx.Response) -> None:
         assert response.status_code == 200, response.read()
-        events = list(read_events(response))
-    opened, *middle, end = events
-    assert isinstance(opened, SessionOpen) and isinstance(end, SessionEnd)
-    commits = [event for event in middle if isinstance(event, Commit)]
-    assert len(commits) == len(middle)
+        self.events = read_events(response)
+        opened = next(self.events)
+        assert isinstance(opened, SessionOpen)
+        self.opened = opened
+        self.path = f"/v1/sessions/{opened.session}"
+        self.drafts = f"{self.path}/drafts"
+
+    def commit(self) -> Commit:
+        """The next event, which is a commit."""
+        event = next(self.events)
+        assert isinstance(event, Commit)
+        return event
+
+    def rest(self) -> Transcript:
+        """The session with all commits to come and its end."""
+        *middle, end = self.events
+        assert isinstance(end, SessionEnd)
+        commits = [event for event in middle if isinstance(event, Commit)]
+        assert len(commits) == len(middle)
+        return Transcript(self.opened, commits, end)
+
+
+@contextmanager
+def open_session(
+    client: httpx.Client, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> Iterator[OpenSession]:
+    """Opens a session; its stream is closed at the end."""
+    with client.stream("POST", "/v1/sessions", json=body, headers=headers) as response:
+        yield OpenSession(response)
+
+
+def run_session(client: httpx.Client, body: dict[str, Any], headers: dict[str, str] | None = None) -> Transcript:
+    """Opens a session and reads it to its end; checks that commits are contiguous."""
+    with open_session(client, body, headers) as session:
+        whole = session.rest()
     count = 0
-    for commit in commits:
+    for commit in whole.commits:
         assert commit.base == count and commit.tokens
         count += len(commit.tokens)
-    return Transcript(opened, commits, end)
+    return whole

@@ -9,10 +9,10 @@ from contextlib import AbstractAsyncContextManager
 import httpx
 import pytest
 from tests.agents import asking, truth
+from tests.cascades import VOCAB, Cascade, cascade
 from tests.fake_runtime import FakeSequenceRuntime
 from tests.local_endpoint import serve_local
 from tests.serving import FakeServer
-from tests.test_cascade import VOCAB, Cascade, cascade
 from tests.test_edge_agent import SETTINGS
 
 from outrider.edge.drafting.depth import CostModelDepth

@@ -6,20 +6,13 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import httpx
 import pytest
-from tests.fake_runtime import FakeBatchRuntime
-from tests.serving import EOS_ID, bearer, fake_tokenizer
+from tests.serving import bearer, fake_target
 from tests.waiting import wait_until
 
-from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.signals import takes_hangups
@@ -28,21 +21,6 @@ from outrider.models.http.keys import ApiKey
 from outrider.models.process import watched_files
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
-
-
-@contextmanager
-def fake_target(on_load: Callable[[], object]) -> Iterator[Any]:
-    """What `serve` serves, over the fake language. on_load: called while it is loaded."""
-    tokenizer = fake_tokenizer()
-    engine = EngineThread(FakeBatchRuntime(vocab_size=tokenizer.size))
-
-    @contextmanager
-    def load() -> Iterator[Any]:
-        on_load()
-        yield SimpleNamespace(engine=engine, summary="a fake target")
-
-    model = ServedModel("fake", tokenizer, frozenset({EOS_ID}))
-    yield SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake")
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")

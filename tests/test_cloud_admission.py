@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import Clock
 from tests.requests import flat_request
-from tests.serving import StepGate, bearer, read_events, run_session, serve_fake, target_tokens
+from tests.serving import (
+    FakeServer,
+    StepGate,
+    bearer,
+    code_of,
+    open_session,
+    run_session,
+    serve_fake,
+    target_tokens,
+)
 
 from outrider.cloud.api.admission import Admission, Asked
 from outrider.cloud.api.state import ServerSettings
@@ -23,12 +32,12 @@ from outrider.models.http.errors import Throttled
 from outrider.models.http.keys import ApiKey, KeyRing
 from outrider.models.http.limits import MAX_BUCKETS, Slots, TokenBudget
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.protocol import Commit, SessionEnd
 
 KEY, OTHER = "a-key-with-limits-of-its-own", "another-key-without-limits"
 OWNER = ApiKey.plain(KEY).digest
 PROMPT = [5, 6, 7, 8]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True}
+BODIES: dict[str, dict[str, Any]] = {"/v1/verify": {"items": [{"prefix": PROMPT}]}}
 
 
 def ring(attributes: str) -> KeyRing:
@@ -167,46 +176,35 @@ def test_a_key_over_its_tokens_gets_429_with_the_true_wait() -> None:
         serve_fake(ServerSettings(ring("tokens-per-minute=12"), tokens_per_minute=6_000_000)) as server,
         httpx.Client(base_url=server.url) as client,
     ):
-        assert run_session_with(client, BODY, KEY) == target_tokens(PROMPT, 6)
+        assert run_session(client, BODY, bearer(KEY)).tokens == target_tokens(PROMPT, 6)
         for path in ("/v1/sessions", "/v1/completions"):
             refused = client.post(path, json=BODY, headers=bearer(KEY))
             assert refused.json()["error"]["code"] == "tokens_exhausted"
             assert (refused.status_code, refused.headers["retry-after"]) in ((429, "10"), (429, "9"))
         verify = client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]}, headers=bearer(KEY))
-        assert (verify.status_code, verify.json()["error"]["code"]) == (429, "tokens_exhausted")
+        assert code_of(verify) == (429, "tokens_exhausted")
         assert verify.headers["retry-after"] in ("10", "9")
-        assert run_session_with(client, BODY, OTHER) == target_tokens(PROMPT, 6)
+        assert run_session(client, BODY, bearer(OTHER)).tokens == target_tokens(PROMPT, 6)
         server.wait_until(server.is_empty)
 
 
-def run_session_with(client: httpx.Client, body: dict[str, Any], key: str) -> list[int]:
-    """The tokens of a session with this key."""
-    client.headers = httpx.Headers(bearer(key))
-    tokens = run_session(client, body).tokens
-    client.headers = httpx.Headers()
-    return tokens
-
-
-def test_slots_of_an_owner_may_be_fewer_or_more() -> None:
+async def test_slots_of_an_owner_may_be_fewer_or_more() -> None:
     """An owner's own limit holds for taking and for waiting."""
     limits = {b"few": 1, b"many": 3}
 
-    async def check() -> None:
-        slots = Slots(2, limits.get)
-        slots.take(b"many", 3)
-        slots.take(b"other", 2)
-        slots.take(b"few")
-        for owner in (b"few", b"many", b"other"):
-            with pytest.raises(RequestError, match="may be open"):
-                slots.take(owner)
-        waiting = asyncio.ensure_future(slots.wait(b"few"))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        slots.release(b"few")
-        await waiting
-        assert slots.num_taken == 6
-
-    asyncio.run(check())
+    slots = Slots(2, limits.get)
+    slots.take(b"many", 3)
+    slots.take(b"other", 2)
+    slots.take(b"few")
+    for owner in (b"few", b"many", b"other"):
+        with pytest.raises(RequestError, match="may be open"):
+            slots.take(owner)
+    waiting = asyncio.ensure_future(slots.wait(b"few"))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    slots.release(b"few")
+    await waiting
+    assert slots.num_taken == 6
 
 
 # -- priorities and deadlines ----------------------------------------------------------------------------------------
@@ -245,25 +243,23 @@ def test_the_time_before_the_engine_counts_against_a_deadline() -> None:
 
 def test_a_running_text_ends_at_its_deadline_with_what_it_has() -> None:
     """A session's reason is `deadline`, a completion's `length`."""
-    gate = StepGate()
     body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "deadline_ms": 500.0}
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url, timeout=60.0) as client,
-        client.stream("POST", "/v1/sessions", json=body) as session,
+        open_session(client, body) as session,
         client.stream("POST", "/v1/completions", json=body | {"stream": True}) as completion,
     ):
         stats = server.core.engine.stats
 
         def is_over() -> bool:
-            gate.allow(1)
+            server.gate.allow(1)
             return stats().totals.finished == 2
 
         server.wait_until(is_over)
-        *events, end = read_events(session)
-        assert isinstance(end, SessionEnd) and end.reason == "deadline"
-        tokens = [token for event in events if isinstance(event, Commit) for token in event.tokens]
-        assert tokens == target_tokens(PROMPT, end.usage.completion_tokens) and tokens
+        text = session.rest()
+        assert text.end.reason == "deadline" and text.tokens
+        assert text.tokens == target_tokens(PROMPT, text.end.usage.completion_tokens)
         *_, last, done = [line for line in completion.iter_lines() if line]
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         assert done == "data: [DONE]"
@@ -271,20 +267,17 @@ def test_a_running_text_ends_at_its_deadline_with_what_it_has() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/completions", "/v1/verify"])
-def test_a_deadline_that_has_passed_is_answered_504(path: str) -> None:
+def test_a_deadline_that_has_passed_is_answered_504(server: FakeServer, path: str) -> None:
     """Before anything runs."""
-    body = {"items": [{"prefix": PROMPT}]} if path == "/v1/verify" else BODY
-    with serve_fake() as server:
-        late = httpx.post(server.url + path, json=body | {"deadline_ms": 1e-9})
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
-        assert server.core.engine.stats().totals.steps == 0 and server.is_empty()
+    num_steps = server.core.engine.stats().totals.steps
+    late = httpx.post(server.url + path, json=BODIES.get(path, BODY) | {"deadline_ms": 1e-9})
+    assert code_of(late) == (504, "deadline_exceeded")
+    assert server.core.engine.stats().totals.steps == num_steps and server.is_empty()
 
 
 @pytest.mark.parametrize("field", [{"priority": 101}, {"priority": "1"}, {"deadline_ms": 0}, {"deadline_ms": 1e9}])
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/completions", "/v1/verify"])
-def test_values_beyond_their_range_are_refused_by_name(path: str, field: dict[str, Any]) -> None:
+def test_values_beyond_their_range_are_refused_by_name(server: FakeServer, path: str, field: dict[str, Any]) -> None:
     """The same on every route."""
-    body = {"items": [{"prefix": PROMPT}]} if path == "/v1/verify" else BODY
-    with serve_fake() as server:
-        refused = httpx.post(server.url + path, json=body | field)
+    refused = httpx.post(server.url + path, json=BODIES.get(path, BODY) | field)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(field)))

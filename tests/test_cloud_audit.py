@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import StepGate, read_events, run_session, serve_fake
+from tests.serving import StepGate, open_session, run_session, serve_fake
 from tests.waiting import wait_until
 
 from outrider.cloud.api.audit import MAX_REFUSED_LINES, MAX_WAITING, AuditLog
@@ -44,10 +44,9 @@ def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
         httpx.Client(base_url=server.url, headers=HEADERS) as client,
     ):
         body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
-        with client.stream("POST", "/v1/sessions", json=body) as left:
+        with open_session(client, body) as left:
             gate.allow(2)
-            events = read_events(left)
-            next(events), next(events)
+            left.commit()
         gate.open()
         server.wait_until(server.is_empty)
         run_session(client, body | {"max_tokens": 5})
@@ -152,8 +151,7 @@ def test_a_full_disk_loses_lines_and_stops_nothing(caplog: pytest.LogCaptureFixt
         httpx.Client(base_url=server.url, headers=HEADERS) as client,
     ):
         for _ in range(3):
-            answer = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
-            assert answer.status_code == 200
+            assert client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1}).status_code == 200
         server.wait_until(lambda: log.num_lost == 3)
         assert "outrider_audit_lines_lost_total 3.0" in client.get("/metrics").text
     log.close()

@@ -11,7 +11,17 @@ import httpx
 import pytest
 from starlette.types import Message
 from tests.engine_harness import Clock
-from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import (
+    JSON,
+    FakeServer,
+    StepGate,
+    code_of,
+    open_session,
+    read_events,
+    run_session,
+    serve_fake,
+    target_tokens,
+)
 
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_line import DraftLine
@@ -23,7 +33,7 @@ from outrider.cloud.api.traces import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, SequenceUsage, Totals
 from outrider.models.http.security import KeyRing
 from outrider.models.process.tally import RequestTally
-from outrider.models.wire.protocol import Commit, SessionEvent, SessionOpen, parse_event
+from outrider.models.wire.protocol import Commit, SessionOpen, parse_event
 from outrider.models.wire.steady import SteadyPace
 
 PROMPT = [5, 17, 99, 3]
@@ -115,13 +125,6 @@ def held_server(**limits: float) -> Iterator[tuple[FakeServer, StepGate]]:
         yield server, gate
 
 
-def drafts_path(events: Iterator[SessionEvent]) -> str:
-    """Where a session's drafts go, from its first event."""
-    opened = next(events)
-    assert isinstance(opened, SessionOpen)
-    return f"/v1/sessions/{opened.session}/drafts"
-
-
 def as_user(server: FakeServer, key: str) -> httpx.Client:
     return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"})
 
@@ -134,25 +137,22 @@ def test_a_flood_is_dropped_late_and_unread_and_the_text_stays() -> None:
         held_server(session_per_s=0.0, session_burst=2.0, delay_s=0.05) as (server, gate),
         as_user(server, ALICE) as alice,
         as_user(server, BOB) as bob,
-        alice.stream("POST", "/v1/sessions", json=body) as flooded,
-        bob.stream("POST", "/v1/sessions", json=body) as calm,
+        open_session(alice, body) as flooded,
+        open_session(bob, body) as calm,
     ):
-        events, other_events = read_events(flooded), read_events(calm)
-        path = drafts_path(events)
+        path = flooded.drafts
         assert [alice.post(path, json=draft).status_code for _ in range(2)] == [204, 204]
         late = alice.post(path, content=b"not even JSON", headers=JSON)
-        assert (late.status_code, late.json()["error"]["code"]) == (429, "rate_limited")
+        assert code_of(late) == (429, "rate_limited")
         assert late.headers["retry-after"] == "1"
         assert late.elapsed.total_seconds() >= 0.05
-        other = drafts_path(other_events)
-        assert bob.post(other, json=draft).status_code == 204
+        assert bob.post(calm.drafts, json=draft).status_code == 204
         metrics = alice.get("/metrics").text
         assert 'outrider_drafts_dropped_total{budget="session"} 1.0' in metrics
         route = 'method="POST",route="/v1/sessions/{session_id}/drafts",status="429"'
         assert f"outrider_http_requests_total{{{route}}} 1.0" in metrics
         gate.open()
-        tokens = [token for event in events for token in getattr(event, "tokens", [])]
-        assert tokens == target_tokens(PROMPT, 8)
+        assert flooded.rest().tokens == target_tokens(PROMPT, 8)
 
 
 def test_an_owners_sessions_add_up() -> None:
@@ -162,13 +162,11 @@ def test_an_owners_sessions_add_up() -> None:
     with (
         held_server(session_burst=3.0, owner_per_s=0.0, owner_burst=3.0, delay_s=0.0) as (server, gate),
         as_user(server, ALICE) as client,
-        client.stream("POST", "/v1/sessions", json=body) as first,
-        client.stream("POST", "/v1/sessions", json=body) as second,
+        open_session(client, body) as first,
+        open_session(client, body) as second,
     ):
-        events = [read_events(first), read_events(second)]
-        paths = [drafts_path(each) for each in events]
-        statuses = [client.post(paths[index % 2], json=draft).status_code for index in range(5)]
-        assert statuses == [204, 204, 204, 429, 429]
+        paths = [first.drafts, second.drafts] * 2 + [first.drafts]
+        assert [client.post(path, json=draft).status_code for path in paths] == [204, 204, 204, 429, 429]
         assert 'outrider_drafts_dropped_total{budget="owner"} 2.0' in client.get("/metrics").text
         gate.open()
 
@@ -181,16 +179,15 @@ def test_an_empty_body_counts_as_one_and_one_of_unknown_length_as_the_longest(
     with (
         held_server(session_per_s=0.0, session_burst=3.0, delay_s=0.0) as (server, gate),
         as_user(server, ALICE) as client,
-        client.stream("POST", "/v1/sessions", json={"prompt": PROMPT, "max_tokens": 4}) as stream,
+        open_session(client, {"prompt": PROMPT, "max_tokens": 4}) as session,
     ):
-        path = drafts_path(events := read_events(stream))
-        answers = [client.post(path, content=content, headers=JSON) for _ in statuses]
+        answers = [client.post(session.drafts, content=content, headers=JSON) for _ in statuses]
         assert [answer.status_code for answer in answers] == statuses
         assert [answer.request.headers.get("content-length") for answer in answers] == (
             ["0" if content == b"" else None] * len(statuses)
         )
         gate.open()
-        assert any(getattr(event, "tokens", ()) for event in events)
+        assert session.rest().tokens
 
 
 @pytest.mark.parametrize(
@@ -202,11 +199,10 @@ def test_the_checks_stand_before_the_budget(headers: dict[str, str] | None, stat
     with (
         held_server(session_per_s=0.0, session_burst=1.0) as (server, gate),
         as_user(server, ALICE) as alice,
-        alice.stream("POST", "/v1/sessions", json={"prompt": PROMPT, "max_tokens": 4}) as stream,
+        open_session(alice, {"prompt": PROMPT, "max_tokens": 4}) as session,
         httpx.Client(base_url=server.url) as stranger,
     ):
-        events = read_events(stream)  # the stream closes with it
-        path = drafts_path(events)
+        path = session.drafts
         used = {"Authorization": f"Bearer {BOB}"} if headers is None else headers
         assert [stranger.post(path, json=draft, headers=used).status_code for _ in range(3)] == [status] * 3
         assert alice.post(path, json=draft).status_code == 204
@@ -247,10 +243,15 @@ async def settle() -> None:
 
 
 class Streaming:
-    """A SessionStream over a SlowConnection, with a sink that stands for the engine. steady: of a SteadyStream."""
+    """A SessionStream over a SlowConnection, with a sink that stands for the engine.
 
-    def __init__(self, keep_alive_s: float = 60.0, steady: SteadyPace | None = None) -> None:
+    steady: of a SteadyStream. is_read: whether the client reads at first.
+    """
+
+    def __init__(self, keep_alive_s: float = 60.0, steady: SteadyPace | None = None, is_read: bool = True) -> None:
         self.connection = SlowConnection()
+        if is_read:
+            self.connection.can_write.set()
         self.times = StepTimes(40.0, 1.0)
         self.num_closed = 0
         mailbox = Bridge().mailbox()
@@ -276,23 +277,18 @@ class Streaming:
             self.sink(CommitEvent(token, (token,), 0, 0))
 
 
-def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -> None:
+async def test_a_commit_has_the_times_of_a_step_where_they_have_changed_much() -> None:
     """Once: later commits are as short as before, until they change again."""
-
-    async def run() -> None:
-        streaming = Streaming()
-        streaming.connection.can_write.set()
-        for token, times in enumerate([(40.0, 1.0), (41.0, 1.5), (40.0, 26.6), (40.0, 26.6), (60.0, 26.6), (60.0, 1)]):
-            streaming.times = StepTimes(*times)
-            streaming.commit(token)
-            await settle()
-        streaming.sink(EndEvent("length", SequenceUsage()))
+    streaming = Streaming()
+    for token, times in enumerate([(40.0, 1.0), (41.0, 1.5), (40.0, 26.6), (40.0, 26.6), (60.0, 26.6), (60.0, 1)]):
+        streaming.times = StepTimes(*times)
+        streaming.commit(token)
         await settle()
-        events = [parse_event(line[6:]) for line in streaming.connection.body.split(b"\n\n") if line]
-        told = [(event.step_ms, event.draft_token_ms) for event in events if isinstance(event, Commit)]
-        assert told == [(None, None), (None, None), (40.0, 26.6), (None, None), (60.0, 26.6), (60.0, 1.0)]
-
-    asyncio.run(asyncio.wait_for(run(), 30.0))
+    streaming.sink(EndEvent("length", SequenceUsage()))
+    await settle()
+    events = [parse_event(line[6:]) for line in streaming.connection.body.split(b"\n\n") if line]
+    told = [(event.step_ms, event.draft_token_ms) for event in events if isinstance(event, Commit)]
+    assert told == [(None, None), (None, None), (40.0, 26.6), (None, None), (60.0, 26.6), (60.0, 1.0)]
 
 
 def test_the_engine_is_asked_for_its_times_by_time_and_not_by_commits() -> None:
@@ -304,102 +300,79 @@ def test_the_engine_is_asked_for_its_times_by_time_and_not_by_commits() -> None:
     assert newest() == newest() == StepTimes(50.0, 2.0)
 
 
-def test_events_that_a_client_does_not_read_wait_in_order() -> None:
+async def test_events_that_a_client_does_not_read_wait_in_order() -> None:
     """While a write waits, later events collect; they follow in order, and the end closes the response."""
-
-    async def run() -> None:
-        streaming = Streaming()
-        connection = streaming.connection
-        streaming.commit(0)
-        connection.can_write.set()
+    streaming = Streaming(is_read=False)
+    connection = streaming.connection
+    streaming.commit(0)
+    connection.can_write.set()
+    await settle()
+    assert b'"tokens":[0]' in connection.body
+    connection.can_write.clear()
+    num_before = len(connection.written)
+    for token in range(1, 6):
+        streaming.commit(token)
         await settle()
-        assert b'"tokens":[0]' in connection.body
-        connection.can_write.clear()
-        num_before = len(connection.written)
-        for token in range(1, 6):
-            streaming.commit(token)
-            await settle()
-        streaming.sink(EndEvent("length", SequenceUsage()))
-        await settle()
-        assert len(connection.written) == num_before
-        connection.can_write.set()
-        await settle()
-        positions = [connection.body.index(b'"tokens":[%d]' % token) for token in range(6)]
-        assert positions == sorted(positions)
-        assert b'"reason":"length"' in connection.body
-        assert [message.get("more_body") for message in connection.written[1:]][-1] is False
-        connection.left.set()
-        await streaming.task
-        assert streaming.num_closed == 1
-
-    asyncio.run(run())
+    streaming.sink(EndEvent("length", SequenceUsage()))
+    await settle()
+    assert len(connection.written) == num_before
+    connection.can_write.set()
+    await settle()
+    positions = [connection.body.index(b'"tokens":[%d]' % token) for token in range(6)]
+    assert positions == sorted(positions)
+    assert b'"reason":"length"' in connection.body
+    assert [message.get("more_body") for message in connection.written[1:]][-1] is False
+    connection.left.set()
+    await streaming.task
+    assert streaming.num_closed == 1
 
 
-def test_a_wake_up_is_one_write() -> None:
+async def test_a_wake_up_is_one_write() -> None:
     """Events that arrive together leave together."""
-
-    async def run() -> None:
-        streaming = Streaming()
-        streaming.connection.can_write.set()
-        await settle()
-        num_before = len(streaming.connection.written)
-        streaming.commit(0, 1, 2)
-        await settle()
-        assert len(streaming.connection.written) == num_before + 1
-        assert streaming.connection.body.count(b'"tokens"') == 3
-        streaming.connection.left.set()
-        await streaming.task
-
-    asyncio.run(run())
+    streaming = Streaming()
+    await settle()
+    num_before = len(streaming.connection.written)
+    streaming.commit(0, 1, 2)
+    await settle()
+    assert len(streaming.connection.written) == num_before + 1
+    assert streaming.connection.body.count(b'"tokens"') == 3
+    streaming.connection.left.set()
+    await streaming.task
 
 
-def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> None:
+async def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> None:
     """Nothing goes on waiting, and later events are dropped."""
-
-    async def run() -> None:
-        streaming = Streaming()
-        streaming.connection.can_write.set()
-        await settle()
-        streaming.connection.can_write.clear()
-        streaming.commit(0, 1)
-        await settle()
-        streaming.connection.left.set()
-        await streaming.task
-        streaming.commit(2)
-        await settle()
-        assert streaming.num_closed == 1
-        assert len(asyncio.all_tasks()) == 1  # this one
-
-    asyncio.run(run())
+    others = asyncio.all_tasks()
+    streaming = Streaming()
+    await settle()
+    streaming.connection.can_write.clear()
+    streaming.commit(0, 1)
+    await settle()
+    streaming.connection.left.set()
+    await streaming.task
+    streaming.commit(2)
+    await settle()
+    assert streaming.num_closed == 1
+    assert asyncio.all_tasks() == others
 
 
-def test_a_connection_that_fails_ends_the_session() -> None:
+async def test_a_connection_that_fails_ends_the_session() -> None:
     """An error of the server's `send` is logged, and the stream is closed."""
-
-    async def run() -> None:
-        streaming = Streaming()
-        streaming.connection.can_write.set()
-        await settle()
-        streaming.connection.is_broken = True
-        streaming.commit(0)
-        await asyncio.wait([streaming.task])
-        assert streaming.num_closed == 1
-
-    asyncio.run(run())
+    streaming = Streaming()
+    await settle()
+    streaming.connection.is_broken = True
+    streaming.commit(0)
+    await asyncio.wait([streaming.task])
+    assert streaming.num_closed == 1
 
 
-def test_silence_is_broken_by_comments() -> None:
+async def test_silence_is_broken_by_comments() -> None:
     """A stream without commits sends keep-alives."""
-
-    async def run() -> None:
-        streaming = Streaming(keep_alive_s=0.001)
-        streaming.connection.can_write.set()
-        while streaming.connection.body.count(b":\n\n") < 2:
-            await asyncio.sleep(0.001)
-        streaming.connection.left.set()
-        await streaming.task
-
-    asyncio.run(run())
+    streaming = Streaming(keep_alive_s=0.001)
+    while streaming.connection.body.count(b":\n\n") < 2:
+        await asyncio.sleep(0.001)
+    streaming.connection.left.set()
+    await streaming.task
 
 
 def test_a_reader_that_is_slow_gets_the_whole_text() -> None:

@@ -8,14 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, StepGate, open_session, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.limits import RateLimiter
 from outrider.models.http.security import KeyRing
-from outrider.models.wire.protocol import ErrorAnswer, SessionOpen
+from outrider.models.wire.protocol import ErrorAnswer
 
 PROMPT = [5, 17, 99, 3]
 ALICE = "alice-has-this-key"
@@ -124,7 +124,6 @@ def test_an_internal_error_reveals_nothing(
     client: httpx.Client, server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bug gives a bare 500; the log names its type and place; neither contains any of the prompt."""
-
     prompt = "the secret prompt"
 
     def broken(*_: object) -> int:
@@ -139,10 +138,9 @@ def test_an_internal_error_reveals_nothing(
 
 def test_keys_are_required_and_sessions_belong_to_them() -> None:
     """A missing or wrong key gives 401; another key's session is unknown; health needs no key."""
-    gate = StepGate()
     alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
     settings = ServerSettings(keys=KeyRing([ALICE, BOB]))
-    with serve_fake(settings, gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(settings, gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {ALICE}"}):
             for path in ("/v1/sessions", "/v1/sessions/x/drafts", "/v1/verify", "/v1/chat/completions", "/nope"):
@@ -151,25 +149,20 @@ def test_keys_are_required_and_sessions_belong_to_them() -> None:
                 assert answer.headers["www-authenticate"] == "Bearer"
         assert client.get("/metrics").status_code == 401
         assert client.get("/health/ready").status_code == client.get("/health/live").status_code == 200
-        with client.stream("POST", "/v1/sessions", json=body, headers=alice) as response:
-            events = read_events(response)
-            opened = next(events)
-            assert isinstance(opened, SessionOpen)
-            drafts = f"/v1/sessions/{opened.session}/drafts"
+        with open_session(client, body, alice) as session:
             draft = {"base": 0, "paths": [[1]]}
-            refused(client.post(drafts, json=draft, headers=bob), 404, "unknown_session")
-            refused(client.delete(f"/v1/sessions/{opened.session}", headers=bob), 404, "unknown_session")
-            assert client.post(drafts, json=draft, headers=alice).status_code == 204
-            gate.open()
-            assert len(list(events)) >= 2
+            refused(client.post(session.drafts, json=draft, headers=bob), 404, "unknown_session")
+            refused(client.delete(session.path, headers=bob), 404, "unknown_session")
+            assert client.post(session.drafts, json=draft, headers=alice).status_code == 204
+            server.gate.open()
+            assert session.rest().commits
         server.wait_until(server.is_empty)
 
 
 def test_open_sequences_are_limited_per_key() -> None:
     """Sequences over the limit are refused with 429 until others end."""
-    gate = StepGate()
     with (
-        serve_fake(ServerSettings(max_sessions=2), gate=gate) as server,
+        serve_fake(ServerSettings(max_sessions=2), gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
     ):
         body = {"prompt": PROMPT, "max_tokens": 8}
@@ -177,27 +170,26 @@ def test_open_sequences_are_limited_per_key() -> None:
             answer = client.post("/v1/completions", json={"prompt": ["a", "b"]})
             assert refused(answer, 429, "too_many_sessions")["type"] == "rate_limit_error"
             assert answer.headers["retry-after"] == "1"
-            gate.open()
+            server.gate.open()
         server.wait_until(server.is_empty)
         assert client.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
 
 
 def test_a_full_queue_is_503() -> None:
     """A request that the engine cannot queue is refused and may be retried."""
-    gate = StepGate()
     config = EngineConfig(max_running=1, max_queue=1)
-    with serve_fake(gate=gate, config=config) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(gate=StepGate(), config=config) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 8}
         stats = server.core.engine.stats
         with client.stream("POST", "/v1/sessions", json=body):
             server.wait_until(lambda: stats().running == 1)
             with client.stream("POST", "/v1/sessions", json=body):
-                gate.allow(1)  # the engine takes new requests between two steps
+                server.gate.allow(1)  # the engine takes new requests between two steps
                 server.wait_until(lambda: stats().queued == 1)
                 answer = client.post("/v1/sessions", json=body)
                 assert refused(answer, 503, "overloaded")["type"] == "server_error"
                 assert "retry-after" in answer.headers
-                gate.open()
+                server.gate.open()
         server.wait_until(server.is_empty)
 
 

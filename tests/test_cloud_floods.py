@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -147,7 +146,7 @@ def test_the_openapi_document_is_rendered_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("max_age_s", "num"), [(1e9, 20), (0.0, 62)])
-def test_metrics_are_made_once_a_while_for_all_who_ask(max_age_s: float, num: int) -> None:
+async def test_metrics_are_made_once_a_while_for_all_who_ask(max_age_s: float, num: int) -> None:
     """So many at once, whatever versions of the two formats they ask for."""
     asked = 0
 
@@ -156,16 +155,13 @@ def test_metrics_are_made_once_a_while_for_all_who_ask(max_age_s: float, num: in
         asked += 1
         return EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, None, None)
 
-    async def scrape() -> Sequence[tuple[bytes, str]]:
-        wanted = (
-            "text/plain; version=0.0.4",
-            *(f"application/openmetrics-text; version=1.0.{n}" for n in range(29)),
-            "*/*",
-        )
-        return [await metrics.exposition(accept) for accept in wanted * 2]
-
     metrics = Metrics(stats, lambda: 0, max_age_s=max_age_s)
-    found = asyncio.run(scrape())
+    wanted = (
+        "text/plain; version=0.0.4",
+        *(f"application/openmetrics-text; version=1.0.{n}" for n in range(29)),
+        "*/*",
+    )
+    found = [await metrics.exposition(accept) for accept in wanted * 2]
     assert asked == num and found[0][1] != found[1][1] and b"outrider_sessions_open" in found[-2][0]
 
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +21,15 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, report_of, serve_front
-from tests.serving import run_session, target_tokens
+from tests.serving import (
+    code_of,
+    fake_tokenizer,
+    run_session,
+    target_tokens,
+)
 from tests.waiting import TIMEOUT_S
 
-from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.state import DraftLimits, ServerSettings
 from outrider.cloud.replicas import cluster, forward, members
 from outrider.cloud.replicas import front as front_module
 from outrider.cloud.replicas.forward import Forwarder, _refusal
@@ -37,18 +42,6 @@ from outrider.models.ingress.sockets import open_socket
 
 PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[list[FakeReplica]]:
-    with replicas(2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def front(group: list[FakeReplica]) -> Iterator[RunningFront]:
-    with serve_front(group) as running:
-        yield running
 
 
 @contextmanager
@@ -190,7 +183,7 @@ def test_a_replicas_retry_after_reaches_the_client(header: str, seconds: str) ->
     """It has measured it."""
     with answering([refusal("overloaded", header)]) as busy, serve_front([busy]) as front:
         answer = httpx.post(f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+    assert code_of(answer) == (503, "overloaded")
     assert answer.headers["retry-after"] == seconds
 
 
@@ -217,12 +210,13 @@ def test_a_refusal_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) 
             front.publish([])
             answer = asked.result(TIMEOUT_S)
         may_end.set()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+    assert code_of(answer) == (503, "no_replica")
     assert closed == [503]
 
 
-def test_a_signal_ends_a_front_without_replicas() -> None:
-    """It waits for its first replica no longer; also where the signal comes before the loop runs."""
+@contextmanager
+def waiting_front(drain: Callable[[], None] = lambda: None, *, is_early: bool = False) -> Iterator[FrontServer]:
+    """A front that waits for its first replica, and must have ended at the end. is_early: is told so before it runs."""
     has_begun = threading.Event()
 
     async def reports() -> AsyncIterator[list[Report]]:
@@ -230,43 +224,34 @@ def test_a_signal_ends_a_front_without_replicas() -> None:
         await asyncio.Event().wait()
         yield []
 
-    for is_early in (False, True):
-        server = FrontServer(Front(Members(), ServerSettings()), reports, drain=lambda: None, limits=ConnectionLimits())
-        if is_early:
-            server._end()
-        with open_socket("127.0.0.1", 0) as sock:
-            thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-            thread.start()
-            if not is_early:
-                assert has_begun.wait(TIMEOUT_S)
-                server.begin_drain()
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive() and not server.started
+    server = FrontServer(Front(Members(), ServerSettings()), reports, drain=drain, limits=ConnectionLimits())
+    if is_early:
+        server._end()
+    with open_socket("127.0.0.1", 0) as sock:
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+        thread.start()
+        assert is_early or has_begun.wait(TIMEOUT_S)
+        yield server
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def test_a_signal_ends_a_front_without_replicas() -> None:
+    """It waits for its first replica no longer; also where the signal comes before the loop runs."""
+    with waiting_front() as server:
+        server.begin_drain()
+    with waiting_front(is_early=True) as early:
+        pass
+    assert not server.started and not early.started
 
 
 def test_a_second_signal_ends_a_front_whose_replicas_drain() -> None:
     """Also before its first replica has come."""
-    has_begun, may_end = threading.Event(), threading.Event()
-
-    async def reports() -> AsyncIterator[list[Report]]:
-        has_begun.set()
-        await asyncio.Event().wait()
-        yield []
-
-    def drain() -> None:
-        may_end.wait(TIMEOUT_S)
-
-    front = Front(Members(), ServerSettings())
-    server = FrontServer(front, reports, drain=drain, limits=ConnectionLimits())
-    with open_socket("127.0.0.1", 0) as sock:
-        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-        thread.start()
-        assert has_begun.wait(TIMEOUT_S)
+    may_end = threading.Event()
+    with waiting_front(lambda: (may_end.wait(TIMEOUT_S), None)[1]) as server:
         server.handle_exit(15, None)
         server.handle_exit(15, None)
-        thread.join(TIMEOUT_S)
-        may_end.set()
-        assert not thread.is_alive()
+    may_end.set()
 
 
 def test_an_owner_that_keeps_much_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,3 +334,32 @@ def test_logs_of_replicas_stay_where_they_failed(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(KeyboardInterrupt), cluster.local_ray(1):
         raise KeyboardInterrupt
     assert [each.name for each in tmp_path.iterdir()] == ["failed"]
+
+
+def test_downloads_pass_the_front(group: list[FakeReplica]) -> None:
+    """The tokenizer's list and files, with ranges and refusals, as a replica answers."""
+    with serve_front(group) as front, httpx.Client(base_url=front.url) as client:
+        path, content = "/v1/tokenizer/tokenizer.json", (fake_tokenizer().directory / "tokenizer.json").read_bytes()
+        files = client.get("/v1/tokenizer").json()["files"]
+        assert {file["path"]: file["size"] for file in files}["tokenizer.json"] == len(content)
+        assert client.get(path).content == content
+        part = client.get(path, headers={"Range": "bytes=5-"})
+        assert (part.status_code, part.content) == (206, content[5:])
+        assert client.head(path).headers["content-length"] == str(len(content))
+        assert code_of(client.get("/v1/tokenizer/none")) == (404, "unknown_file")
+        front.wait_until(lambda: front.front.tally.requests["/v1/tokenizer", "GET", 200] == 1)
+
+
+def test_the_front_bounds_rates_bodies_and_floods(group: list[FakeReplica]) -> None:
+    """Before anything reaches a replica."""
+    limits = DraftLimits(session_per_s=1.0, session_burst=2.0, delay_s=0.01)
+    settings = ServerSettings(max_body_bytes=4096, rate_per_s=0.5, draft_limits=limits)
+    with serve_front(group, settings) as front, httpx.Client(base_url=front.url) as client:
+        assert client.post("/v1/verify", json={"items": [{"prefix": [1] * 5000}]}).status_code == 413
+        statuses = [client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]}).status_code for _ in range(3)]
+        assert 429 in statuses
+        draft = {"base": 0, "paths": [[1]]}
+        sent = [client.post("/v1/sessions/000001x/drafts", json=draft) for _ in range(4)]
+        assert [each.status_code for each in sent] == [404, 404, 429, 429] and front.front.num_dropped.total() == 2
+        assert client.get("/v1/model", headers={"host": "evil.example"}).status_code == 403
+        assert client.get("/v1/model", headers={"origin": "http://evil.example"}).status_code == 403

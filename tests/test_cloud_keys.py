@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.serving import StepGate, bearer, code_of, read_events, serve_fake
+from tests.serving import StepGate, bearer, code_of, open_session, serve_fake
 from typer.testing import CliRunner
 
 from outrider.cloud.api.state import ServerSettings
@@ -18,7 +18,6 @@ from outrider.cloud.server.main import app
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.keys import ApiKey, KeyRing, Scope, read_key_lines
 from outrider.models.process.watched_files import WatchedFiles
-from outrider.models.wire.protocol import Commit, SessionEnd
 
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
 PROMPT = [5, 6, 7]
@@ -171,14 +170,13 @@ def test_a_route_needs_its_scope() -> None:
 def test_a_key_has_limits_of_its_own() -> None:
     """Its rate and its sessions come before the server's; other keys keep the server's."""
     keys = KeyRing([ApiKey.parse(line_of(ALICE, "sessions=1 requests-per-second=0.001")), BOB])
-    gate = StepGate()
-    with serve_fake(ServerSettings(keys), gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(ServerSettings(keys), gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 1}
         two = {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
         assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (429, "too_many_sessions")
         refused = client.post("/v1/completions", json=body, headers=bearer(ALICE))
         assert code_of(refused) == (429, "rate_limited") and int(refused.headers["retry-after"]) > 900
-        gate.open()
+        server.gate.open()
         for _ in range(3):
             assert client.post("/v1/completions", json=two, headers=bearer(BOB)).status_code == 200
 
@@ -191,25 +189,22 @@ def test_the_removal_of_a_key_ends_its_work(tmp_path: Path) -> None:
     with (
         serve_fake(ServerSettings(keys), gate=gate) as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("POST", "/v1/sessions", json=body, headers=bearer(ALICE)) as session,
+        open_session(client, body, bearer(ALICE)) as session,
         client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=bearer(ALICE)) as text,
-        client.stream("POST", "/v1/sessions", json=body | {"max_tokens": 9}, headers=bearer(BOB)) as other,
+        open_session(client, body | {"max_tokens": 9}, bearer(BOB)) as other,
     ):
         server.wait_until(lambda: server.core.engine.stats().running + server.core.engine.stats().queued >= 1)
         gate.allow(3)
-        events = read_events(session)
-        next(events)
-        assert isinstance(next(events), Commit)
+        session.commit()
         written(path, BOB)
         watched = WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload()))
         watched.check(Counter(), is_forced=True)
         gate.open()
-        *_, end = events
-        assert isinstance(end, SessionEnd) and end.reason == "error"
-        assert end.error is not None and end.error.code == "unauthorized"
+        end = session.rest().end
+        assert end.reason == "error" and end.error is not None and end.error.code == "unauthorized"
         assert '"unauthorized"' in text.read().decode()
-        *_, end = read_events(other)
-        assert isinstance(end, SessionEnd) and end.reason == "length" and end.usage.completion_tokens == 9
+        end = other.rest().end
+        assert end.reason == "length" and end.usage.completion_tokens == 9
         assert code_of(client.post("/v1/sessions", json=body, headers=bearer(ALICE))) == (401, "unauthorized")
         server.wait_until(server.is_empty)
         assert not server.core.admission._open

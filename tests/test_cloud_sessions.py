@@ -10,7 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import (
+    EOS_ID,
+    JSON,
+    FakeServer,
+    StepGate,
+    code_of,
+    open_session,
+    run_session,
+    serve_fake,
+    target_tokens,
+)
 
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
 from outrider.cloud.api.state import Core, ServerSettings
@@ -18,7 +28,7 @@ from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.http.sse import EventStream, Inbox
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.fields import MAX_STOP_IDS
-from outrider.models.wire.protocol import TREES_SINCE, Commit, SessionEnd, SessionOpen
+from outrider.models.wire.protocol import TREES_SINCE, Commit
 from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
@@ -26,7 +36,7 @@ PROMPT = [5, 17, 99, 3]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:
+    with serve_fake() as running:  # not conftest's: tests/vllm puts its own in the place of this module's serve_fake
         yield running
 
 
@@ -102,41 +112,33 @@ def test_drafts_change_the_passes_and_never_the_tokens(is_correct: bool) -> None
     """Correct drafts are accepted, wrong ones are not; the stream is the same."""
     expected = target_tokens(PROMPT, 24)
     guess = expected[:12] if is_correct else [(token + 1) % 300 for token in expected[:12]]
-    gate = StepGate()
     with (
-        serve_fake(gate=gate, config=EngineConfig(policy=Policy.VERIFY)) as server,
+        serve_fake(gate=StepGate(), config=EngineConfig(policy=Policy.VERIFY)) as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("POST", "/v1/sessions", json=body(patience_ms=0)) as response,
+        open_session(client, body(patience_ms=0)) as session,
     ):
-        events = read_events(response)
-        opened = next(events)
-        assert isinstance(opened, SessionOpen)
-        answer = client.post(f"/v1/sessions/{opened.session}/drafts", json={"base": 0, "paths": [guess]})
+        answer = client.post(session.drafts, json={"base": 0, "paths": [guess]})
         assert (answer.status_code, answer.content) == (204, b"")
-        gate.open()
-        *commits, end = list(events)
-    assert isinstance(end, SessionEnd)
-    assert [token for commit in commits if isinstance(commit, Commit) for token in commit.tokens] == expected
+        server.gate.open()
+        text = session.rest()
+    assert text.tokens == expected
     if is_correct:
-        assert end.usage.accepted_prediction_tokens > 0 and end.usage.target_passes < 24
+        assert text.end.usage.accepted_prediction_tokens > 0 and text.end.usage.target_passes < 24
     else:
-        assert end.usage.accepted_prediction_tokens == 0
+        assert text.end.usage.accepted_prediction_tokens == 0
 
 
 @pytest.mark.parametrize("media_type", [TREE_MEDIA_TYPE, "Application/VND.outrider.tree; v=2"])
 def test_a_tree_is_a_draft(media_type: str) -> None:
     """Its likeliest path is wrong, an alternative right: the text is the target's in fewer passes. Bad bytes: 400."""
     expected = target_tokens(PROMPT, 24)
-    gate = StepGate()
     with (
-        serve_fake(gate=gate, config=EngineConfig(policy=Policy.VERIFY)) as server,
+        serve_fake(gate=StepGate(), config=EngineConfig(policy=Policy.VERIFY)) as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("POST", "/v1/sessions", json=body(patience_ms=0)) as response,
+        open_session(client, body(patience_ms=0)) as session,
     ):
-        events = read_events(response)
-        opened = next(events)
-        assert isinstance(opened, SessionOpen) and opened.protocol >= TREES_SINCE
-        url, headers = f"/v1/sessions/{opened.session}/drafts", {"content-type": media_type}
+        assert session.opened.protocol >= TREES_SINCE
+        url, headers = session.drafts, {"content-type": media_type}
         tree = TreeDraft(0, 7, [(expected[0] + 1) % 300, *expected[:12]], [ROOT, ROOT, *range(8, 19)], [14, *[13] * 12])
         answer = client.post(url, content=tree.encode(), headers=headers)
         assert (answer.status_code, answer.content) == (204, b"")
@@ -145,41 +147,32 @@ def test_a_tree_is_a_draft(media_type: str) -> None:
             (TreeDraft(1, 0, [5], [ROOT], [0]).encode(), "draft_ahead"),
             (TreeDraft(0, 0, [300], [ROOT], [0]).encode(), "token_out_of_range"),
         ):
-            refused = client.post(url, content=content, headers=headers)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+            assert code_of(client.post(url, content=content, headers=headers)) == (400, code)
         assert client.post(url, content=tree.encode(), headers=JSON).json()["error"]["code"] == "malformed_json"
         for content, kind, status, code in (
             (tree.encode(), "application/octet-stream", 415, "unsupported_media_type"),
             (bytes(MAX_TREE_BYTES + 1), media_type, 413, "body_too_large"),
         ):
-            refused = client.post(url, content=content, headers={"content-type": kind})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
-        gate.open()
-        *commits, end = list(events)
-    assert isinstance(end, SessionEnd)
-    assert [token for commit in commits if isinstance(commit, Commit) for token in commit.tokens] == expected
-    assert end.usage.accepted_prediction_tokens > 0 and end.usage.target_passes < 24
+            assert code_of(client.post(url, content=content, headers={"content-type": kind})) == (status, code)
+        server.gate.open()
+        text = session.rest()
+    assert text.tokens == expected
+    assert text.end.usage.accepted_prediction_tokens > 0 and text.end.usage.target_passes < 24
 
 
 def test_refused_drafts_do_not_change_the_session() -> None:
     """Drafts that are stale, ahead of the commits or outside the vocabulary: each has its error; the text continues."""
-    gate = StepGate()
     expected = target_tokens(PROMPT, 24)
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("POST", "/v1/sessions", json=body(patience_ms=0)) as response,
+        open_session(client, body(patience_ms=0)) as session,
     ):
-        gate.allow(3)
-        events = read_events(response)
-        opened = next(events)
-        assert isinstance(opened, SessionOpen)
+        server.gate.allow(3)
         seen: list[int] = []
         while len(seen) < 3:
-            commit = next(events)
-            assert isinstance(commit, Commit)
-            seen += commit.tokens
-        url = f"/v1/sessions/{opened.session}/drafts"
+            seen += session.commit().tokens
+        url = session.drafts
         wrong = [(expected[0] + 1) % 300, 1, 2, 3, 4]
         for draft, status, code in (
             ({"base": 0, "paths": [wrong]}, 409, "stale_draft"),
@@ -190,36 +183,27 @@ def test_refused_drafts_do_not_change_the_session() -> None:
             ({"base": 3, "paths": [[1] * 65]}, 400, "invalid_parameter"),
             ({"base": 3, "paths": [[1]], "epoch": 1}, 400, "invalid_parameter"),
         ):
-            answer = client.post(url, json=draft)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), draft
+            assert code_of(client.post(url, json=draft)) == (status, code), draft
         stale = client.post(url, json={"base": 0, "paths": [wrong]}, headers={"Prefer": "return=minimal"})
         assert (stale.status_code, stale.content) == (409, b"")
         assert stale.headers["content-length"] == "0" and "transfer-encoding" not in stale.headers
         assert client.post(url, content=b'{"base":3,', headers=JSON).json()["error"]["code"] == "malformed_json"
-        gate.open()
-        for event in events:
-            if isinstance(event, Commit):
-                seen += event.tokens
-    assert seen == expected
+        server.gate.open()
+        assert seen + session.rest().tokens == expected
 
 
 def test_delete_ends_a_session() -> None:
     """DELETE answers 204, the stream ends with "cancelled"; afterwards the session is unknown."""
-    gate = StepGate()
     with (
-        serve_fake(gate=gate) as server,
+        serve_fake(gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("POST", "/v1/sessions", json=body(max_tokens=4000)) as response,
+        open_session(client, body(max_tokens=4000)) as session,
     ):
-        gate.allow(2)
-        events = read_events(response)
-        opened = next(events)
-        assert isinstance(opened, SessionOpen)
-        assert client.delete(f"/v1/sessions/{opened.session}").status_code == 204
-        gate.open()
-        *_, end = events
-        assert isinstance(end, SessionEnd) and end.reason == "cancelled"
-        assert client.delete(f"/v1/sessions/{opened.session}").json()["error"]["code"] == "unknown_session"
+        server.gate.allow(2)
+        assert client.delete(session.path).status_code == 204
+        server.gate.open()
+        assert session.rest().end.reason == "cancelled"
+        assert client.delete(session.path).json()["error"]["code"] == "unknown_session"
         server.wait_until(server.is_empty)
 
 
@@ -236,8 +220,7 @@ def test_delete_ends_a_session() -> None:
 )
 def test_a_disconnected_client_frees_its_sequences(path: str, request_body: bytes) -> None:
     """When the connection closes, sequences end, blocks and slots are free, and the server goes on serving."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+    with serve_fake(gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
@@ -245,7 +228,7 @@ def test_a_disconnected_client_frees_its_sequences(path: str, request_body: byte
             server.wait_until(lambda: server.core.engine.stats().running > 0)
             assert not server.is_empty()
         server.wait_until(lambda: not server.server.server_state.tasks)
-        gate.open()
+        server.gate.open()
         server.wait_until(server.is_empty)
         assert server.core.engine.stats().totals.committed < 10
         assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)
@@ -253,21 +236,20 @@ def test_a_disconnected_client_frees_its_sequences(path: str, request_body: byte
 
 def test_comments_keep_an_idle_stream_open() -> None:
     """The server sends comments while nothing is committed; readers skip them."""
-    gate = StepGate()
     with (
-        serve_fake(ServerSettings(keep_alive_s=0.01), gate=gate) as server,
+        serve_fake(ServerSettings(keep_alive_s=0.01), gate=StepGate()) as server,
         httpx.Client(base_url=server.url) as client,
         client.stream("POST", "/v1/sessions", json=body()) as response,
     ):
         lines = response.iter_lines()
         assert next(lines).startswith('data: {"type":"open"')
         assert next(line for line in lines if line) == ":"
-        gate.open()
+        server.gate.open()
         tokens = [token for line in lines if '"base"' in line for token in _tokens(line)]
     assert tokens == target_tokens(PROMPT, 24)
 
 
-def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval begins with the last write, not with the last look at the clock."""
     now, delays, pokes = [100.0], list[float](), list[float]()
 
@@ -278,25 +260,21 @@ def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.MonkeyP
     async def nothing() -> AsyncIterator[bytes]:
         yield b""
 
-    async def scenario() -> None:
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
-        stream: Any = EventStream(nothing(), Reader(), lambda: None, keep_alive_s=5.0)
-        monkeypatch.setattr(stream, "_arm", delays.append)
-        for at_s, is_written in ((104.0, True), (105.0, False), (109.0, False)):
-            now[0] = at_s
-            if is_written:
-                stream._written()
-            else:
-                stream._tick()
-        monkeypatch.undo()
-
-    asyncio.run(scenario())
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+    stream: Any = EventStream(nothing(), Reader(), lambda: None, keep_alive_s=5.0)
+    monkeypatch.setattr(stream, "_arm", delays.append)
+    for at_s, is_written in ((104.0, True), (105.0, False), (109.0, False)):
+        now[0] = at_s
+        if is_written:
+            stream._written()
+        else:
+            stream._tick()
+    monkeypatch.undo()
     assert delays == [4.0, 5.0] and pokes == [109.0]
 
 
 def _tokens(line: str) -> list[int]:
-    commit = Commit.model_validate_json(line.removeprefix("data: "))
-    return commit.tokens
+    return Commit.model_validate_json(line.removeprefix("data: ")).tokens
 
 
 def test_a_failing_model_ends_its_session_only() -> None:
@@ -309,7 +287,7 @@ def test_a_failing_model_ends_its_session_only() -> None:
         assert failed.end.reason == "error" and failed.end.error is not None
         assert failed.end.error.code == "model_fault" and failed.end.error.type == "server_error"
         answer = client.post("/v1/completions", json={"prompt": [1, 299]})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_fault")
+        assert code_of(answer) == (500, "model_fault")
         assert "position" not in answer.text
         assert 299 not in target_tokens(PROMPT, 24)
         assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import JSON, FakeServer, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, code_of, serve_fake, target_tokens
 
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.verify import VerifyAnswer, VerifyResult
@@ -20,7 +20,7 @@ SAMPLED = {"temperature": 0.9, "seed": 11}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:
+    with serve_fake() as running:  # not conftest's: tests/vllm puts its own in the place of this module's serve_fake
         yield running
 
 
@@ -178,6 +178,6 @@ def test_another_tokenizer_is_refused(client: httpx.Client, server: FakeServer) 
     """Another tokenizer's fingerprint gives a 409; the server's own is accepted."""
     items = [{"prefix": [1]}]
     answer = client.post("/v1/verify", json={"items": items, "tokenizer": "f" * 64})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "tokenizer_mismatch")
+    assert code_of(answer) == (409, "tokenizer_mismatch")
     own = server.core.model.tokenizer.fingerprint
     assert client.post("/v1/verify", json={"items": items, "tokenizer": own}).status_code == 200

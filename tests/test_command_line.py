@@ -10,29 +10,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, ClassVar
 
 import click
-import psutil
 import pytest
 import typer
 import typer.main
 from rich.console import Console
 from typer.testing import CliRunner
 
-from outrider.edge.lab import cores
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.process.child_command import run_child_command
 from outrider.models.process.command_line import (
-    make_app,
     print_line,
     read_stdin,
     require_utf8,
-    run_app,
-    takes_options,
     tolerate_narrow_encodings,
 )
 from outrider.models.process.extras import importing, is_installed, require_packages
@@ -44,22 +36,8 @@ SCRIPTS = {
 }
 COMMANDS = {"outrider": "run", "outrider-cloud": "serve", "outrider-export": "pair"}
 TIMEOUT_S = 120.0
+pytestmark = pytest.mark.usefixtures("signals_reach_children")
 each_script = pytest.mark.parametrize("script", SCRIPTS)
-
-
-@pytest.fixture(autouse=True)
-def signals_reach_children() -> Iterator[None]:
-    """A background job starts with SIGINT ignored, one under nohup with SIGHUP ignored: children would inherit that."""
-    ignored = [
-        number
-        for name in ("SIGINT", "SIGHUP")
-        if (number := getattr(signal, name, None)) is not None and signal.getsignal(number) is signal.SIG_IGN
-    ]
-    for number in ignored:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def run_script(
@@ -287,157 +265,6 @@ def test_a_prompt_argument_that_is_not_utf8_is_refused() -> None:
     assert finished.returncode == 2 and "the prompt is not UTF-8: byte 0xe9 at offset 3" in finished.stderr
 
 
-@dataclass(frozen=True, slots=True)
-class Sized:
-    """Options of a command."""
-
-    name: Annotated[str, typer.Argument(help="A name.")]
-    size: Annotated[int, typer.Option(min=1, help="A size.")] = 3
-    tags: Annotated[list[str], typer.Option("--tag", help="Tags.")] = field(default_factory=list)
-    doubled: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.size > 90:
-            raise ConfigError("size is over 90")
-        object.__setattr__(self, "doubled", 2 * self.size)
-
-
-def test_a_dataclass_states_the_options_of_a_command() -> None:
-    """Types, defaults, limits and help come from its fields; the command gets an instance."""
-    app, seen = make_app("An app."), list[Sized]()
-
-    @app.command()
-    @takes_options(Sized)
-    def act(options: Sized) -> None:
-        """Acts."""
-        seen.append(options)
-
-    for arguments in (["act", "x"], ["act", "y", "--size", "5", "--tag", "a", "--tag", "b"]):
-        assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert [(each.name, each.size, each.tags, each.doubled) for each in seen] == [
-        ("x", 3, [], 6),
-        ("y", 5, ["a", "b"], 10),
-    ]
-    assert CliRunner().invoke(app, ["act", "x", "--size", "0"]).exit_code == 2
-    shown = CliRunner().invoke(app, ["act", "--help"]).output
-    assert "Acts." in shown and "A size." in shown and "doubled" not in shown
-
-
-@dataclass(frozen=True, kw_only=True)
-class First:
-    """Options that a command inherits and does not place."""
-
-    __slots__ = ()
-
-    first: Annotated[int, typer.Option()] = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Options that a command inherits and places."""
-
-    __slots__ = ()
-
-    third: Annotated[int, typer.Option()] = 3
-    fourth: Annotated[int, typer.Option()] = 4
-    whole: int = field(init=False)
-
-    def add(self) -> None:
-        """Sets `whole`."""
-        object.__setattr__(self, "whole", self.third + self.fourth)
-
-
-@dataclass(frozen=True, slots=True)
-class Grouped(Shared, First):
-    """Options of a command, in groups."""
-
-    second: Annotated[int, typer.Option()] = 2
-    _shared: ClassVar = Shared
-    fifth: Annotated[int, typer.Option()] = 5
-
-    def __post_init__(self) -> None:
-        self.add()
-
-
-def test_inherited_options_come_where_the_class_places_them() -> None:
-    """In the help; what it does not place comes first."""
-    app, seen = make_app("An app."), list[Grouped]()
-
-    @app.command()
-    @takes_options(Grouped)
-    def act(options: Grouped) -> None:
-        """Acts."""
-        seen.append(options)
-
-    shown = CliRunner().invoke(app, ["act", "--help"]).output
-    assert re.findall(r"--(\w+)", shown) == ["first", "second", "third", "fourth", "fifth", "help"]
-    assert CliRunner().invoke(app, ["act", "--third", "9", "--fifth", "0"]).exit_code == 0
-    assert seen == [Grouped(third=9, fifth=0)] and seen[0].whole == 13
-    assert not hasattr(seen[0], "__dict__")
-
-
-@pytest.mark.parametrize(
-    ("raised", "code", "said"),
-    [
-        (ConfigError("so [not]"), 2, "error: so [not]\n"),
-        (KeyboardInterrupt(), 130, ""),
-        (PermissionError(13, "Permission denied", "there"), 2, "error: there: Permission denied\n"),
-        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
-        (ModuleNotFoundError("no x", name="x"), 2, 'pip install "outrider[edge]"\n'),
-        (typer.Exit(7), 7, ""),
-    ],
-)
-def test_what_a_command_raises_becomes_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    raised: BaseException,
-    code: int,
-    said: str,
-) -> None:
-    """One line for what the user can put right; Ctrl-C says nothing."""
-    app = make_app("An app.")
-
-    @app.command()
-    def act() -> None:
-        raise raised
-
-    monkeypatch.setattr(sys, "argv", ["app", "act"])
-    with pytest.raises(SystemExit) as ended:
-        run_app(app, what="acting", extra="edge")
-    shown = capsys.readouterr()
-    assert ended.value.code == code and shown.out == ""
-    assert shown.err.endswith(said) and shown.err.count("\n") == (1 if said else 0)
-
-
-def test_a_command_without_standard_output_ends_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pythonw.exe has none: a service that failed at its end would be started again."""
-    app = make_app("An app.")
-
-    @app.command()
-    def act() -> None:
-        pass
-
-    monkeypatch.setattr(sys, "argv", ["app", "act"])
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", None)
-    with pytest.raises(SystemExit) as ended:
-        run_app(app, what="acting", extra="edge")
-    assert ended.value.code == 0
-
-
-def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody can put right from outside keeps its traceback."""
-    app = make_app("An app.")
-
-    @app.command()
-    def act() -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(sys, "argv", ["app", "act"])
-    with pytest.raises(ZeroDivisionError):
-        run_app(app, what="acting", extra="edge")
-
-
 def test_packages_are_looked_for_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first that is missing is named with its extra; a context around imports does the same."""
     require_packages(["typer", "outrider.models"], "it", "all")
@@ -447,36 +274,6 @@ def test_packages_are_looked_for_without_being_imported(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(RuntimeUnavailable, match="'nncf'"), importing("it", "export"):
         import nncf  # noqa: F401
-
-
-def test_a_child_command_gives_what_it_prints_or_fails() -> None:
-    """Its standard error is ours; a failure is one error."""
-    assert run_child_command(["-c", "print('東')"], "no") == "東\n"
-    with pytest.raises(RuntimeUnavailable, match="it did not work"):
-        run_child_command(["-c", "raise SystemExit(2)"], "it did not work")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) -> None:
-    """However we are told to end: the child is told, and has ended before we have."""
-    fifo = tmp_path / "pid"
-    os.mkfifo(fifo)
-    child = f"import os, signal; open({str(fifo)!r}, 'w').write(str(os.getpid())); signal.pause()"
-    code = f"from outrider.models.process.child_command import run_child_command as run; run(['-c', {child!r}], 'no')"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        started = psutil.Process(int(fifo.read_text()))  # waits for the child
-        process.send_signal(number)
-        process.wait(TIMEOUT_S)
-        assert not psutil.wait_procs([started], timeout=TIMEOUT_S)[1]
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -498,44 +295,6 @@ def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
     assert (finished.returncode, finished.stderr) == (2, "error: No space left on device\n")
 
 
-STUBBORN = """
-import os, signal, time
-signal.signal(signal.SIGTERM, lambda *_: open({told!r}, 'w').write('told'))
-open({started!r}, 'w').write(str(os.getpid()))
-while True:
-    time.sleep(60.0)
-"""
-
-
-@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
-def test_a_second_ctrl_c_ends_a_child_that_takes_its_time(tmp_path: Path) -> None:
-    """The child ignores being told to end; it is killed long before its time is up."""
-    started, told = tmp_path / "started", tmp_path / "told"
-    os.mkfifo(started)
-    os.mkfifo(told)
-    child = STUBBORN.format(started=str(started), told=str(told))
-    code = (
-        "from outrider.models.process import child_command\n"
-        "child_command._GRACE_S = 1e6\n"
-        f"child_command.run_child_command(['-c', {child!r}], 'no')"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        stubborn = psutil.Process(int(started.read_text()))  # waits for the child
-        process.send_signal(signal.SIGINT)
-        assert told.read_text() == "told"
-        process.send_signal(signal.SIGINT)
-        process.wait(TIMEOUT_S)
-        assert not psutil.wait_procs([stubborn], timeout=TIMEOUT_S)[1]
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_lines_are_wrapped_on_a_terminal_only() -> None:
     """A number is never cut in two; a file gets the line as it is."""
     line = "stream: 128 tokens (length), 1234.5 tokens/s, first token after 12345 ms, 75 % of drafted tokens accepted"
@@ -546,23 +305,6 @@ def test_lines_are_wrapped_on_a_terminal_only() -> None:
         shown = out.getvalue().splitlines()
         assert (len(shown) > 1) == is_terminal and " ".join(part.strip() for part in shown) == line
         assert not is_terminal or max(map(len, shown)) <= 60
-
-
-@pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="this system pins nothing")
-def test_cores_are_chosen_without_posix_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows, where psutil asks the system."""
-    before = psutil.Process().cpu_affinity()
-    for name in ("sched_getaffinity", "sched_setaffinity"):
-        monkeypatch.delattr(os, name, raising=False)
-    plan = cores.plan_cores()
-    assert (plan.cloud is None) == (len(before) < 2)
-    several = cores.plan_cores(8)
-    if several.cloud and several.agent:
-        assert len(several.cloud) == len(several.agent) == min(8, len(before) // 2)
-        assert not several.cloud & several.agent
-    with cores.running_on(frozenset(before[:1])):
-        assert psutil.Process().cpu_affinity() == before[:1]
-    assert psutil.Process().cpu_affinity() == before
 
 
 def commands_of(group: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from tests.fake_runtime import FakeSequenceRuntime
@@ -18,7 +19,6 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.processor_plan import ProcessorPlan
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import SessionRequest
-from outrider.reference import target_dir
 
 SCHEMA = {
     "type": "object",
@@ -31,15 +31,9 @@ PARAMS = SamplingParams(temperature=0.8, seed=3)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_dir(target_dir())
-
-
-@pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)
-    yield made
-    made.close()
+    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)) as made:
+        yield made
 
 
 class CountingRuntime(FakeSequenceRuntime):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.engine_harness import SAMPLED, Collector, plain
+from tests.engine_harness import SAMPLED, Collector, Harness, plain, refused
 from tests.fake_runtime import FakeBatchRuntime
 from tests.requests import flat_request
 
-from outrider.cloud.engine import Engine, EngineThread
+from outrider.cloud.engine import EngineThread
 from outrider.cloud.engine.pool import BlockPool, chain_hash
+from outrider.cloud.pending import estimators
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize, StepTimeCurve
 from outrider.cloud.pending.policy import (
     ENOUGH_ANSWERS,
@@ -27,8 +28,7 @@ from outrider.cloud.pending.policy import (
     rate_waiting,
 )
 from outrider.cloud.pending.trie import MAX_NODES, DraftTrie
-from outrider.cloud.seam import Event, Sink
-from outrider.models.errors import RequestError
+from outrider.cloud.seam import Event
 from outrider.models.runtimes.base import SequenceSlice
 
 short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -199,6 +199,26 @@ def test_step_time_curve_is_monotone_and_robust() -> None:
     assert times[7] > times[3]
 
 
+def test_a_curve_may_be_read_while_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `stats` does from another thread, also in the middle of the first step's record and of a prediction."""
+    curve, found = StepTimeCurve(), list[object]()
+    median_s, rising = estimators._median_s, estimators._rising
+
+    def reading(seen: Iterable[tuple[int, float]]) -> float:
+        found.append(curve.is_known and curve.step_and_extra()[0])
+        return median_s(seen)
+
+    def learning(times: Sequence[float], weights: Sequence[int]) -> list[float]:
+        curve.passed()
+        return rising(times, weights)
+
+    monkeypatch.setattr(estimators, "_median_s", reading)
+    monkeypatch.setattr(estimators, "_rising", learning)
+    for _ in range(2):
+        curve.observe(StepSize(1), 0.040)
+    assert found == [False, pytest.approx(0.040)] and curve.step_and_extra()[0] == pytest.approx(0.040)
+
+
 def test_draft_lag_measures_the_first_answer_and_the_rate_after_it() -> None:
     """5 ms to a first answer of two tokens, then 3 ms per token."""
     lag, now = DraftLag(), 0.0
@@ -230,58 +250,43 @@ def test_waiting_resumes_once_a_late_device_answers_in_time() -> None:
     assert lag.answer_rate >= ENOUGH_ANSWERS
 
 
+def submitted(thread: EngineThread, prompt: tuple[int, ...], count: int) -> Collector:
+    """A request to the thread."""
+    collector = Collector()
+    thread.submit(flat_request(prompt, SAMPLED, count), collector)
+    return collector
+
+
 def test_engine_thread_serves_drains_and_refuses() -> None:
     """Requests from another thread end exactly; a drain lets them finish; after it no request is accepted."""
-    gate, done = threading.Event(), threading.Event()
-    runtime = FakeBatchRuntime(vocab_size=64, on_step=lambda batch: (gate.wait(), None)[1])
-    thread = EngineThread(runtime)
+    gate = threading.Event()
+    thread = EngineThread(FakeBatchRuntime(vocab_size=64, on_step=lambda batch: (gate.wait(), None)[1]))
     thread.start()
-    collector = Collector()
-
-    def sink(event: Event) -> None:
-        collector(event)
-        if collector.end is not None:
-            done.set()
-
-    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), sink)
+    text = submitted(thread, (1, 2, 3), 12)
     gate.set()
     thread.stop(drain_s=60.0)
-    assert done.is_set()
-    assert collector.tokens == plain([1, 2, 3], SAMPLED, 12)
-    with pytest.raises(RequestError) as refused:
-        thread.submit(flat_request((1,), SAMPLED, 1), collector)
-    assert refused.value.code == "shutting_down"
+    assert text.end is not None and text.tokens == plain([1, 2, 3], SAMPLED, 12)
+    with refused("shutting_down"):
+        submitted(thread, (1,), 1)
 
 
 def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
     """After a bug in the engine's code clients get an error at once, blocks are free, the next request is served."""
-    runtime = FakeBatchRuntime(vocab_size=64)
-    thread = EngineThread(runtime)
-    ends: list[threading.Event] = [threading.Event(), threading.Event()]
-    collectors = [Collector(), Collector()]
-
-    def sink_of(i: int) -> Sink:
-        def sink(event: Event) -> None:
-            collectors[i](event)
-            if collectors[i].end is not None:
-                ends[i].set()
-
-        return sink
+    thread = EngineThread(FakeBatchRuntime(vocab_size=64))
 
     def broken(event: Event) -> None:
         raise ValueError("a sink that raises")
 
     thread.submit(flat_request((1, 2, 3), SAMPLED, 12), broken)
-    thread.submit(flat_request((4, 5), SAMPLED, 4000), sink_of(0))
+    beside = submitted(thread, (4, 5), 4000)
     thread.start()
-    assert ends[0].wait(60)
-    end = collectors[0].end
-    assert end is not None and end.error is not None and end.error.code == "internal_error"
+    beside.wait()
+    assert beside.code == "internal_error"
     assert thread.stats().free_blocks == thread.stats().num_blocks
     assert thread.stats().totals.faults == 1
-    thread.submit(flat_request((1, 2, 3), SAMPLED, 12), sink_of(1))
-    assert ends[1].wait(60)
-    assert collectors[1].tokens == plain([1, 2, 3], SAMPLED, 12)
+    after = submitted(thread, (1, 2, 3), 12)
+    after.wait()
+    assert after.tokens == plain([1, 2, 3], SAMPLED, 12)
     thread.stop()
 
 
@@ -295,18 +300,15 @@ class ShortRuntime(FakeBatchRuntime):
 
 def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
     """Rows are never matched to the wrong sequence."""
-    engine, collector = Engine(ShortRuntime(vocab_size=64)), Collector()
-    engine.submit(flat_request((1, 2, 3), SAMPLED, 12), collector)
-    while engine.has_work:
-        engine.step()
-    assert collector.end is not None and collector.end.error is not None
-    assert collector.end.error.code == "model_fault"
-    assert collector.tokens == []
+    harness = Harness(runtime=ShortRuntime(vocab_size=64))
+    _, text = harness.submit((1, 2, 3), 12)
+    harness.work_off()
+    assert text.code == "model_fault" and text.tokens == []
 
 
 def test_stopping_without_a_drain_ends_running_requests() -> None:
     """Every sink gets "shutdown", and the thread ends."""
-    started, gate, ended = threading.Event(), threading.Event(), threading.Event()
+    started, gate = threading.Event(), threading.Event()
 
     def on_step(batch: object) -> None:
         started.set()
@@ -314,19 +316,11 @@ def test_stopping_without_a_drain_ends_running_requests() -> None:
 
     thread = EngineThread(FakeBatchRuntime(vocab_size=64, on_step=on_step))
     thread.start()
-    collector = Collector()
-
-    def sink(event: Event) -> None:
-        collector(event)
-        if collector.end is not None:
-            ended.set()
-
-    thread.submit(flat_request((1, 2, 3), SAMPLED, 4000), sink)
+    text = submitted(thread, (1, 2, 3), 4000)
     started.wait()
     stopper = threading.Thread(target=thread.stop)
     stopper.start()
     gate.set()
     stopper.join()
-    assert ended.is_set()
-    assert collector.end is not None and collector.end.reason == "shutdown"
+    assert text.ended.reason == "shutdown"
     assert thread.stats().free_blocks == thread.stats().num_blocks

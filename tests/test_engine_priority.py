@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
+from tests.engine_harness import SAMPLED, VOCAB, Harness, plain, prompt_of
 
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.request_checks import Turnover
 from outrider.models.errors import RequestError
 
 ALICE, BOB, CAROL = b"alice", b"bob", b"carol"
-
-
-def prompt_of(index: int, length: int = 6) -> list[int]:
-    """A prompt that no other index has."""
-    return [(index // VOCAB) % VOCAB, index % VOCAB, *((index * 5 + i * i) % VOCAB for i in range(length - 2))]
 
 
 # -- priorities ------------------------------------------------------------------------------------------------------
@@ -36,7 +31,6 @@ def test_places_go_to_higher_priorities_first(owner: bytes) -> None:
     harness.run()
     assert [c.tokens for c in low] == [plain(prompt_of(i), SAMPLED, 200) for i in range(8)]
     assert [c.tokens for c in high] == [plain(prompt_of(90 + i), SAMPLED, 200) for i in range(2)]
-    harness.assert_all_returned()
 
 
 def test_owners_share_evenly_among_equals() -> None:
@@ -66,7 +60,6 @@ def test_blocks_go_to_higher_priorities_first() -> None:
     harness.run()
     assert [c.tokens for _, c in texts] == [plain(prompt_of(i), SAMPLED, 60) for i in range(12)]
     assert patient.tokens == plain(prompt_of(98), SAMPLED, 20)
-    harness.assert_all_returned()
 
 
 def test_a_flood_of_a_high_priority_does_not_starve_a_low_one() -> None:
@@ -105,7 +98,6 @@ def test_a_full_queue_changes_no_text() -> None:
                     harness.engine.draft(number, base, [guess])
         harness.step()
     assert [c.tokens for _, c, _ in texts] == [text for _, _, text in texts]
-    harness.assert_all_returned()
 
 
 def test_under_overload_fewer_drafts_are_verified() -> None:
@@ -135,8 +127,7 @@ def test_queued_work_past_its_deadline_costs_no_pass() -> None:
     """It ends with `deadline_exceeded` before a step runs its tokens; what runs ends with the text that it has."""
     harness = Harness(config=EngineConfig(max_running=1), num_blocks=8)
     _, running = harness.submit(prompt_of(0), 20)
-    _, cut = harness.submit(prompt_of(1), 20, owner=BOB, deadline_ms=5_000.0)
-    harness.run()
+    cut = harness.finished(prompt_of(1), 20, owner=BOB, deadline_ms=5_000.0)
     assert running.tokens == plain(prompt_of(0), SAMPLED, 20) and cut.tokens == plain(prompt_of(1), SAMPLED, 20)
     _, running = harness.submit(prompt_of(2), 20)
     harness.step()
@@ -144,26 +135,23 @@ def test_queued_work_past_its_deadline_costs_no_pass() -> None:
     _, late = harness.submit(prompt_of(3), 20, owner=BOB, deadline_ms=30.0)
     harness.clock.now += 0.031
     harness.run()
-    assert late.end is not None and late.end.error is not None
-    assert (late.end.reason, late.end.error.code, late.end.error.status) == ("error", "deadline_exceeded", 504)
+    assert (late.ended.reason, late.code) == ("error", "deadline_exceeded")
+    assert late.ended.error is not None and late.ended.error.status == 504
     assert sum(map(sum, harness.batches)) - num_tokens == 19  # those of the other
-    _, cut = harness.submit(prompt_of(4), 200, deadline_ms=500.0)
-    harness.run()
-    assert cut.end is not None and cut.end.reason == "deadline" and 5 < len(cut.tokens) < 20
+    cut = harness.finished(prompt_of(4), 200, deadline_ms=500.0)
+    assert cut.ended.reason == "deadline" and 5 < len(cut.tokens) < 20
     assert cut.tokens == plain(prompt_of(4), SAMPLED, len(cut.tokens))
-    harness.assert_all_returned()
 
 
 def test_a_deadline_ends_a_wait_for_drafts() -> None:
     """The engine wakes up for it, and remembers nothing of sequences that ended before."""
     harness = Harness(num_blocks=64)
-    harness.submit(prompt_of(0), 3, deadline_ms=86_400_000.0)
-    harness.run()
+    harness.finished(prompt_of(0), 3, deadline_ms=86_400_000.0)
     assert not harness.engine.has_work and harness.engine.step() is None
     _, cut = harness.submit(prompt_of(1), 50, patience_ms=10_000.0, lag_ms=5.0, deadline_ms=400.0)
     began = harness.clock.now
     harness.run()
-    assert cut.end is not None and cut.end.reason == "deadline"
+    assert cut.ended.reason == "deadline"
     assert 0.4 <= harness.clock.now - began < 0.5
 
 
@@ -180,8 +168,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert turnover.retry_after_s(100, 40.0) == 60
     harness = Harness(config=EngineConfig(max_running=1, max_queue=2), num_blocks=64, step_s=lambda _: 1.0)
     for i in range(3):
-        harness.submit(prompt_of(i), 5)
-        harness.run()
+        harness.finished(prompt_of(i), 5)
     for i in range(3):
         harness.submit(prompt_of(i), 5)
     with pytest.raises(RequestError, match="queued already") as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -11,14 +10,14 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.random_trees import RandomTrees
 from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.runner import Share
 from outrider.cloud.engine.sequence_state import SequenceState
-from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.estimators import AcceptanceEstimator
 from outrider.cloud.pending.pending_drafts import PendingDrafts
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
 from outrider.models.errors import ConfigError
@@ -28,73 +27,6 @@ from outrider.models.runtimes.base import BatchRuntime, ModelLimits, RuntimeOpti
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(5)]
 COUNT = 30
-MOST = 7
-
-
-def grown(truth: Sequence[int], kind: str, rng: random.Random, most: int, vocab_size: int) -> SelectedDrafts:
-    """A random tree of at most `most` tokens. kind: which of them continue `truth`.
-
-    half: half of those on its path. alternatives: all, each behind a wrong sibling and its child. wrong: none.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    on_truth = {-1: 0}  # of the nodes that are: how many tokens of `truth` lead there
-
-    def add(parent: int, token: int) -> None:
-        if (parent, token) in zip(parents, tokens, strict=True) or len(tokens) >= most:
-            return
-        tokens.append(token)
-        parents.append(parent)
-        depth = on_truth.get(parent)
-        if depth is not None and truth[depth : depth + 1] == [token]:
-            on_truth[len(tokens) - 1] = depth + 1
-
-    def wrong(parent: int) -> int:
-        depth = on_truth.get(parent)
-        right = truth[depth] if depth is not None and depth < len(truth) else 0
-        return (right + rng.randrange(1, vocab_size)) % vocab_size
-
-    while len(tokens) < most:
-        before = len(tokens)
-        if kind == "alternatives":
-            tip = max(on_truth, key=lambda node: on_truth[node])
-            if on_truth[tip] == len(truth):
-                break
-            add(tip, wrong(tip))
-            add(len(tokens) - 1, wrong(len(tokens) - 1))
-            add(tip, truth[on_truth[tip]])
-        else:
-            parent = rng.randrange(-1, len(tokens))
-            depth = on_truth.get(parent)
-            if kind == "half" and depth is not None and depth < len(truth) and rng.random() < 0.5:
-                add(parent, truth[depth])
-            else:
-                add(parent, wrong(parent))
-        if len(tokens) == before and rng.random() < 0.2:
-            break
-    return SelectedDrafts(tokens, parents)
-
-
-class RandomTrees(Drafting):
-    """Chooses random trees where it knows what a sequence will commit."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **options)  # type: ignore[arg-type]
-        self.truths: dict[PendingDrafts, list[int]] = {}
-        self.kind, self.vocab_size, self.rng = "half", VOCAB, random.Random(1)
-
-    def choose(
-        self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
-    ) -> dict[PendingDrafts, SelectedDrafts]:
-        chosen: dict[PendingDrafts, SelectedDrafts] = {}
-        for drafts in decoding:
-            rest = self.truths.get(drafts, [])[len(drafts.committed) :][: drafts.num_left - 1]
-            if rest:
-                # Wrong branches may be as deep as there are tokens, so they must not reach beyond the last position.
-                most = min(MOST, budget, len(rest))
-                chosen[drafts] = grown(rest, self.kind, self.rng, most, self.vocab_size)
-                budget -= len(chosen[drafts].tokens)
-        return chosen
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +67,6 @@ def test_texts_with_trees_equal_the_plain_loop(kind: str, params: SamplingParams
     assert (totals.accepted == 0, not moved) == (kind == "wrong", kind == "wrong")
     if kind == "alternatives":
         assert max(commit.accepted for commit in pairs[0][0].commits) >= 2
-    harness.assert_all_returned()
 
 
 def test_trees_stand_chunks_and_preemption() -> None:
@@ -148,7 +79,6 @@ def test_trees_stand_chunks_and_preemption() -> None:
     totals = harness.engine.stats().totals
     assert totals.preempted > 0 and totals.tree_steps > 0 and totals.accepted > 0
     assert max(map(sum, harness.batches)) <= 20
-    harness.assert_all_returned()
 
 
 def test_a_tree_is_cut_to_the_blocks_that_there_are() -> None:
@@ -161,7 +91,6 @@ def test_a_tree_is_cut_to_the_blocks_that_there_are() -> None:
     assert collector.tokens == truth
     assert max(commit.proposed for commit in collector.commits) == 4
     assert harness.engine.stats().totals.accepted > 0
-    harness.assert_all_returned()
 
 
 def test_moved_keys_can_be_shared() -> None:
@@ -175,7 +104,7 @@ def test_moved_keys_can_be_shared() -> None:
     second, expected = submit(harness, prompt, count=8)
     harness.run()
     assert second.tokens == expected
-    assert second.end is not None and second.end.usage.cached_prompt_tokens > len(PROMPTS[2]) + 20
+    assert second.ended.usage.cached_prompt_tokens > len(PROMPTS[2]) + 20
 
 
 class Faulty(FakeBatchRuntime):
@@ -200,19 +129,20 @@ def run_faulty(
     runtime: Faulty, tree: Callable[[list[int]], SelectedDrafts], count: int = 6
 ) -> tuple[Collector, list[int]]:
     """One sequence that verifies `tree` of what it will commit in its second step."""
-    engine, collector = Engine(runtime), Collector()
-    truth = plain(PROMPTS[1], SAMPLED, count)
-    engine.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, count), collector)
-    engine.step()
-    (sequence,) = engine._sequences.values()
-    trees_of(engine).choose = lambda decoding, *rest: {sequence.drafts: tree(truth[1:])}  # type: ignore[method-assign]
-    engine.step()
-    trees_of(engine).choose = lambda decoding, *rest: {}  # type: ignore[method-assign]
-    while engine.has_work:
-        engine.step()
-    stats = engine.stats()
-    assert stats.free_blocks == stats.num_blocks
+    harness, truth = Harness(runtime=runtime), plain(PROMPTS[1], SAMPLED, count)
+    _, collector = harness.submit(PROMPTS[1], count)
+    harness.step()
+    (sequence,) = harness.engine._sequences.values()
+    step_with(harness, {sequence.drafts: tree(truth[1:])})
+    harness.run()
     return collector, truth
+
+
+def step_with(harness: Harness, chosen: dict[PendingDrafts, SelectedDrafts]) -> None:
+    """One step with these drafts; all later ones are without any."""
+    trees_of(harness.engine).choose = lambda decoding, *rest: chosen  # type: ignore[method-assign]
+    harness.step()
+    trees_of(harness.engine).choose = lambda decoding, *rest: {}  # type: ignore[method-assign]
 
 
 def test_a_fault_matters_only_on_the_branch_that_is_taken() -> None:
@@ -227,9 +157,7 @@ def test_a_fault_matters_only_on_the_branch_that_is_taken() -> None:
     collector, _ = run_faulty(
         runtime, lambda rest: SelectedDrafts([(rest[0] + 1) % VOCAB, rest[0], rest[1]], [-1, -1, 1])
     )
-    assert collector.tokens == truth[:3]
-    assert collector.end is not None and collector.end.error is not None
-    assert collector.end.error.code == "model_fault"
+    assert collector.tokens == truth[:3] and collector.code == "model_fault"
 
 
 class Spoiled(FakeBatchRuntime):
@@ -252,20 +180,15 @@ def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) 
     runtime = Spoiled(vocab_size=VOCAB)
     truths = [plain(prompt, SAMPLED, 6) for prompt in PROMPTS[1:3]]
     runtime.bad = next(token for token in range(VOCAB) if all(token not in text for text in [*truths, *PROMPTS[1:3]]))
-    engine, collectors = Engine(runtime), [Collector(), Collector()]
-    for prompt, collector in zip(PROMPTS[1:3], collectors, strict=True):
-        engine.submit(flat_request(tuple(prompt), SAMPLED, 6), collector)
-    engine.step()
-    spoiled, other = (sequence.drafts for sequence in engine._sequences.values())
-    chosen = {spoiled: SelectedDrafts([runtime.bad, truths[0][1]], parents), other: SelectedDrafts.line(truths[1][1:3])}
-    trees_of(engine).choose = lambda decoding, *rest: chosen  # type: ignore[method-assign]
-    engine.step()
-    trees_of(engine).choose = lambda decoding, *rest: {}  # type: ignore[method-assign]
-    while engine.has_work:
-        engine.step()
+    harness = Harness(runtime=runtime)
+    collectors = [harness.submit(prompt, 6)[1] for prompt in PROMPTS[1:3]]
+    harness.step()
+    spoiled, other = (sequence.drafts for sequence in harness.engine._sequences.values())
+    guess = SelectedDrafts([runtime.bad, truths[0][1]], parents)
+    step_with(harness, {spoiled: guess, other: SelectedDrafts.line(truths[1][1:3])})
+    harness.run()
     assert [collector.tokens for collector in collectors] == truths
     assert [collector.commits[1].accepted for collector in collectors] == [0, 2]
-    assert engine.stats().free_blocks == engine.stats().num_blocks
 
 
 def test_a_move_that_fails_costs_only_another_run() -> None:
@@ -273,8 +196,7 @@ def test_a_move_that_fails_costs_only_another_run() -> None:
     runtime = Faulty(vocab_size=VOCAB)
     runtime.move_fails = True
     collector, truth = run_faulty(runtime, lambda rest: SelectedDrafts([(rest[0] + 1) % VOCAB, *rest[:2]], [-1, -1, 1]))
-    assert collector.tokens == truth and collector.commits[1].accepted == 2
-    assert collector.end is not None and collector.end.error is None
+    assert collector.tokens == truth and collector.commits[1].accepted == 2 and collector.code is None
 
 
 def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,10 +218,9 @@ def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFix
     second, expected = submit(harness, PROMPTS[2] + pairs[2][1], count=8)
     harness.run()
     assert second.tokens == expected
-    assert second.end is not None and second.end.usage.cached_prompt_tokens > len(PROMPTS[2])
+    assert second.ended.usage.cached_prompt_tokens > len(PROMPTS[2])
     assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.health.fault is None
     assert "no copy today" in caplog.text
-    harness.assert_all_returned()
 
 
 def test_what_a_move_takes_is_part_of_what_a_tree_costs() -> None:

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar import bounds
-from outrider.models.grammar import matchers as matchers_module
-from outrider.models.grammar import state as state_module
 from outrider.models.grammar.compiler import (
-    MAX_CACHED_PER_OWNER,
-    MAX_CLIENTS,
-    MAX_STRIKES,
-    MAX_WAITING,
-    STRIKE_S,
     CompiledGrammar,
     GrammarCompiler,
-    Strikes,
 )
-from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
 from outrider.models.grammar.state import GrammarState, apply_mask, unpack_mask
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import target_dir
 
 PADDING = 33  # the model's logits are wider than its tokenizer
 PERSON = {
@@ -44,15 +29,9 @@ BOB = '{"name":"Bob","age":3}'
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_dir(target_dir())
-
-
-@pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(tokenizer, tokenizer.size + PADDING, tokenizer.eos_token_ids)
-    yield made
-    made.close()
+    with closing(GrammarCompiler(tokenizer, tokenizer.size + PADDING, tokenizer.eos_token_ids)) as made:
+        yield made
 
 
 def allowed(state: GrammarState, size: int) -> list[int]:
@@ -260,296 +239,11 @@ def test_a_grammar_waits_only_where_its_opener_comes_first(tokenizer: Tokenizer,
         GrammarSpec("regex", "a", opener="def")
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (("json_schema", "{"), "not JSON"),
-        (("json_schema", "[]"), "expected an object"),
-        (("json_schema", '{"type":"strin"}'), "Invalid type: strin"),
-        (("json_schema", '{"type":"array","uniqueItems":true}'), "uniqueItems"),
-        (("json_schema", '{"const":NaN}'), "NaN"),
-        (("json_schema", '{"$ref":"https://example.com/schema"}'), "example.com"),
-        (("json_schema", '{"$ref":"#"}'), "refused"),
-        (("json_object", "{}"), "no text"),
-        (("regex", "(a"), "unclosed group"),
-        (("regex", ""), "empty"),
-        (("regex", "\ud800"), "surrogate"),
-        (("grammar", "start: x"), "unknown name"),
-        (("grammar", '{"grammars":[]}'), "begins with"),
-        (("choice", "[]"), "at least one"),
-        (("choice", '["a",""]'), "none of them empty"),
-        (("sql", "select"), "expected one of"),
-    ],
-)
-def test_a_bad_grammar_is_refused_by_name(spec: tuple[Any, str], message: str, compiler: GrammarCompiler) -> None:
-    with pytest.raises(RequestError, match=message) as refusal:
-        compiler.compile(GrammarSpec(*spec))
-    assert refusal.value.code == "invalid_grammar" and refusal.value.status == 400
-    assert len(str(refusal.value)) < 500
-
-
-def nested(depth: int) -> Any:
-    schema: Any = {"type": "null"}
-    for _ in range(depth):
-        schema = {"type": "array", "items": schema}
-    return schema
-
-
-def chain(length: int) -> Any:
-    """A definition that refers to the next one, and so on: the library recurses along them."""
-    defs: Any = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(length)}
-    return {"$defs": {**defs, f"a{length}": {"type": "null"}}, "$ref": "#/$defs/a0"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
-    [
-        ("json_schema", json.dumps({"enum": ["x" * 66_000]}), "bytes"),
-        ("regex", "a" * 17_000, "bytes"),
-        ("json_schema", json.dumps(nested(100)), "levels deep"),
-        ("json_schema", json.dumps(chain(900)), "levels deep"),
-        ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(501)}}), "501 properties"),
-        ("json_schema", '{"type":"integer","multipleOf":999983}', "multipleOf is 999983"),
-        ("json_schema", '{"type":"number","multipleOf":0.000123457}', "multipleOf is 123457"),
-        ("json_schema", '{"multipleOf":1,"multipleOf":1e300}', "multipleOf"),
-        ("grammar", "start: A0\n" + "".join(f"A{i}: ~A{i + 1}\n" for i in range(300)) + 'A300: "x"', "301|302 rules"),
-        ("grammar", 'start: %json {"type":"integer","multipl\\u0065Of":999983}', "multipleOf is 999983"),
-        (
-            "grammar",
-            "start: "
-            + "".join(f"%json {json.dumps({'properties': {f'p{i}': {} for i in range(500)}})} " for _ in "abcde"),
-            "2,500 properties",
-        ),
-        ("grammar", 'start: "' + "x" * 17_000 + '"', "bytes besides its schemas"),
-        ("choice", json.dumps([str(i) for i in range(3000)]), "3,000 choices"),
-    ],
-)
-def test_a_costly_grammar_is_refused(kind: Any, text: str, message: str, compiler: GrammarCompiler) -> None:
-    """These took seconds or ended the process before they were bounded."""
-    with pytest.raises(RequestError, match=message):
-        compiler.compile(GrammarSpec(kind, text))
-
-
-def test_a_grammar_that_grows_beyond_its_limits_fails_by_name(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """Its own text ends with an error, and nothing hangs: the automaton of this one doubles with every token."""
-    state = compiler.compile(GrammarSpec("regex", ".*[a-m].{200}[n-z].{100}")).state()
-    rng = np.random.default_rng(0)
-    with pytest.raises(RequestError) as refusal:
-        for _ in range(500):
-            row = rng.standard_normal(tokenizer.size).astype(np.float32)
-            state.apply(row)
-            state.accept(int(row.argmax()))
-    assert refusal.value.code == "grammar_too_complex"
-
-
-GROWING = GrammarSpec("regex", "(.*[a-m].{12}[n-z].*)")
 """A text of 300 tokens adds some 6,000 states to the lexer, which may have 10,000."""
 
 
-def walked(state: GrammarState, seed: int, count: int) -> list[int]:
-    """A random text that does not end."""
-    rng, text = np.random.default_rng(seed), []
-    vocabulary = state._vocabulary
-    for _ in range(count):
-        row = rng.standard_normal(vocabulary.num_tokens).astype(np.float32)
-        row[list(vocabulary.stop_ids)] = -9.0
-        state.apply(row)
-        text.append(int(row.argmax()))
-        assert state.accept(text[-1])
-    return text
-
-
-@pytest.fixture
-def fresh(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
-    """A compiler that has seen nothing."""
-    with closing(GrammarCompiler(tokenizer, tokenizer.size + 7, tokenizer.eos_token_ids)) as compiler:
-        yield compiler
-
-
-def worn(grammar: CompiledGrammar) -> None:
-    """Fills the lexer that the grammar's texts share: a copy of its matcher can do nothing any more."""
-    assert isinstance(grammar.matchers, Matchers)
-    matcher = grammar.matchers.current.deep_copy()
-    rng, size = np.random.default_rng(9), grammar.vocabulary.num_tokens
-    while not matcher.is_error():
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]
-        row = np.where(bits, rng.standard_normal(size), -np.inf)
-        row[list(grammar.stop_ids)] = -np.inf
-        if not matcher.is_error() and matcher.try_consume_tokens([int(row.argmax())]) != 1:
-            matcher.compute_bitmask()  # a limit that is reached while a token is read looks like a refusal
-
-
-def test_a_text_never_fails_for_what_earlier_texts_have_met(fresh: GrammarCompiler) -> None:
-    """All copies of a matcher share its lexer: once, the third of these texts failed at its first token."""
-    grammar = fresh.compile(GROWING, "crowd")
-    origins, states = [], []
-    for seed in range(6):
-        state = grammar.state()
-        text = walked(state, seed, 200)
-        assert walked(fresh.compile(GROWING, f"alone {seed}").state(), seed, 200) == text
-        # A text that has changed its lexer on the way goes back and on as before.
-        state.truncate(150)
-        assert state.length == 150 and all(state.accept(token) for token in text[150:])
-        origins.append(state._origin)
-        states.append(state)
-    assert len({id(origin) for origin in origins}) > 1
-    # Texts that began on the first lexer go on, too, and so do their forks.
-    for state in states:
-        assert walked(state.fork(), 7, 20) == walked(state, 7, 20)
-
-
-def test_a_full_lexer_refuses_no_token(fresh: GrammarCompiler) -> None:
-    """Reading, validating and resuming find out that it is full, though the library reports a refusal only."""
-    text = walked(fresh.compile(GROWING, "alone").state(), 3, 100)
-    for owner in ("advance", "validate", "replay", "go back", "forced"):
-        grammar = fresh.compile(GROWING, owner)
-        begun = grammar.state()
-        assert all(begun.accept(token) for token in text[:50])
-        worn(grammar)
-        match owner:
-            case "advance":
-                assert all(begun.accept(token) for token in text[50:])
-            case "validate":
-                assert begun.validate(text[50:]) == 50
-            case "replay":
-                rows = grammar.state()
-                rows.replay(text)
-                assert rows.length == 100
-            case "go back":
-                begun.truncate(20)
-                assert all(begun.accept(token) for token in text[20:])
-            case "forced":
-                assert begun.forced() == []
-        assert not grammar.matchers.is_worn_out
-
-
-def test_a_costly_grammar_that_wears_out_ends_by_name(fresh: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not compiled while its texts wait. The next request has it compiled; never does a text end as if whole."""
-    monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", -1.0)
-    grammar = fresh.compile(GROWING)
-    state = grammar.state()
-    walked(state, 1, 50)
-    worn(grammar)
-    for ask in (lambda: state.apply(np.zeros(4096, np.float32)), lambda: state.accept(5), lambda: state.validate([5])):
-        with pytest.raises(RequestError) as refusal:
-            ask()
-        assert refusal.value.code == "grammar_too_complex"
-    assert grammar.matchers.is_worn_out
-    again = fresh.compile(GROWING)
-    assert again.matchers is not grammar.matchers and walked(again.state(), 0, 50)
-
-
-@pytest.mark.parametrize("is_costly", [False, True])
-def test_a_lexer_that_grows_fast_is_left_to_its_texts(
-    is_costly: bool, fresh: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """New texts get another, unless that would take long. The time that texts take is what counts."""
-    matchers = fresh.compile(GROWING).matchers
-    assert isinstance(matchers, Matchers)
-    first, monkeypatched = matchers.current, -1.0 if is_costly else matchers_module.MAX_AGAIN_S
-    monkeypatch.setattr(matchers_module, "MAX_AGAIN_S", monkeypatched)
-    monkeypatch.setattr(state_module, "FREE_S", 9.0)
-    before = fresh.compile(GROWING).state()
-    text = walked(before, 3, 5)
-    assert matchers.current is first
-    monkeypatch.setattr(state_module, "FREE_S", -0.03)  # each of four calls counts as more
-    walked(fresh.compile(GROWING).state(), 4, 2)
-    monkeypatch.setattr(state_module, "FREE_S", 9.0)
-    assert matchers.is_usable == is_costly
-    assert (fresh.compile(GROWING).matchers is matchers) == is_costly
-    assert (matchers.current is first) == is_costly  # as vLLM's workers ask
-    assert walked(fresh.compile(GROWING).state(), 3, 5) == text
-    before.truncate(1)
-    assert all(before.accept(token) for token in text[1:])
-
-
-def test_a_text_is_not_blamed_for_what_others_filled(fresh: GrammarCompiler) -> None:
-    """The lexer that a text goes on with may be full of others' states, too: then there is another one."""
-    grammar = fresh.compile(GROWING)
-    blamed: list[str] = []
-    first, second = (replace(grammar, excess=partial(blamed.append, name)).state() for name in ("first", "second"))
-    texts = walked(first, 1, 20), walked(second, 2, 20)
-    worn(grammar)
-    walked(first, 3, 5)  # gets the second lexer
-    worn(grammar)
-    rest = walked(second, 4, 5)  # gets the third one
-    truth = fresh.compile(GrammarSpec(GROWING.kind, GROWING.text, after="")).state()
-    assert truth.validate([*texts[1], *rest]) == 25 and not blamed
-
-
-def test_a_text_that_fills_a_lexer_alone_ends_by_name(fresh: GrammarCompiler) -> None:
-    """Read again by a new lexer, it comes to the same limit. It never ends as if it were whole."""
-    state = fresh.compile(GROWING).state()
-    with pytest.raises(RequestError) as refusal:
-        walked(state, 0, 5_000)
-    assert refusal.value.code == "grammar_too_complex" and state.length > 1_000
-
-
-@pytest.mark.parametrize("schema", [nested(40), chain(100), {"enum": ["x" * 60_000]}])
-def test_what_is_within_the_bounds_compiles(schema: Any, compiler: GrammarCompiler) -> None:
-    assert compiler.compile(GrammarSpec.json_schema(schema)).state().forced()
-
-
-def test_a_grammar_is_compiled_once_per_owner(compiler: GrammarCompiler) -> None:
-    """An owner learns nothing from the time that another's grammar takes, and pushes none of another's out."""
-    spec = GrammarSpec("regex", "once+")
-    first = compiler.compile(spec, "ann")
-    assert compiler.compile(spec, "ann").matchers is first.matchers
-    assert compiler.find(spec, "bob") is None and compiler.find(spec, "ann", b"salt") is None
-    for i in range(MAX_CACHED_PER_OWNER + 3):
-        compiler.compile(GrammarSpec("regex", f"b{i}"), "bob")
-    assert compiler.compile(spec, "ann").matchers is first.matchers
-    assert compiler.find(GrammarSpec("regex", "b0"), "bob") is None
-
-
-def test_compiling_takes_turns_and_has_a_bound(compiler: GrammarCompiler) -> None:
-    """One owner's flood is refused beyond a few; another's grammar waits for one of them at most."""
-    flood = [GrammarSpec("regex", f"flood{i}+") for i in range(MAX_WAITING + 8)]
-    done = []
-
-    async def compile_one(spec: GrammarSpec, owner: str) -> CompiledGrammar:
-        compiled = await compiler.compile_for(spec, owner)
-        done.append(owner)
-        return compiled
-
-    async def run() -> list[CompiledGrammar | BaseException]:
-        return await asyncio.gather(
-            *(compile_one(spec, "flood") for spec in flood),
-            compile_one(GrammarSpec("regex", "calm"), "calm"),
-            return_exceptions=True,
-        )
-
-    results = asyncio.run(run())
-    refused = [r for r in results if isinstance(r, RequestError)]
-    assert [r.code for r in refused] == ["too_many_grammars"] * (8 - 1)
-    assert not isinstance(results[-1], BaseException)
-    assert done.index("calm") <= 1
-    assert asyncio.run(compiler.compile_for(flood[-1], "flood")).spec == flood[-1]
-
-
-def test_one_client_behind_an_owner_does_not_stop_the_others(compiler: GrammarCompiler) -> None:
-    """A cascade's middle sends a salt for each of its clients. What one uses up another still has; not for ever."""
-    flood = [GrammarSpec("regex", f"salted{i}+") for i in range(MAX_WAITING + 4)]
-
-    async def run() -> list[CompiledGrammar | BaseException]:
-        asked = [compiler.compile_for(spec, "mid", b"one") for spec in flood]
-        calm = compiler.compile_for(GrammarSpec("regex", "calm2"), "mid", b"two")
-        return await asyncio.gather(*asked, calm, return_exceptions=True)
-
-    *results, calm = asyncio.run(run())
-    assert sum(isinstance(each, RequestError) for each in results) == 3 and isinstance(calm, CompiledGrammar)
-    strikes = Strikes(lambda: 5.0)
-    for _ in range(MAX_STRIKES):
-        strikes.add(("mid", b"one"))
-    assert strikes.seconds_left(("mid", b"one")) == STRIKE_S
-    assert strikes.seconds_left(("mid", b"two")) == strikes.seconds_left(("other", b"one")) == 0.0
-    for salt in range(MAX_STRIKES * (MAX_CLIENTS - 1)):
-        strikes.add(("mid", b"%d" % salt))
-    assert strikes.seconds_left(("mid", b"two")) == STRIKE_S and not strikes.seconds_left(("other", b"two"))
-
-
 def test_a_client_that_leaves_frees_its_turn(compiler: GrammarCompiler) -> None:
-    async def run() -> CompiledGrammar:
+    async def scenario() -> CompiledGrammar:
         work = asyncio.ensure_future(compiler.compile_for(GrammarSpec("regex", "left+"), "leaver"))
         await asyncio.sleep(0)
         work.cancel()
@@ -557,7 +251,7 @@ def test_a_client_that_leaves_frees_its_turn(compiler: GrammarCompiler) -> None:
             await work
         return await compiler.compile_for(GrammarSpec("regex", "stayed+"), "leaver")
 
-    assert asyncio.run(run())
+    assert asyncio.run(scenario())
 
 
 def test_equal_specs_have_one_hash() -> None:
@@ -589,52 +283,3 @@ def test_masks_of_few_and_of_many_tokens_are_applied_alike(density: float) -> No
         assert apply_mask(packed, row) == is_allowed.sum()
         assert np.array_equal(row, np.where(is_allowed, kept, -np.inf))
         assert np.array_equal(unpack_mask(packed, size), is_allowed)
-
-
-def test_a_text_whose_grammar_takes_too_long_ends(
-    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In processor time; the third such text of an owner within a minute is the last for a while."""
-    spec = GrammarSpec("regex", "[0-9]+")
-    digit = tokenizer.encode("7")[0]
-    for strike in range(MAX_STRIKES):
-        state = asyncio.run(compiler.compile_for(spec, b"slow")).state()
-        with monkeypatch.context() as patch:
-            patch.setattr(state_module, "FREE_S", -0.2)  # each call counts as 0.2 s more than it takes
-            state = asyncio.run(compiler.compile_for(spec, b"slow")).state()
-            assert state.accept(digit)
-            with pytest.raises(RequestError, match="takes too long") as refused:
-                state.accept(digit)
-        assert refused.value.code == "grammar_too_complex", strike
-    with pytest.raises(RequestError, match="try again later") as later:
-        asyncio.run(compiler.compile_for(spec, b"slow"))
-    assert (later.value.code, later.value.status) == ("too_many_grammars", 429) and later.value.retry_after_s
-    assert asyncio.run(compiler.compile_for(spec, b"other")).state().accept(digit)
-
-
-def test_a_text_that_is_resumed_is_read_more_strictly(
-    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All its tokens are read at once, while others wait."""
-    rows = compiler.compile(GrammarSpec("regex", "[0-9]+")).state()
-    monkeypatch.setattr(state_module, "FREE_REPLAY_S", -0.2)
-    with pytest.raises(RequestError, match="takes too long"):
-        rows.replay(tokenizer.encode("7777")[:1] * 3)
-    rows.truncate(0)
-    assert state_module.FREE_S > 0.0 and rows.cost._free_s == state_module.FREE_S
-
-
-def test_references_and_patterns_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of names that lead nowhere are looked at once; patterns take time with the cube of their number."""
-    walks: list[object] = []
-    depth = bounds._depth
-
-    def counted(value: object) -> int:
-        walks.append(value)
-        return depth(value)
-
-    monkeypatch.setattr(bounds, "_depth", counted)
-    GrammarSpec("json_schema", json.dumps({"anyOf": [{"$ref": f"#{index:x}"} for index in range(3000)]}))
-    assert len(walks) == 2
-    with pytest.raises(RequestError, match="patternProperties"):
-        GrammarSpec("json_schema", json.dumps({"patternProperties": {f"^a{index}b": {} for index in range(65)}}))

@@ -123,7 +123,7 @@ def test_the_text_is_that_of_the_plainest_loop_whatever_was_drafted(world: World
         engine.submit(world.request(grammar, draft=tuple(draft)), found)
         run(engine)
         assert found.tokens == expected
-        assert found.end is not None and found.end.reason == "stop"
+        assert found.ended.reason == "stop"
         assert found.commits[1].accepted >= least or not draft
 
 
@@ -215,7 +215,7 @@ def test_a_text_whose_grammar_fails_ends_alone(world: World) -> None:
     engine.submit(world.request(good), fine)
     run(engine)
     assert fine.tokens == expected
-    codes = [sink.end.error.code for sink in (bad, left) if sink.end is not None and sink.end.error is not None]
+    codes = [sink.ended.error.code for sink in (bad, left) if sink.ended.error is not None]
     assert codes == ["grammar_too_complex", "grammar_excluded"]
     assert engine.health.fault is None
 
@@ -225,5 +225,4 @@ def test_a_grammar_is_part_of_what_decides_a_text(world: World) -> None:
     grammar = world.grammar()
     found = {_sampling_of(world.request(each)) for each in (grammar, world.grammar({"type": "integer"}))}
     request = world.request(grammar)
-    free = replace(request, pick=replace(request.pick, grammar=None))
-    assert len(found | {_sampling_of(free)}) == 3
+    assert len(found | {_sampling_of(replace(request, pick=replace(request.pick, grammar=None)))}) == 3

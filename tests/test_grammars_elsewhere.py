@@ -83,11 +83,6 @@ class Workers:
             worker.close()
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_dir(target_dir())
-
-
 @pytest.fixture
 def workers(tokenizer: Tokenizer) -> Iterator[Workers]:
     with closing(Workers(tokenizer)) as made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,11 @@ class Line:
     def send(self, data: bytes) -> None:
         self.raw.send(chunk(data))
 
+    def exchange(self, data: bytes, number: int) -> None:
+        """Sends a message that is acknowledged as the one of this number."""
+        self.send(data)
+        assert self.taken().taken[0] == number
+
     def taken(self) -> Taken:
         """The next event, which acknowledges."""
         event = next(self.events)
@@ -113,12 +118,13 @@ class Line:
 @contextmanager
 def begun(server: FakeServer, url: str | None = None) -> Iterator[Line]:
     """A session whose engine stands, with the head of its long request sent. url: of what stands before the server."""
-    with ExitStack() as stack:
-        client = stack.enter_context(httpx.Client(base_url=url or server.url))
-        events = read_all_events(stack.enter_context(client.stream("POST", "/v1/sessions", json=SESSION)))
-        opened = next(events)
+    with (
+        httpx.Client(base_url=url or server.url) as client,
+        client.stream("POST", "/v1/sessions", json=SESSION) as stream,
+        Raw(server if url is None else At(url)) as raw,  # type: ignore[arg-type]
+    ):
+        opened = next(events := read_all_events(stream))
         assert isinstance(opened, SessionOpen)
-        raw = stack.enter_context(Raw(server if url is None else At(url)))  # type: ignore[arg-type]
         raw.send(long_head(opened.session))
         yield Line(raw, events, opened.session)
 
@@ -139,16 +145,13 @@ def tokens_of(events: Iterator[SessionEvent | Taken]) -> list[int]:
 
 def test_messages_are_acknowledged_on_the_stream_and_the_end_by_an_answer() -> None:
     """By an event of its own while nothing is committed, else by a commit; what was sent is drafted from."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, begun(server) as line:
-        line.send(tree())
-        assert line.taken().taken[0] == 1
+    with serve_fake(gate=StepGate()) as server, begun(server) as line:
+        line.exchange(tree(), 1)
         for first in (3, 6):
-            line.send(tree(first))
-            assert line.taken().taken[0] == first // 3 + 1
+            line.exchange(tree(first), first // 3 + 1)
         line.raw.send(b"0\r\n\r\n")
         assert line.raw.answer()[0] == 204
-        gate.open()
+        server.gate.open()
         commits = [event for event in line.events if isinstance(event, Commit)]
         assert [token for commit in commits for token in commit.tokens] == target_tokens(PROMPT, 24)
         assert sum(commit.accepted - commit.looked_up for commit in commits) >= 2
@@ -157,12 +160,10 @@ def test_messages_are_acknowledged_on_the_stream_and_the_end_by_an_answer() -> N
 
 def test_a_commit_carries_the_acknowledgement() -> None:
     """One write for a step, though drafts come with each: nothing else is written beside commits that come soon."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, begun(server) as line:
-        line.send(tree())
-        assert line.taken().taken[0] == 1
+    with serve_fake(gate=StepGate()) as server, begun(server) as line:
+        line.exchange(tree(), 1)
         line.send(tree(3))
-        gate.open()
+        server.gate.open()
         rest = list(line.events)
         found = [event.taken for event in rest if isinstance(event, Commit | Taken) and event.taken is not None]
         assert [num for num, _ in found] == [2] and all(0.0 <= held_ms < 1e3 * TIMEOUT_S for _, held_ms in found)
@@ -173,9 +174,8 @@ def test_a_commit_carries_the_acknowledgement() -> None:
 
 def test_messages_over_the_budget_are_named_and_the_others_taken() -> None:
     """At once; the text is the target's. More than can be named end the request."""
-    gate = StepGate()
     limits = DraftLimits(session_per_s=1000.0, session_burst=3.0, delay_s=0.0, finish_s=TIMEOUT_S)
-    with serve_fake(ServerSettings(draft_limits=limits), gate=gate) as server, begun(server) as line:
+    with serve_fake(ServerSettings(draft_limits=limits), gate=StepGate()) as server, begun(server) as line:
         line.send(b"".join(tree(first) for first in range(0, 18, 3)))
         event = line.taken()
         assert event.taken[0] == 6 and event.refused and event.refused[-1] == 6 and event.error is None
@@ -184,7 +184,7 @@ def test_messages_over_the_budget_are_named_and_the_others_taken() -> None:
         line.send(tree() * 200)
         assert line.refused() == (429, "rate_limited", "rate_limited")
         assert server.core.metrics.num_dropped["session"] > 60
-        gate.open()
+        server.gate.open()
         assert tokens_of(line.events) == target_tokens(PROMPT, 24)
 
 
@@ -202,9 +202,8 @@ def test_messages_over_the_budget_are_named_and_the_others_taken() -> None:
 )
 def test_what_is_no_message_ends_the_request_and_not_the_session(data: bytes, found: tuple[int, str]) -> None:
     """With an error, and a reason on the stream; a second request is refused, single messages are taken."""
-    gate = StepGate()
     limits = DraftLimits(finish_s=0.05)
-    with serve_fake(ServerSettings(draft_limits=limits), gate=gate) as server, begun(server) as line:
+    with serve_fake(ServerSettings(draft_limits=limits), gate=StepGate()) as server, begun(server) as line:
         line.send(data)
         assert line.refused() == (*found, found[1])
         with Raw(server) as again:
@@ -212,41 +211,35 @@ def test_what_is_no_message_ends_the_request_and_not_the_session(data: bytes, fo
             assert again.answer()[0] == 204  # at once, and nothing is taken
         path = f"{server.url}/v1/sessions/{line.session}/drafts"
         assert httpx.post(path, json={"base": 0, "paths": [[1]]}).status_code == 204
-        gate.open()
+        server.gate.open()
         assert tokens_of(line.events) == target_tokens(PROMPT, 24)
 
 
 def test_two_at_a_time_are_refused_and_the_first_goes_on() -> None:
     """Messages are numbered in the one."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, begun(server) as line, Raw(server) as second:
-        line.send(tree())
-        assert line.taken().taken[0] == 1
+    with serve_fake(gate=StepGate()) as server, begun(server) as line, Raw(server) as second:
+        line.exchange(tree(), 1)
         second.send(long_head(line.session) + chunk(tree()))
         status, _, body = second.answer()
         assert (status, json.loads(body)["error"]["code"]) == (409, "second_long_request")
-        line.send(tree(3))
-        assert line.taken().taken[0] == 2
+        line.exchange(tree(3), 2)
 
 
 def test_a_long_request_is_no_slow_body_until_it_is_answered() -> None:
     """A body that is as quiet on another route is refused meanwhile; one that goes on after the answer is cut."""
-    gate = StepGate()
     limits = ConnectionLimits(body_grace_s=0.05, linger_s=0.2)
-    with serve_fake(limits=limits, gate=gate) as server, begun(server) as line:
-        line.send(tree())
-        assert line.taken().taken[0] == 1
+    with serve_fake(limits=limits, gate=StepGate()) as server, begun(server) as line:
+        line.exchange(tree(), 1)
         for _ in range(3):
             with Raw(server) as slow:
                 slow.send(post("/v1/sessions", b"", "Content-Length: 100"))
                 assert slow.answer()[0] == 408
-        line.send(tree(3))
-        assert line.taken().taken[0] == 2
+        line.exchange(tree(3), 2)
         with Raw(server) as behind:  # a body behind a long request in one packet is none
             head = long_head(line.session) + b"0\r\n\r\n"
             behind.send(head + post("/v1/sessions", b"", "Content-Length: 100"))
             assert [behind.answer()[0] for _ in range(2)] == [409, 408]
-        gate.open()
+        server.gate.open()
         assert tokens_of(line.events) == target_tokens(PROMPT, 24) and line.raw.answer()[0] == 204
         assert line.raw.is_closed()
 
@@ -255,8 +248,7 @@ def test_the_front_of_replicas_passes_a_long_request_on() -> None:
     """As it comes: acknowledged before it ends; the replica's refusal reaches the client."""
     gate = StepGate()
     with replicas(1, gate=gate) as group, serve_front(group) as front, begun(group[0].server, front.url) as line:
-        line.send(tree())
-        assert line.taken().taken[0] == 1
+        line.exchange(tree(), 1)
         line.send(b"\x00")
         assert line.refused() == (400, "invalid_request", "invalid_request")
         gate.open()

@@ -275,12 +275,10 @@ def test_special_tokens_may_be_shown(client: httpx.Client) -> None:
 
 def test_a_prompts_last_tokens(client: httpx.Client) -> None:
     """`truncate_prompt_tokens`, of a prompt and of a conversation."""
-    ids = fake_tokenizer().encode("zip the drafts")
-    expected = complete(client, prompt=ids[-3:])
+    expected = complete(client, prompt=fake_tokenizer().encode("zip the drafts")[-3:])
     found = complete(client, prompt="zip the drafts", truncate_prompt_tokens=3)
     assert found["choices"] == expected["choices"] and found["usage"]["prompt_tokens"] == 3
-    chat = complete(client, CHAT, messages=MESSAGES, truncate_prompt_tokens=4)
-    assert chat["usage"]["prompt_tokens"] == 4
+    assert complete(client, CHAT, messages=MESSAGES, truncate_prompt_tokens=4)["usage"]["prompt_tokens"] == 4
     assert complete(client, truncate_prompt_tokens=-1)["choices"] == complete(client)["choices"]
 
 

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from tests.commands import Outrider
 from tests.serving import code_of
+from tests.waiting import wait_until
 
 from outrider.edge.cli.command_options import ChatOptions
 from outrider.edge.cli.verifiers import _bundles
@@ -33,6 +34,14 @@ def command(name: str, pair: PairPaths, *more: str) -> list[str]:
     """`outrider NAME` with the pair on this machine."""
     options = ["--target", str(pair.target), "--draft", str(pair.draft)]
     return [sys.executable, "-m", "outrider.edge.cli", name, *options, *more]
+
+
+def is_verifier(child: psutil.Process) -> bool:
+    """Whether it runs one; a short program may have ended since it was listed."""
+    try:
+        return with_parent.__name__ in child.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def address(shown: str) -> str:
@@ -93,11 +102,14 @@ def test_ctrl_c_while_the_target_loads_ends_both(reference_pair: PairPaths) -> N
     with subprocess.Popen(command("run", reference_pair, "def f("), stderr=subprocess.PIPE, text=True) as running:
         try:
             parent = psutil.Process(running.pid)
-            # Libraries start short programs while they are imported: Ctrl-C there is another matter.
-            children: list[psutil.Process] = []
-            while not any(with_parent.__name__ in child.cmdline() for child in children):
+
+            def verifiers() -> list[psutil.Process]:
+                """Libraries start short programs while they are imported: Ctrl-C there is another matter."""
                 assert running.poll() is None
-                children = parent.children()
+                return [child for child in parent.children() if is_verifier(child)]
+
+            wait_until(lambda: bool(verifiers()), TIMEOUT_S)
+            children = verifiers()
             running.send_signal(signal.SIGINT)
             assert running.wait(TIMEOUT_S) == 130
             assert not psutil.wait_procs(children, timeout=TIMEOUT_S)[1]

@@ -9,37 +9,18 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
+from tests.pending_drafts import commit, line_message, pending, timed
 
-from outrider.cloud.engine import EngineConfig, Policy
-from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.engine import Policy
 from outrider.cloud.pending.drafting import Drafting
-from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
-from outrider.cloud.pending.lookup import PromptLookup, kind_of
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.pending_drafts import PendingDrafts, likeliest_path
-from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.pending.selected_drafts import SelectedDrafts
-from outrider.cloud.pending.sources import Sources
 from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie, PendingNode
-from outrider.models.errors import RequestError
 from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-def pending(drafting: Drafting, num_committed: int = 0, *, max_new: int = 1000) -> PendingDrafts:
-    """A session of `drafting`."""
-    drafts = PendingDrafts(
-        [],
-        max_new,
-        AcceptanceEstimator(32, drafting.learned(b"").acceptance),
-        NodeChances(drafting.learned(b"").chances),
-    )
-    for _ in range(num_committed):
-        drafts.committed.append(0)
-        drafts.advance([0])
-    return drafts
 
 
 def paths_in(trie: DraftTrie) -> set[tuple[int, ...]]:
@@ -52,18 +33,6 @@ def paths_in(trie: DraftTrie) -> set[tuple[int, ...]]:
         found.update(longer for longer, _ in below)
         stack += below
     return found
-
-
-def line_message(base: int, first: int, tokens: Sequence[int], level: int = 13) -> TreeDraft:
-    """A path as a tree message."""
-    size = len(tokens)
-    return TreeDraft(base, first, tokens, [ROOT, *range(first, first + size - 1)], [level] * size)
-
-
-def commit(drafts: PendingDrafts, *tokens: int) -> int:
-    """What the engine does with the tokens of a pass."""
-    drafts.committed.extend(tokens)
-    return drafts.advance(tokens)
 
 
 # -- merging -----------------------------------------------------------------------------------------------------------
@@ -197,9 +166,7 @@ def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_m
 @pytest.mark.parametrize("width", [1, 4])
 def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
     """About ten tested nodes of the highest level, with a step of 40 ms and 1 ms per drafted token."""
-    drafting = Drafting(32, Policy.AUTO, with_trees=True)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.040 + 0.001 * tokens)
+    drafting = timed(32, Policy.AUTO, 0.040, 0.001, with_trees=True)
     drafts, num_tested = pending(drafting), 0
     while True:
         base = len(drafts.committed)
@@ -316,9 +283,7 @@ def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
     """Nothing but the step's time decides: the dearer a token, the less of the tree is verified."""
     found = []
     for extra_s in (0.0001, 0.006, 0.1):
-        drafting = Drafting(32, Policy.AUTO, with_trees=True)
-        for tokens in (1, 2, 4, 8, 16, 32, 64):
-            drafting.curve.observe(StepSize(tokens), 0.010 + extra_s * tokens)
+        drafting = timed(32, Policy.AUTO, 0.010, extra_s, with_trees=True)
         sessions = branching(drafting, 1)
         found.append(drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]])
     whole, line, nothing = found
@@ -329,9 +294,7 @@ def test_under_load_a_tree_shrinks_to_a_line_and_then_to_nothing() -> None:
 
 def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
     """Steps with trees that take twice as long are declined, tried again at times, and taken once they are faster."""
-    drafting = Drafting(32, Policy.AUTO, with_trees=True)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.040)
+    drafting = timed(32, Policy.AUTO, 0.040, with_trees=True)
     sessions = branching(drafting, 1)
 
     def step(factor: float) -> bool:
@@ -355,9 +318,7 @@ def test_a_tree_is_verified_only_where_its_steps_are_worth_their_time() -> None:
 
 def test_trees_keep_their_size_where_no_line_is_run() -> None:
     """Times of lines are forgotten after 256 steps; then trees tell them, and the plain step is still timed."""
-    drafting = Drafting(32, Policy.AUTO, with_trees=True)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.120)
+    drafting = timed(32, Policy.AUTO, 0.120, with_trees=True)
     sessions, sizes = branching(drafting, 1), list[int]()
     for step in range(1_500):
         chosen = drafting.choose(sessions, 99, StepSize(1, 0), 0.0)[sessions[0]]
@@ -385,344 +346,3 @@ def test_no_more_is_verified_than_may_be_committed() -> None:
     drafts = pending(drafting, max_new=3)
     drafting.merge_tree(drafts, line_message(0, 0, range(9), 15), 0.0)
     assert drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts] == SelectedDrafts.line([0, 1])
-
-
-# -- waiting -----------------------------------------------------------------------------------------------------------
-
-
-class Stream:
-    """A target that never waits, or always waits, for a device whose alternatives cover misses; event by event."""
-
-    def __init__(self, alpha: float, beta: float, k: int, lag_s: float, *, waits: bool) -> None:
-        self._alpha, self._beta, self._k, self._lag_s, self._waits = alpha, beta, k, lag_s, waits
-        self._rng = random.Random(7)
-
-    def _is_pending(self) -> bool:
-        """Whether the next pick is the device's own, or an alternative that it has drafted below."""
-        return self._rng.random() < self._alpha or self._rng.random() < self._beta
-
-    def tokens_per_s(self, num_tokens: int = 60_000) -> float:
-        """With a step of 40 ms, 1 ms per drafted token."""
-        now, committed, in_sync_at = 0.0, 0, 0.0
-        while committed < num_tokens:
-            if now < in_sync_at and not self._waits:  # a blind step: it must be covered by what is on its way
-                now, committed = now + 0.040, committed + 1
-                if not self._is_pending():
-                    in_sync_at = now + self._lag_s
-                continue
-            now = max(now, in_sync_at) + 0.040 + 0.001 * self._k
-            accepted = 0
-            while accepted < self._k and self._rng.random() < self._alpha:
-                accepted += 1
-            committed += accepted + 1
-            is_pending = self._is_pending() if accepted == self._k else self._rng.random() < self._beta
-            in_sync_at = now if is_pending else now + self._lag_s
-        return committed / now
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.4, 0.7])
-@pytest.mark.parametrize("lag_s", [0.010, 0.050, 0.130])
-def test_the_closed_form_equals_the_simulation_of_a_tree(beta: float, lag_s: float) -> None:
-    """To 2 %; without alternatives it is exactly that of paths."""
-    for alpha, k in ((0.75, 4), (0.9, 10)):
-        streaming = rate_streaming(alpha, k, 0.040, 0.001, lag_s, beta=beta)
-        waiting = rate_waiting(alpha, k, 0.040, 0.001, lag_s, beta=beta)
-        assert Stream(alpha, beta, k, lag_s, waits=False).tokens_per_s() == pytest.approx(streaming, rel=0.02)
-        assert Stream(alpha, beta, k, lag_s, waits=True).tokens_per_s() == pytest.approx(waiting, rel=0.02)
-        if beta == 0.0:
-            assert streaming == rate_streaming(alpha, k, 0.040, 0.001, lag_s)
-            assert waiting == rate_waiting(alpha, k, 0.040, 0.001, lag_s)
-
-
-def test_alternatives_are_part_of_the_decision_to_wait() -> None:
-    """A device that is soon out of sync again is not worth a wait of a step; one whose alternatives prevent that is."""
-    lags = [0.041] * 8
-    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
-    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False, beta=0.9) != NO_WAIT
-
-
-def test_misses_that_alternatives_cover_are_measured() -> None:
-    """Three in four: beta approaches it. A session of paths without alternatives has none."""
-    drafting = Drafting(32, Policy.AUTO)
-    drafts = pending(drafting)
-    drafts.chances.has_hints = True
-    for base in range(200):
-        drafting.merge_tree(drafts, TreeDraft(base, 2 * base, [1, 2], [ROOT, ROOT], [12, 6]), 0.0)
-        commit(drafts, 3 if base % 4 == 0 else 2)
-    assert drafts.chances.beta == pytest.approx(0.75, abs=0.1)
-    assert NodeChances(drafting.learned(b"").chances).beta == 0.0
-    paths = pending(drafting)
-    for base in range(50):
-        drafting.merge(paths, base, [[1]], 0.0)
-        commit(paths, 2)
-    assert paths.chances.beta == 0.0
-
-
-def test_devices_without_alternatives_say_nothing_of_those_with_them() -> None:
-    """A new session of trees starts as if there had been no sessions of paths."""
-    drafting = Drafting(32, Policy.AUTO)
-    paths = pending(drafting)
-    for base in range(50):
-        drafting.merge(paths, base, [[1]], 0.0)
-        commit(paths, 2)
-    trees = pending(drafting)
-    drafting.merge_tree(trees, line_message(0, 0, [1]), 0.0)
-    assert trees.chances.beta == pytest.approx(0.3)
-
-
-def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None:
-    """Lag and size come from it; what is looked up is no answer."""
-    drafting = Drafting(32, Policy.AUTO)
-    drafting.curve.observe(StepSize(1), 0.040)
-    drafts = pending(drafting)
-    drafts.sources = Sources([PromptLookup([1, 2, 3, 1, 2, 3, 1, 2])])
-    now = 0.0
-    for base in range(1, 6):
-        commit(drafts, 9)
-        drafting.committed(drafts, [], [9], now, crowding=1.0)
-        drafting.merge_tree(
-            drafts, TreeDraft(base, 3 * base, [4, 5, 6], [ROOT, 3 * base, ROOT], [9, 9, 3]), now + 0.005
-        )
-        now += 1.0
-    assert drafts.lag.seconds_until(3) == [pytest.approx(0.005), pytest.approx(0.005), None]
-    commit(drafts, 9)
-    drafting.committed(drafts, [4, 5], [9], now, crowding=1.0)
-    drafting.choose([drafts], 99, StepSize(1, 0), 0.0)
-    assert drafts.trie and drafts.trie.num_looked_up == drafts.trie.num_nodes
-
-
-def test_a_tree_that_is_always_late_is_learned_from() -> None:
-    """Each answer comes when the commits have passed it by; all it guessed was right, so it is worth a wait."""
-    drafting = Drafting(8, Policy.VERIFY)
-    drafting.learned(b"").acceptance.observe([1], [2])
-    drafting.curve.observe(StepSize(1), 0.020)
-    drafts = pending(drafting)
-    for base in range(1, 40):
-        commit(drafts, base)
-        drafting.committed(drafts, [], [base], 0.020 * base, crowding=1.0)
-        if base > 5:
-            late = line_message(base - 5, 10 * base, range(base - 4, base + 1))
-            drafting.merge_tree(drafts, late, 0.020 * base + 0.001)
-    assert drafts.acceptance.rate > 0.9 and drafts.wait != NO_WAIT
-    assert not drafts.trie
-
-
-def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
-    """Forty tokens that have always been right: a pass verifies 32, and a wait is for more than 8."""
-    drafting = Drafting(32, Policy.AUTO)
-    for tokens in (1, 2, 4, 8, 16, 32, 40):
-        drafting.curve.observe(StepSize(tokens), 0.030 + 0.0002 * tokens)
-    drafts, text = pending(drafting), list(range(1000))
-    now = 0.0
-    for base in range(0, 400, 40):
-        drafting.merge_tree(drafts, line_message(base, base, text[base : base + 40], 15), now + 0.004)
-        chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts]
-        line = drafts.trie.likeliest_of_device(32)
-        commit(drafts, *text[base : base + 40])
-        now += 1.0
-        drafting.committed(drafts, line, text[base : base + 40], now, crowding=1.0)
-    assert len(chosen.tokens) == 32
-    assert drafts.wait.want > 16
-
-
-@pytest.mark.parametrize(("level", "waits"), [(0, True), (6, True), (15, False)], ids=["hopeless", "unlikely", "sure"])
-def test_an_unlikely_guess_does_not_rule_out_a_wait(level: int, waits: bool) -> None:
-    """What is pending is weighed against what would come in 4 ms; a sure path is verified at once."""
-    drafting = Drafting(8, Policy.AUTO)
-    for tokens in range(1, 10):
-        drafting.curve.observe(StepSize(tokens), 0.039 + 0.001 * tokens)
-    drafts = pending(drafting)
-    drafts.lag = DraftLag(4.0)
-    commit(drafts, 1)
-    drafting.merge_tree(drafts, line_message(1, 0, [2] * (1 if waits else 6), level), 0.001)
-    drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
-    assert (drafts.wait != NO_WAIT) == waits
-    if not waits:
-        return
-    assert drafting.is_waiting(drafts, 0.002)  # the guess was here before
-    drafting.merge_tree(drafts, line_message(1, 1, [3], 13), 0.003)
-    assert drafting.is_waiting(drafts, 0.003)  # not all that is waited for
-    drafting.merge_tree(drafts, line_message(1, 2, [3] * 8, 13), 0.004)
-    assert not drafting.is_waiting(drafts, 0.004) and drafts.lag.answer_rate == 1.0
-
-
-def test_a_wait_ends_where_its_path_is_unlikely_to_go_on() -> None:
-    """The device would draft other guesses first; a wait that ends with nothing new was not answered."""
-    drafting = Drafting(8, Policy.AUTO)
-    for tokens in range(1, 10):
-        drafting.curve.observe(StepSize(tokens), 0.039 + 0.001 * tokens)
-    drafts = pending(drafting)
-    drafts.lag = DraftLag(4.0)
-    commit(drafts, 1)
-    drafting.merge_tree(drafts, line_message(1, 0, [2], 0), 0.001)
-    drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
-    assert drafts.wait.want > 2
-    drafting.merge_tree(drafts, line_message(1, 1, [3, 4], 8), 0.002)
-    assert not drafting.is_waiting(drafts, 0.002)
-    commit(drafts, 9)
-    drafting.committed(drafts, [], [9], 0.003, crowding=1.0)
-    assert drafting.is_waiting(drafts, 0.004) and not drafting.is_waiting(drafts, 1.0)
-    assert drafts.lag.answer_rate < 1.0
-
-
-# -- prompt lookup -----------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 2), max_size=30), st.integers(0, 8))
-@settings(max_examples=100, deadline=None)
-def test_a_lookup_finds_the_newest_longest_match(text: list[int], most: int) -> None:
-    """As the plain search does; the array grows with the text."""
-    lookup = PromptLookup(growing := text[: len(text) // 2])
-    lookup.propose(most)
-    growing.extend(text[len(text) // 2 :])
-    tokens, kinds = lookup.propose(most)
-    expected, matched = [], 0
-    for size in (4, 3, 2):
-        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[len(text) - size :]]
-        if ends:
-            copy = list(text)
-            while len(copy) < len(text) + most:
-                copy.append(copy[ends[-1] + len(copy) - len(text)])
-            expected, matched = copy[len(text) :], size
-            break
-    assert tokens == expected
-    assert kinds == [kind_of(matched + i) for i in range(len(tokens))]
-
-
-def test_a_long_prompt_is_copied_in_pieces() -> None:
-    """Nothing is proposed until the whole text is there."""
-    text = [*range(20_000), 5, 6, 7]
-    lookup = PromptLookup(text)
-    answers = [lookup.propose(2)[0] for _ in range(3)]
-    assert answers == [[], [], [8, 9]]
-
-
-def test_lookups_are_counted_and_change_no_text() -> None:
-    """In usage, commits and totals, apart from a device's drafts."""
-    harness = Harness(config=EngineConfig(looks_up=True, policy=Policy.VERIFY))
-    truth = plain(PROMPT, SAMPLED, 40)
-    prompt = [*PROMPT, *truth, *PROMPT]  # the truth after PROMPT is in the prompt, but its context differs
-    _, collector = harness.submit(prompt, 60)
-    harness.run()
-    assert collector.tokens == plain(prompt, SAMPLED, 60)
-    looked_up = sum(commit.looked_up for commit in collector.commits)
-    assert collector.end is not None and collector.end.usage.looked_up_tokens == looked_up
-    totals = harness.engine.stats().totals
-    assert totals.lookup_accepted == looked_up <= totals.lookup_proposed == totals.proposed
-    harness.assert_all_returned()
-
-
-@pytest.mark.parametrize(("period", "most_passes", "least_speed"), [(12, 0.4, 2.0), (None, 1.0, 0.98)])
-def test_lookups_pay_where_a_text_repeats_itself_and_cost_nothing_elsewhere(
-    period: int | None, most_passes: float, least_speed: float
-) -> None:
-    """A text with a period, and one of 20 tokens in no order, where two tokens often recur: steps of 10 + 2 ms."""
-    rng = random.Random(3)
-    truth = [rng.randrange(20) for _ in range(period or 600)] * (600 // (period or 600))
-    drafting = Drafting(32, Policy.AUTO)
-    for tokens in (1, 2, 4, 8, 16, 32):
-        drafting.curve.observe(StepSize(tokens), 0.008 + 0.002 * tokens)
-    drafts, text = pending(drafting, max_new=len(truth)), list[int]()
-    drafts.sources = Sources([PromptLookup(text)])
-    took_s, num_passes, num_looked_up = 0.0, 0, 0
-    while len(text) < len(truth):
-        chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts].tokens
-        assert drafts.num_lookup_chosen == len(chosen)
-        base, accepted = len(text), 0
-        while accepted < len(chosen) and chosen[accepted] == truth[base + accepted]:
-            accepted += 1
-        committed = truth[base : base + accepted + 1]
-        text.extend(committed)
-        num_looked_up += (found := commit(drafts, *committed))
-        assert found == accepted
-        drafting.committed(drafts, [], committed, 0.0, crowding=1.0)
-        took_s, num_passes = took_s + 0.010 + 0.002 * len(chosen), num_passes + 1
-    assert num_passes + num_looked_up == len(truth)
-    assert num_passes <= most_passes * len(truth)
-    assert 0.010 * len(truth) / took_s >= least_speed
-
-
-# -- whole texts -------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 10**6))
-@settings(max_examples=10, deadline=None)
-def test_no_tree_changes_the_text(seed: int) -> None:
-    """Right and wrong nodes, lost, repeated and late messages, lookups: same tokens, no leak."""
-    rng = random.Random(seed)
-    policy = rng.choice(list(Policy))
-    config = EngineConfig(policy=policy, step_tokens=rng.choice([3, 16]), max_draft=6, looks_up=True)
-    harness = Harness(config=config, num_blocks=rng.choice([22, 128]))
-    prompts = [PROMPT, [1, 2, 1, 2]]
-    truths = [plain(prompt, SAMPLED, 16) for prompt in prompts]
-    sequences = [harness.submit(prompt, 16) for prompt in prompts]
-    numbers, late = [0, 0], list[tuple[int, TreeDraft]]()
-    for _ in range(1_000):
-        for which, ((sequence_id, collector), truth) in enumerate(zip(sequences, truths, strict=True)):
-            if collector.end is not None or rng.random() < 0.5:
-                continue
-            base = rng.randint(0, len(collector.tokens))
-            first, size = numbers[which], rng.randint(1, 6)
-            numbers[which] += size
-            parents = [rng.choice([ROOT, *range(max(0, first - 4), first + i)]) for i in range(size)]
-            tokens = [truth[min(15, base + i)] if rng.random() < 0.5 else rng.randrange(VOCAB) for i in range(size)]
-            message = TreeDraft(base, first, tokens, parents, [rng.randrange(16) for _ in range(size)])
-            late.append((sequence_id, message))
-            for each in rng.choices(late[-4:], k=rng.randrange(3)):
-                try:
-                    harness.engine.draft_tree(*each)
-                except RequestError as error:
-                    assert error.code in ("stale_draft", "unknown_session")
-        delay = harness.engine.step()
-        if delay is None:
-            break
-        harness.clock.now += delay
-    assert [c.tokens for _, c in sequences] == truths
-    harness.assert_all_returned()
-
-
-@pytest.mark.parametrize(("form", "sizes"), [(TreeForm.LINE, [1, 1]), (TreeForm.TREE, [1, 12])])
-def test_a_tree_saves_passes_where_the_target_picks_an_alternative(form: TreeForm, sizes: list[int]) -> None:
-    """The likeliest guess is wrong at its first place, its alternative right, and what follows that is pending.
-
-    A line misses once and goes on below the alternative; a tree has verified it.
-    """
-    harness = Harness(config=EngineConfig(policy=Policy.VERIFY, form=form))
-    truth = plain(PROMPT, SAMPLED, 24)
-    sequence_id, collector = harness.submit(PROMPT, 24, patience_ms=0)
-    harness.engine.step()
-    tokens = [(truth[1] + 1) % VOCAB, *truth[1:12]]
-    message = TreeDraft(1, 0, tokens, [ROOT, ROOT, *range(1, 11)], [13, 9, *[13] * 10])
-    harness.engine.draft_tree(sequence_id, message)
-    harness.run()
-    assert collector.tokens == truth
-    assert [len(c.tokens) for c in collector.commits[:2]] == sizes
-    assert max(len(c.tokens) for c in collector.commits) > 4 and len(collector.commits) < 18
-
-
-def test_bad_trees_are_refused_by_code() -> None:
-    """As paths are; a tree below a node that the commits contradict is stale, one below an unknown node is not."""
-    harness = Harness()
-    truth = plain(PROMPT, SAMPLED, 12)
-    wrong = (truth[0] + 1) % VOCAB
-    sequence_id, collector = harness.submit(PROMPT, 12)
-    harness.engine.draft_tree(sequence_id, TreeDraft(0, 0, [wrong, truth[0]], [ROOT, ROOT], [9, 9]))
-    for _ in range(4):
-        harness.engine.step()
-    num = len(collector.tokens)
-    for target, message, code in (
-        (999, line_message(0, 0, [1]), "unknown_session"),
-        (sequence_id, line_message(99, 0, [1]), "draft_ahead"),
-        (sequence_id, line_message(num, 0, [VOCAB]), "token_out_of_range"),
-        (sequence_id, line_message(0, 9, [wrong, 1, 2]), "stale_draft"),
-        (sequence_id, line_message(0, 9, truth[:num]), "stale_draft"),
-        (sequence_id, TreeDraft(0, 5, [1, 2], [0, 5], [9, 9]), "stale_draft"),
-        (sequence_id, TreeDraft(0, 5, [truth[1]], [1], [9]), "stale_draft"),
-    ):
-        with pytest.raises(RequestError) as refused:
-            harness.engine.draft_tree(target, message)
-        assert refused.value.code == code, message
-    harness.engine.draft_tree(sequence_id, TreeDraft(0, 50, [1], [40], [9]))
-    harness.engine.draft_tree(sequence_id, TreeDraft(0, 60, truth[1 : num + 1], [1, *range(60, 59 + num)], [9] * num))
-    harness.run()
-    assert collector.tokens == truth

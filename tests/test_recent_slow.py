@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 from tests.engine_harness import Clock
-from tests.test_recent import find, place, store_at, warnings_of
+from tests.redis_store import find, place, store_at, warnings_of
 from tests.waiting import wait_until
 
 from outrider.cloud.recent.redis_store import MAX_PAUSE_S, LateAnswers, RedisStore

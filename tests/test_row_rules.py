@@ -195,8 +195,7 @@ def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
     sizes = {p: half.narrow(row, everything, params, p).size for p in range(400)}
     assert all((size == 3) == (coin(4, p) < 0.5) for p, size in sizes.items())
     assert 160 < sum(size == 3 for size in sizes.values()) < 240
-    equal = np.zeros(3, dtype=np.float32)
-    assert always.narrow(equal, np.arange(3), params, 0).tolist() == [2]
+    assert always.narrow(np.zeros(3, dtype=np.float32), np.arange(3), params, 0).tolist() == [2]
     assert always.narrow(np.array([0, 0, -np.inf], dtype=np.float32), np.arange(3), params, 0).tolist() == [1]
 
 

@@ -43,8 +43,7 @@ def truth(
     for made in range(COUNT):
         row = runtime.forward([SequenceSlice(tokens, 0, blocks, 1)])[0]
         plan = ProcessorPlan(rules, STOPS, generated + made)
-        changed = apply_all(plan.states(tokens, VOCAB), row)
-        tokens.append(pick(changed, params, len(tokens), plan.narrowing))
+        tokens.append(pick(apply_all(plan.states(tokens, VOCAB), row), params, len(tokens), plan.narrowing))
         if tokens[-1] in STOPS:
             break
     return tokens[len(prompt) :]
@@ -135,7 +134,7 @@ def test_a_failed_step_leaves_the_states_where_the_text_is(kind: type[FakeBatchR
     bad = Collector()
     harness.engine.submit(request(ProcessorOptions(), [fatal]), bad)
     harness.run()
-    assert bad.end is not None and bad.end.reason == "error"
+    assert bad.ended.reason == "error"
     assert [sink.tokens for sink in found] == expected
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, plain
 from tests.fake_runtime import FakeBatchRuntime
 from tests.serving import serve_fake
-from tests.test_spill import engine
+from tests.spilling import engine
 from typer.testing import CliRunner
 
 from outrider.cloud.engine import Engine, EngineConfig
@@ -255,8 +255,7 @@ class FloatRuntime(FakeBatchRuntime):
         return (f"f32[{self.block_size}, 2]",)
 
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        slots = super().read_blocks(blocks).view(np.uint32).astype(np.float32)
-        return slots.view(np.uint8)
+        return super().read_blocks(blocks).view(np.uint32).astype(np.float32).view(np.uint8)
 
     def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
         slots = np.ascontiguousarray(data).view(np.float32)
@@ -265,12 +264,11 @@ class FloatRuntime(FakeBatchRuntime):
 
 @pytest.mark.parametrize("kind", SpillType)
 def test_an_engine_goes_on_with_rounded_blocks(
-    tmp_path: Path, kind: SpillType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: SpillType, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Labelled in the log and in the stats. What continues them is not shared with a prompt that names no prefix."""
-    monkeypatch.setattr("tests.engine_harness.FakeBatchRuntime", FloatRuntime)
     prompt = tuple(range(20, 33))
-    with engine(tmp_path / "spill", always=True, kind=kind) as first:
+    with engine(tmp_path / "spill", always=True, kind=kind, runtime=FloatRuntime) as first:
         name, tokens = first.keep(prompt)
         first.spill.flush()
         assert first.engine.stats().totals.spilled == 1
@@ -278,18 +276,17 @@ def test_an_engine_goes_on_with_rounded_blocks(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == (kind is not SpillType.EXACT)
     assert all(f"--spill-type {kind}" in line and "may differ from the target's" in line for line in warnings)
-    with engine(tmp_path / "spill", always=True, kind=kind) as second:
+    with engine(tmp_path / "spill", always=True, kind=kind, runtime=FloatRuntime) as second:
         _, collector = second.submit((3, 4), 10, prefix_hash=name, keep=True)
         text = second.text(collector)
-        assert collector.end is not None and collector.end.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
+        assert collector.ended.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
         whole = (*tokens, 3, 4)
         assert (text == plain(whole, SAMPLED, 10)) == (kind is not SpillType.FP8)  # FP16 has all integers to 2,048
-        again = collector.end.prefix_hash
+        again = collector.ended.prefix_hash
         assert again is not None
         shared = second.submit((*whole, 1), 4)[1]  # with the continued one parked
         assert second.text(shared) == plain((*whole, 1), SAMPLED, 4)
-        assert shared.end is not None
-        assert (shared.end.usage.cached_prompt_tokens > 0) == (kind is SpillType.EXACT)
+        assert (shared.ended.usage.cached_prompt_tokens > 0) == (kind is SpillType.EXACT)
         _, third = second.submit((8,) * 9, 4, prefix_hash=again)  # goes on with rounded ones, in memory
         second.text(third)
         longer = (*whole, *text, *(8,) * 9, 1)

@@ -15,7 +15,7 @@ from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
 from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
-from tests.serving import FakeServer, StepGate, serve_fake, target_tokens
+from tests.serving import FakeServer, StepGate, code_of, serve_fake, target_tokens
 from tests.test_cloud_draft_budget import Streaming, settle
 from tests.test_cloud_ingress import Raw, post
 from tests.test_long_request import PROMPT, ROUTE, SESSION, At, Paced, chunk, long_head, posts, tree
@@ -164,8 +164,7 @@ def test_a_server_cannot_fill_a_devices_line(pace: dict[str, float]) -> None:
 
 def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
     """Cut by frames, with zeros between."""
-    gate = StepGate()
-    with serve_fake(gate=gate) as server, Raw(server) as raw, Raw(server) as up:
+    with serve_fake(gate=StepGate()) as server, Raw(server) as raw, Raw(server) as up:
         frames = Frames(raw, SESSION | {"steady": True})
         events = frames.events(iter(frames))
         opened = next(events)
@@ -176,10 +175,9 @@ def test_messages_are_taken_from_frames_and_a_filler_alone_is_none() -> None:
         taken: Any = next(events)
         assert taken.type == "taken" and taken.taken[0] == 1
         single = httpx.post(f"{server.url}/v1/sessions/{opened.session}/drafts", json={"base": 0, "paths": [[1]]})
-        assert (single.status_code, single.json()["error"]["code"]) == (400, "steady_required")
-        gate.open()
-        accepted = sum(getattr(event, "accepted", 0) for event in events)
-        assert accepted > 0 and up.answer()[0] == 204
+        assert code_of(single) == (400, "steady_required")
+        server.gate.open()
+        assert sum(getattr(event, "accepted", 0) for event in events) > 0 and up.answer()[0] == 204
 
 
 async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +185,6 @@ async def test_a_text_that_is_faster_than_its_frames_is_cut(monkeypatch: pytest.
     monkeypatch.setattr("outrider.cloud.api.steady_stream.MOST_WAITING", 900)
 
     stream = Streaming(steady=pace_of(None))
-    stream.connection.can_write.set()
     await settle()
     stream.commit(*range(100))
     with pytest.raises(asyncio.CancelledError):
@@ -206,8 +203,7 @@ def test_a_server_that_serves_steady_sessions_only_refuses_the_others(path: str,
         "/v1/verify": {"items": [{"prefix": PROMPT, "draft": [1]}]},
     }
     with serve_fake(ServerSettings(needs_steady=True)) as server:
-        answer = httpx.post(server.url + path, json=bodies[path])
-        assert answer.status_code == 400 and answer.json()["error"]["code"] == "steady_required"
+        assert code_of(httpx.post(server.url + path, json=bodies[path])) == (400, "steady_required")
         wait_until(server.is_empty)
 
 

@@ -163,7 +163,6 @@ def test_a_model_without_template_says_so(directory: Path) -> None:
 
 def test_the_fingerprint_ignores_how_the_file_is_written(directory: Path, tmp_path: Path) -> None:
     """Key order, indentation, both spellings of merges, absent or false switches, offsets."""
-
     original = Tokenizer.from_dir(directory)
     raw = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
     raw["model"]["merges"] = [" ".join(merge) for merge in raw["model"]["merges"]]

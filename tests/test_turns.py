@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.agents import SURE, VOCAB, Spying, asking, drafter, generate, truth
 from tests.fake_runtime import FakeBatchRuntime
+from tests.pending_drafts import commit, line_message, pending
 from tests.serving import serve_fake
-from tests.test_pending_trees import commit, line_message, pending
 from tests.waiting import run
 
 from outrider.cloud.engine import Policy

@@ -38,11 +38,6 @@ SPECS = (
 AMBIGUOUS = 'start: a "."\na: "" | a a | "x" | "xx" a | a "x"'
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_dir(target_dir())
-
-
 def compiled(grammars: WorkerGrammars, number: int, spec: GrammarSpec, tokenizer: Tokenizer) -> None:
     built = grammars.compile(number, grammar_terms(spec, tokenizer.eos_token_ids))
     while built is None:

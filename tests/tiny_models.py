@@ -5,13 +5,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tools.tiny_sources import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
+
+if TYPE_CHECKING:
+    from outrider.export.make.pair import PairPaths
 
 __all__ = [
     "CHAT_TEMPLATE",
@@ -19,11 +24,13 @@ __all__ = [
     "SAMPLE_TEXT",
     "ChatPair",
     "compress_int8",
+    "copy_source",
     "export_openvino",
     "make_chat_pair",
     "make_chat_target",
     "make_tiny_model",
     "make_tiny_tokenizer",
+    "make_unlike_pair",
 ]
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -117,3 +124,22 @@ def compress_int8(ir: Path, directory: Path) -> Path:
 
 if __name__ == "__main__":  # a directory to try things with: python tests/tiny_models.py qwen2 /tmp/tiny
     make_tiny_model(sys.argv[1], Path(sys.argv[2]), vocab_size=make_tiny_tokenizer(Path(sys.argv[2])))
+
+
+def make_unlike_pair(root: Path) -> PairPaths:
+    """A Qwen3 draft and a Llama target with one tokenizer and embeddings of different padding."""
+    from outrider.export.make.pair import PairPaths
+
+    for name, family, width in (("draft", "qwen3", 384), ("target", "llama", 320)):
+        make_tiny_tokenizer(root / name)
+        make_tiny_model(family, root / name, vocab_size=width)
+    return PairPaths(root / "draft", root / "target")
+
+
+def copy_source(source: Path, target: Path, **config: Any) -> Path:
+    """A copy whose config.json has other values (None removes one)."""
+    shutil.copytree(source, target)
+    raw = json.loads((target / "config.json").read_text(encoding="utf-8")) | config
+    kept = {key: value for key, value in raw.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return target

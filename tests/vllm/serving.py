@@ -286,7 +286,7 @@ class SharedEngine:
         sock = open_socket("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
         thread.start()
-        fake = FakeServer(url_of(sock, is_tls=False), app.state.core, server, cast(Any, None))
+        fake = FakeServer(url_of(sock, is_tls=False), app.state.core, server, cast(Any, None), cast(Any, gate))
         try:
             fake.wait_until(lambda: server.started)
             yield fake

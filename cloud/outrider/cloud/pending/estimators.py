@@ -180,8 +180,8 @@ class StepTimeCurve:
 
     @property
     def is_known(self) -> bool:
-        """Whether any step was recorded."""
-        return bool(self._seen)
+        """Whether any step was recorded. Any thread, as the times of a step: `stats` asks while the engine learns."""
+        return bool(self._medians)
 
     @property
     def largest(self) -> int:
@@ -208,11 +208,11 @@ class StepTimeCurve:
         fixed: the part of the step that is known; each token beyond it attends to `context` positions. Before the
         first step, every size costs 1: only ratios are used then.
         """
-        if not self._seen:
+        if not self._medians:
             return np.ones(max_tokens)
-        if self._by_tokens is None or len(self._by_tokens) < max_tokens:
-            self._by_tokens = self._predicted(max(_SIZES[-1], max_tokens))
-        out = self._by_tokens[:max_tokens]
+        if (by_tokens := self._by_tokens) is None or len(by_tokens) < max_tokens:
+            by_tokens = self._by_tokens = self._predicted(max(_SIZES[-1], max_tokens))
+        out = by_tokens[:max_tokens]
         if self._slope_s:
             fixed = fixed or StepSize()
             further = np.maximum(0, np.arange(1 - fixed.tokens, max_tokens + 1 - fixed.tokens))
@@ -221,8 +221,9 @@ class StepTimeCurve:
 
     def _predicted(self, most: int) -> NDArray[np.float64]:
         """Seconds of 1, 2, ... `most` tokens that attend to nothing; not to be changed."""
-        sizes = sorted(self._medians)
-        times = _rising([self._medians[size] for size in sizes], [len(self._seen[size]) for size in sizes])
+        medians, counts = dict(self._medians), {size: len(seen) for size, seen in list(self._seen.items())}
+        sizes = sorted(medians.keys() & counts.keys())
+        times = _rising([medians[size] for size in sizes], [counts[size] for size in sizes])
         run_as = np.arange(1, most + 1)
         if self._captured:
             captured = np.array(self._captured)
@@ -254,10 +255,10 @@ class StepTimeCurve:
 
     def step_and_extra(self) -> tuple[float, float]:
         """Seconds of a one-token step at the usual context, and of each further token (mean of the next four)."""
-        if self._step_and_extra is None:
+        if (found := self._step_and_extra) is None:
             times = self.seconds(5, context=self._context)
-            self._step_and_extra = float(times[0]), float(times[4] - times[0]) / 4
-        return self._step_and_extra
+            found = self._step_and_extra = float(times[0]), float(times[4] - times[0]) / 4
+        return found
 
 
 def tokens_within_a_step(added: NDArray[np.float64]) -> int:

@@ -1,0 +1,46 @@
+"""Sessions of pending drafts as the engine keeps them, for tests of what is merged, chosen and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.cloud.engine import Policy
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
+
+
+def timed(most: int, policy: Policy, base_s: float, token_s: float = 0.0, *, with_trees: bool = False) -> Drafting:
+    """Drafting that has measured steps of `base_s` and `token_s` for each token. most: drafted tokens of a text."""
+    drafting = Drafting(most, policy, with_trees=with_trees)
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        drafting.curve.observe(StepSize(tokens), base_s + token_s * tokens)
+    return drafting
+
+
+def pending(drafting: Drafting, num_committed: int = 0, *, max_new: int = 1000) -> PendingDrafts:
+    """A session of `drafting`."""
+    drafts = PendingDrafts(
+        [],
+        max_new,
+        AcceptanceEstimator(32, drafting.learned(b"").acceptance),
+        NodeChances(drafting.learned(b"").chances),
+    )
+    for _ in range(num_committed):
+        drafts.committed.append(0)
+        drafts.advance([0])
+    return drafts
+
+
+def line_message(base: int, first: int, tokens: Sequence[int], level: int = 13) -> TreeDraft:
+    """A path as a tree message."""
+    size = len(tokens)
+    return TreeDraft(base, first, tokens, [ROOT, *range(first, first + size - 1)], [level] * size)
+
+
+def commit(drafts: PendingDrafts, *tokens: int) -> int:
+    """What the engine does with the tokens of a pass."""
+    drafts.committed.extend(tokens)
+    return drafts.advance(tokens)

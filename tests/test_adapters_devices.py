@@ -1,0 +1,264 @@
+"""Tests how devices, the local endpoint and replicas name an adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from tests.commands import Outrider
+from tests.fronts import report_of
+from tests.local_endpoint import serve_local
+from tests.serving import (
+    FakeServer,
+    StepGate,
+    code_of,
+    fake_tokenizer,
+    save_fake_tokenizer,
+    serve_fake,
+    target_tokens,
+)
+from tests.test_bundle import make_manifest
+
+from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.api.state import NamedModel, ServedModel
+from outrider.cloud.distributions import AdapterCounts, Distributions
+from outrider.cloud.replicas.cluster import Scale
+from outrider.cloud.replicas.members import Members
+from outrider.cloud.seam import EngineStats, Totals
+from outrider.cloud.server import replicated
+from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.edge.drafting.drafter import NgramDrafter
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.fleet import Fleet
+from outrider.edge.modes.assemble import make_agent
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, Mode
+from outrider.edge.serve.state import LocalSettings, OfflineSettings
+from outrider.models.bundle.bundle_writer import BundleWriter
+from outrider.models.client.client import ClientOptions, VerifierClient
+from outrider.models.client.errors import EndpointUnfit, ProtocolBroken
+
+ADAPTERS = {"sql": "5" * 16, "law/v2": "6" * 16}
+PROMPT = [5, 17, 80, 12]
+
+
+@pytest.fixture
+def cloud() -> Iterator[FakeServer]:
+    with serve_fake(adapters=ADAPTERS) as server:
+        yield server
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+
+def generate(urls: list[str], model: str | None, mode: Mode) -> tuple[int, ...]:
+    """The text that a device gets of a model from the first of these servers that has it."""
+
+    async def ask() -> tuple[int, ...]:
+        clients = [VerifierClient(url, ClientOptions(model=model)) for url in urls]
+        retry = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
+        fleet = Fleet(clients)
+        try:
+            drafter = None if mode is Mode.CLOUD_ONLY else NgramDrafter()
+            agent = make_agent(mode, Endpoints(clients, retry, fleet=fleet), drafter)
+            request = GenerationRequest(tuple(PROMPT), max_tokens=12, ignore_eos=True)
+            return (await agent.generate(request)).tokens
+        finally:
+            await fleet.aclose()
+            for client in clients:
+                await client.aclose()
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_a_device_asks_for_a_model(cloud: FakeServer, mode: Mode) -> None:
+    """In sessions and verifications. A server that does not have it is passed over; where none has, it is said."""
+    expected = tuple(target_tokens(PROMPT, 12))
+    with serve_fake() as without:
+        assert generate([without.url, cloud.url], "sql", mode) == expected
+        assert generate([cloud.url], None, mode) == generate([cloud.url], "fake", mode) == expected
+        with pytest.raises(EndpointUnfit, match="does not serve the model that was asked for: this server serves fake"):
+            generate([without.url], "sql", mode)
+
+
+def test_a_text_goes_on_with_its_adapter_at_another_server() -> None:
+    """Where a session is cut in mid-text, another server goes on if its adapter of that name is the same one."""
+
+    async def go_on(first: FakeServer, second: FakeServer, gate: StepGate) -> tuple[int, ...]:
+        clients = [VerifierClient(each.url, ClientOptions(model="sql")) for each in (first, second)]
+        agent = StreamAgent(Endpoints(clients, RetryPolicy(max_failures=3, max_outage_s=0.0, max_loading_s=0.0)))
+
+        lost: list[int] = []
+
+        def lose(_: object) -> None:
+            if not lost:  # while the engine stands at the gate
+                lost.extend(session.sequence_id for session in first.core.sessions.values())
+                first.core.engine.cancel(lost[0])
+                gate.open()
+
+        gate.allow(2)
+        try:
+            request = GenerationRequest(tuple(PROMPT), max_tokens=40, ignore_eos=True)
+            result = await agent.generate(request, lose)
+            assert result.num_sessions == 2
+            return result.tokens
+        finally:
+            for client in clients:
+                await client.aclose()
+
+    for others, is_same in ((ADAPTERS, True), ({"sql": "7" * 16}, False)):
+        gate = StepGate()
+        with serve_fake(adapters=ADAPTERS, gate=gate) as first, serve_fake(adapters=others) as second:
+            assert asyncio.run(go_on(first, second, gate)) == tuple(target_tokens(PROMPT, 40))
+            assert (second.core.engine.stats().totals.committed > 0) == is_same  # else the first one has to go on
+
+
+def test_a_cascade_has_no_adapters(cloud: FakeServer) -> None:
+    """Those of the target that it confirms with are not its own: it lists none, and refuses their names."""
+    with serve_fake(upstream=cloud.url, name="mid") as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/v1/model").json()["adapters"] == {}
+        answer = client.post("/v1/sessions", json={"prompt": PROMPT, "max_tokens": 2, "model": "sql"})
+        assert code_of(answer) == (404, "model_not_found")
+
+
+async def test_an_older_server_is_told_apart() -> None:
+    """It refuses the field as unknown: the text does not go on with another model in silence."""
+
+    def older(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST" and "model" in json.loads(request.content):
+            error = {"code": "invalid_parameter", "message": "model: Extra inputs are not permitted", "param": "model"}
+            return httpx.Response(400, json={"error": error})
+        facts = {"name": "old", "tokenizer": "t", "vocab_size": 9, "max_positions": 9, "eos_token_ids": []}
+        return httpx.Response(200, json=facts | {"has_chat_template": False})
+
+    transport = httpx.MockTransport(older)
+    async with VerifierClient("http://x", ClientOptions(model="sql"), transport) as client:
+        with pytest.raises(EndpointUnfit, match="serves no model 'sql'; it serves old"):
+            await client.model_facts()
+        agent = StreamAgent(Endpoints([client], RetryPolicy(max_failures=2)))
+        with pytest.raises(EndpointUnfit, match="does not serve the model that was asked for"):
+            await agent.generate(GenerationRequest(tuple(PROMPT), max_tokens=2))
+    async with VerifierClient("http://x", ClientOptions(model="old"), transport) as client:
+        assert await client.served() == ("old", None)
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_no_text_is_another_models(cloud: FakeServer, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    """Whatever a server answers: what names another model than the one that was asked for is not used."""
+    monkeypatch.setattr(ServedModel, "named", lambda self, asked: NamedModel(self.name, self.target))
+    with pytest.raises(ProtocolBroken, match="another model than sql answers: fake"):
+        generate([cloud.url], "sql", mode)
+
+
+def test_run_asks_for_a_model(cloud: FakeServer, tmp_path: Path, outrider: Outrider) -> None:
+    """`outrider run --model`; not with a verifier of its own."""
+    with BundleWriter(tmp_path / "draft") as writer:
+        save_fake_tokenizer(writer.directory)
+        for suffix in ("xml", "bin"):
+            (writer.directory / f"openvino_model.{suffix}").write_text("none")
+        draft = writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
+    given = ["run", "def f", "--cloud", cloud.url, "--draft", str(draft), "--runtime", "ngram", "--seed", "5"]
+    text = outrider(*given, "--max-tokens", "8").out
+    assert outrider(*given, "--max-tokens", "8", "--model", "sql").out == text
+    assert "does not serve the model that was asked for" in outrider(*given, "--model", "other", code=2).err
+    refused = outrider("run", "a", "--target", "reference", "--model", "sql", code=2)
+    assert "--target asks no other verifier, so --model would have no effect" in refused.err
+
+
+# -- the local endpoint ------------------------------------------------------------------------------------------------
+
+
+def test_the_local_endpoint_passes_the_name_on(cloud: FakeServer) -> None:
+    """Its models are the verifier's; a request's text is of the one that it names, drafted as any other."""
+    own = cloud.core.model.target
+    with serve_local(cloud.url) as local, httpx.Client(base_url=local.url, timeout=30.0) as client:
+        listed = client.get("/v1/models").json()["data"]
+        assert [(card["id"], card.get("parent")) for card in listed] == [
+            ("fake", None),
+            ("sql", "fake"),
+            ("law/v2", "fake"),
+        ]
+        assert client.get("/v1/models/law/v2").json() == listed[2]
+        assert code_of(client.get("/v1/models/other")) == (404, "model_not_found")
+        expected = None
+        for model, target in [(None, own), ("fake", own), *ADAPTERS.items()]:
+            body: dict[str, Any] = {"prompt": "def f", "max_tokens": 16, "seed": 3}
+            body |= {} if model is None else {"model": model}
+            answer = client.post("/v1/completions", json=body).json()
+            assert (answer["model"], answer["system_fingerprint"]) == (model or "fake", target)
+            expected = expected or answer["choices"]
+            assert answer["choices"] == expected
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4} | {"model": model or "fake"}
+            assert client.post("/v1/chat/completions", json=chat).json()["system_fingerprint"] == target
+        assert code_of(client.post("/v1/completions", json={"prompt": "a", "model": "x"})) == (404, "model_not_found")
+        assert not cloud.core.sessions
+
+
+def test_the_local_endpoint_may_have_a_model_of_its_own(cloud: FakeServer) -> None:
+    """`outrider serve --model`: of requests that name none; the first one that is listed."""
+    settings = LocalSettings(model="sql")
+    with serve_local(cloud.url, settings) as local, httpx.Client(base_url=local.url, timeout=30.0) as client:
+        assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["sql", "fake", "law/v2"]
+        for body, target in (({}, ADAPTERS["sql"]), ({"model": "fake"}, cloud.core.model.target)):
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **body}).json()
+            assert answer["system_fingerprint"] == target
+
+
+def test_an_answer_without_the_cloud_is_verified_by_the_model_that_it_was_for(cloud: FakeServer) -> None:
+    """The draft has no adapter: what it wrote alone is checked by the one that the request names."""
+    settings = LocalSettings()
+    with (
+        serve_local("http://127.0.0.1:1", settings, offline=OfflineSettings("draft")) as local,
+        httpx.Client(base_url=local.url, timeout=30.0) as client,
+    ):
+        body = {"prompt": "a", "max_tokens": 6, "model": "sql", "seed": 1, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body).json()
+        assert answer["model"] == "draft"
+        local.core.upstream._clients[0] = VerifierClient(cloud.url, ClientOptions(max_connections=20))
+        local.core.upstream.fleet = Fleet(local.core.upstream._clients)
+        assert client.post("/v1/outrider/verify", json={"id": answer["id"]}).json()["model"] == "sql"
+
+
+# -- replicas and metrics ----------------------------------------------------------------------------------------------
+
+
+def test_a_text_goes_on_at_a_replica_that_has_its_adapter() -> None:
+    """While another version is rolled out, by the identity of the adapter that began it."""
+    members = Members()
+    old, new = report_of("000001", target="old", running=3), report_of("000002", target="new")
+    old = type(old)(**{name: getattr(old, name) for name in old.__slots__} | {"adapters": frozenset({"old sql"})})
+    new = type(new)(**{name: getattr(new, name) for name in new.__slots__} | {"adapters": frozenset({"new sql"})})
+    members.update([old, new])
+    for target, tag in (("old sql", "000001"), ("new sql", "000002"), ("old", "000001"), (None, "000002")):
+        chosen = members.choose(b"o", target=target)
+        assert chosen is not None and chosen.report.tag == tag
+
+
+def test_replicas_get_directories_that_do_not_depend_on_where_they_work(tmp_path: Path) -> None:
+    """They work elsewhere; so does a file of options."""
+    target: Any = SimpleNamespace(path=tmp_path, model=SimpleNamespace(name="n"))
+    given = ServeOptions("b", engine=EngineName.VLLM, lora=["a=dir/b", "c=/d"])
+    assert replicated._for_replica(given, target, Scale()).lora == [f"a={Path.cwd() / 'dir/b'}", "c=/d"]
+
+
+def test_metrics_are_by_adapter() -> None:
+    """Names come from the command line, so there are as many as that has."""
+    found = Distributions()
+    found.adapters = {"sql": AdapterCounts(), "law/v2": AdapterCounts()}
+    found.committed_with("sql", 4, proposed=5, accepted=3)
+    found.committed_with("sql", 1, proposed=0, accepted=0)
+    stats = EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, None, None, distributions=found)
+    body, _ = asyncio.run(Metrics(lambda: stats, lambda: 0, max_age_s=0.0).exposition(""))
+    shown = dict(line.rsplit(" ", 1) for line in body.decode().splitlines() if line.startswith("outrider_adapter"))
+    numbers = {"generation": "5.0", "spec_decode_num_draft": "5.0", "spec_decode_num_accepted": "3.0"}
+    for name, number in numbers.items():
+        assert shown[f'outrider_adapter_{name}_tokens_total{{adapter="sql"}}'] == number
+        assert shown[f'outrider_adapter_{name}_tokens_total{{adapter="law/v2"}}'] == "0.0"
+    assert shown['outrider_adapter_spec_decode_num_drafts_total{adapter="sql"}'] == "1.0"

@@ -1,0 +1,171 @@
+"""Tests how a dataclass states a command's options, and in which order they are shown; and what ends a command."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
+
+import pytest
+import typer
+import typer.main
+from typer.testing import CliRunner
+
+from outrider.models.errors import ConfigError
+from outrider.models.process.command_line import (
+    make_app,
+    run_app,
+    takes_options,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Options of a command."""
+
+    name: Annotated[str, typer.Argument(help="A name.")]
+    size: Annotated[int, typer.Option(min=1, help="A size.")] = 3
+    tags: Annotated[list[str], typer.Option("--tag", help="Tags.")] = field(default_factory=list)
+    doubled: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.size > 90:
+            raise ConfigError("size is over 90")
+        object.__setattr__(self, "doubled", 2 * self.size)
+
+
+def test_a_dataclass_states_the_options_of_a_command() -> None:
+    """Types, defaults, limits and help come from its fields; the command gets an instance."""
+    app, seen = make_app("An app."), list[Sized]()
+
+    @app.command()
+    @takes_options(Sized)
+    def act(options: Sized) -> None:
+        """Acts."""
+        seen.append(options)
+
+    for arguments in (["act", "x"], ["act", "y", "--size", "5", "--tag", "a", "--tag", "b"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert [(each.name, each.size, each.tags, each.doubled) for each in seen] == [
+        ("x", 3, [], 6),
+        ("y", 5, ["a", "b"], 10),
+    ]
+    assert CliRunner().invoke(app, ["act", "x", "--size", "0"]).exit_code == 2
+    shown = CliRunner().invoke(app, ["act", "--help"]).output
+    assert "Acts." in shown and "A size." in shown and "doubled" not in shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """Options that a command inherits and does not place."""
+
+    __slots__ = ()
+
+    first: Annotated[int, typer.Option()] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Options that a command inherits and places."""
+
+    __slots__ = ()
+
+    third: Annotated[int, typer.Option()] = 3
+    fourth: Annotated[int, typer.Option()] = 4
+    whole: int = field(init=False)
+
+    def add(self) -> None:
+        """Sets `whole`."""
+        object.__setattr__(self, "whole", self.third + self.fourth)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped(Shared, First):
+    """Options of a command, in groups."""
+
+    second: Annotated[int, typer.Option()] = 2
+    _shared: ClassVar = Shared
+    fifth: Annotated[int, typer.Option()] = 5
+
+    def __post_init__(self) -> None:
+        self.add()
+
+
+def test_inherited_options_come_where_the_class_places_them() -> None:
+    """In the help; what it does not place comes first."""
+    app, seen = make_app("An app."), list[Grouped]()
+
+    @app.command()
+    @takes_options(Grouped)
+    def act(options: Grouped) -> None:
+        """Acts."""
+        seen.append(options)
+
+    shown = CliRunner().invoke(app, ["act", "--help"]).output
+    assert re.findall(r"--(\w+)", shown) == ["first", "second", "third", "fourth", "fifth", "help"]
+    assert CliRunner().invoke(app, ["act", "--third", "9", "--fifth", "0"]).exit_code == 0
+    assert seen == [Grouped(third=9, fifth=0)] and seen[0].whole == 13
+    assert not hasattr(seen[0], "__dict__")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (ConfigError("so [not]"), 2, "error: so [not]\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (PermissionError(13, "Permission denied", "there"), 2, "error: there: Permission denied\n"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
+        (ModuleNotFoundError("no x", name="x"), 2, 'pip install "outrider[edge]"\n'),
+        (typer.Exit(7), 7, ""),
+    ],
+)
+def test_what_a_command_raises_becomes_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    code: int,
+    said: str,
+) -> None:
+    """One line for what the user can put right; Ctrl-C says nothing."""
+    app = make_app("An app.")
+
+    @app.command()
+    def act() -> None:
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["app", "act"])
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, what="acting", extra="edge")
+    shown = capsys.readouterr()
+    assert ended.value.code == code and shown.out == ""
+    assert shown.err.endswith(said) and shown.err.count("\n") == (1 if said else 0)
+
+
+def test_a_command_without_standard_output_ends_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pythonw.exe has none: a service that failed at its end would be started again."""
+    app = make_app("An app.")
+
+    @app.command()
+    def act() -> None:
+        pass
+
+    monkeypatch.setattr(sys, "argv", ["app", "act"])
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, what="acting", extra="edge")
+    assert ended.value.code == 0
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody can put right from outside keeps its traceback."""
+    app = make_app("An app.")
+
+    @app.command()
+    def act() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys, "argv", ["app", "act"])
+    with pytest.raises(ZeroDivisionError):
+        run_app(app, what="acting", extra="edge")

@@ -1,0 +1,292 @@
+"""Tests when the engine waits for a device's draft, and what it learns of devices that are late."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
+from tests.pending_drafts import commit, line_message, pending, timed
+
+from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.estimators import DraftLag, StepSize
+from outrider.cloud.pending.lookup import PromptLookup
+from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.pending_drafts import PendingDrafts
+from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.pending.sources import Sources
+from outrider.models.errors import RequestError
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
+
+PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
+
+
+class Stream:
+    """A target that never waits, or always waits, for a device whose alternatives cover misses; event by event."""
+
+    def __init__(self, alpha: float, beta: float, k: int, lag_s: float, *, waits: bool) -> None:
+        self._alpha, self._beta, self._k, self._lag_s, self._waits = alpha, beta, k, lag_s, waits
+        self._rng = random.Random(7)
+
+    def _is_pending(self) -> bool:
+        """Whether the next pick is the device's own, or an alternative that it has drafted below."""
+        return self._rng.random() < self._alpha or self._rng.random() < self._beta
+
+    def tokens_per_s(self, num_tokens: int = 60_000) -> float:
+        """With a step of 40 ms, 1 ms per drafted token."""
+        now, committed, in_sync_at = 0.0, 0, 0.0
+        while committed < num_tokens:
+            if now < in_sync_at and not self._waits:  # a blind step: it must be covered by what is on its way
+                now, committed = now + 0.040, committed + 1
+                if not self._is_pending():
+                    in_sync_at = now + self._lag_s
+                continue
+            now = max(now, in_sync_at) + 0.040 + 0.001 * self._k
+            accepted = 0
+            while accepted < self._k and self._rng.random() < self._alpha:
+                accepted += 1
+            committed += accepted + 1
+            is_pending = self._is_pending() if accepted == self._k else self._rng.random() < self._beta
+            in_sync_at = now if is_pending else now + self._lag_s
+        return committed / now
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 0.7])
+@pytest.mark.parametrize("lag_s", [0.010, 0.050, 0.130])
+def test_the_closed_form_equals_the_simulation_of_a_tree(beta: float, lag_s: float) -> None:
+    """To 2 %; without alternatives it is exactly that of paths."""
+    for alpha, k in ((0.75, 4), (0.9, 10)):
+        streaming = rate_streaming(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+        waiting = rate_waiting(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+        assert Stream(alpha, beta, k, lag_s, waits=False).tokens_per_s() == pytest.approx(streaming, rel=0.02)
+        assert Stream(alpha, beta, k, lag_s, waits=True).tokens_per_s() == pytest.approx(waiting, rel=0.02)
+        if beta == 0.0:
+            assert streaming == rate_streaming(alpha, k, 0.040, 0.001, lag_s)
+            assert waiting == rate_waiting(alpha, k, 0.040, 0.001, lag_s)
+
+
+def test_alternatives_are_part_of_the_decision_to_wait() -> None:
+    """A device that is soon out of sync again is not worth a wait of a step; one whose alternatives prevent that is."""
+    lags = [0.041] * 8
+    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
+    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False, beta=0.9) != NO_WAIT
+
+
+def test_misses_that_alternatives_cover_are_measured() -> None:
+    """Three in four: beta approaches it. A session of paths without alternatives has none."""
+    drafting = Drafting(32, Policy.AUTO)
+    drafts = pending(drafting)
+    drafts.chances.has_hints = True
+    for base in range(200):
+        drafting.merge_tree(drafts, TreeDraft(base, 2 * base, [1, 2], [ROOT, ROOT], [12, 6]), 0.0)
+        commit(drafts, 3 if base % 4 == 0 else 2)
+    assert drafts.chances.beta == pytest.approx(0.75, abs=0.1)
+    assert NodeChances(drafting.learned(b"").chances).beta == 0.0
+    paths = pending(drafting)
+    for base in range(50):
+        drafting.merge(paths, base, [[1]], 0.0)
+        commit(paths, 2)
+    assert paths.chances.beta == 0.0
+
+
+def test_devices_without_alternatives_say_nothing_of_those_with_them() -> None:
+    """A new session of trees starts as if there had been no sessions of paths."""
+    drafting = Drafting(32, Policy.AUTO)
+    paths = pending(drafting)
+    for base in range(50):
+        drafting.merge(paths, base, [[1]], 0.0)
+        commit(paths, 2)
+    trees = pending(drafting)
+    drafting.merge_tree(trees, line_message(0, 0, [1]), 0.0)
+    assert trees.chances.beta == pytest.approx(0.3)
+
+
+def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None:
+    """Lag and size come from it; what is looked up is no answer."""
+    drafting = Drafting(32, Policy.AUTO)
+    drafting.curve.observe(StepSize(1), 0.040)
+    drafts = pending(drafting)
+    drafts.sources = Sources([PromptLookup([1, 2, 3, 1, 2, 3, 1, 2])])
+    now = 0.0
+    for base in range(1, 6):
+        commit(drafts, 9)
+        drafting.committed(drafts, [], [9], now, crowding=1.0)
+        drafting.merge_tree(
+            drafts, TreeDraft(base, 3 * base, [4, 5, 6], [ROOT, 3 * base, ROOT], [9, 9, 3]), now + 0.005
+        )
+        now += 1.0
+    assert drafts.lag.seconds_until(3) == [pytest.approx(0.005), pytest.approx(0.005), None]
+    commit(drafts, 9)
+    drafting.committed(drafts, [4, 5], [9], now, crowding=1.0)
+    drafting.choose([drafts], 99, StepSize(1, 0), 0.0)
+    assert drafts.trie and drafts.trie.num_looked_up == drafts.trie.num_nodes
+
+
+def test_a_tree_that_is_always_late_is_learned_from() -> None:
+    """Each answer comes when the commits have passed it by; all it guessed was right, so it is worth a wait."""
+    drafting = Drafting(8, Policy.VERIFY)
+    drafting.learned(b"").acceptance.observe([1], [2])
+    drafting.curve.observe(StepSize(1), 0.020)
+    drafts = pending(drafting)
+    for base in range(1, 40):
+        commit(drafts, base)
+        drafting.committed(drafts, [], [base], 0.020 * base, crowding=1.0)
+        if base > 5:
+            late = line_message(base - 5, 10 * base, range(base - 4, base + 1))
+            drafting.merge_tree(drafts, late, 0.020 * base + 0.001)
+    assert drafts.acceptance.rate > 0.9 and drafts.wait != NO_WAIT
+    assert not drafts.trie
+
+
+def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
+    """Forty tokens that have always been right: a pass verifies 32, and a wait is for more than 8."""
+    drafting = timed(32, Policy.AUTO, 0.030, 0.0002)
+    drafts, text = pending(drafting), list(range(1000))
+    now = 0.0
+    for base in range(0, 400, 40):
+        drafting.merge_tree(drafts, line_message(base, base, text[base : base + 40], 15), now + 0.004)
+        chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts]
+        line = drafts.trie.likeliest_of_device(32)
+        commit(drafts, *text[base : base + 40])
+        now += 1.0
+        drafting.committed(drafts, line, text[base : base + 40], now, crowding=1.0)
+    assert len(chosen.tokens) == 32
+    assert drafts.wait.want > 16
+
+
+def guessed(tokens: Sequence[int], level: int) -> tuple[Drafting, PendingDrafts]:
+    """A device that answers in 4 ms beside steps of 40, whose guess came with the first commit."""
+    drafting = timed(8, Policy.AUTO, 0.039, 0.001)
+    drafts = pending(drafting)
+    drafts.lag = DraftLag(4.0)
+    commit(drafts, 1)
+    drafting.merge_tree(drafts, line_message(1, 0, tokens, level), 0.001)
+    drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
+    return drafting, drafts
+
+
+@pytest.mark.parametrize(("level", "waits"), [(0, True), (6, True), (15, False)], ids=["hopeless", "unlikely", "sure"])
+def test_an_unlikely_guess_does_not_rule_out_a_wait(level: int, waits: bool) -> None:
+    """What is pending is weighed against what would come in 4 ms; a sure path is verified at once."""
+    drafting, drafts = guessed([2] * (1 if waits else 6), level)
+    assert (drafts.wait != NO_WAIT) == waits
+    if not waits:
+        return
+    assert drafting.is_waiting(drafts, 0.002)  # the guess was here before
+    drafting.merge_tree(drafts, line_message(1, 1, [3], 13), 0.003)
+    assert drafting.is_waiting(drafts, 0.003)  # not all that is waited for
+    drafting.merge_tree(drafts, line_message(1, 2, [3] * 8, 13), 0.004)
+    assert not drafting.is_waiting(drafts, 0.004) and drafts.lag.answer_rate == 1.0
+
+
+def test_a_wait_ends_where_its_path_is_unlikely_to_go_on() -> None:
+    """The device would draft other guesses first; a wait that ends with nothing new was not answered."""
+    drafting, drafts = guessed([2], 0)
+    assert drafts.wait.want > 2
+    drafting.merge_tree(drafts, line_message(1, 1, [3, 4], 8), 0.002)
+    assert not drafting.is_waiting(drafts, 0.002)
+    commit(drafts, 9)
+    drafting.committed(drafts, [], [9], 0.003, crowding=1.0)
+    assert drafting.is_waiting(drafts, 0.004) and not drafting.is_waiting(drafts, 1.0)
+    assert drafts.lag.answer_rate < 1.0
+
+
+class Device:
+    """Answers every commit after `lag_s` with six guesses of what follows, every `error_every`-th of them wrong."""
+
+    def __init__(self, lag_s: float, *, policy: Policy = Policy.AUTO, error_every: int = 3) -> None:
+        self.lag_s, self.error_every = lag_s, error_every
+        self.due: list[tuple[float, int]] = []
+        self.answered = 0
+        self.sequence_id = -1
+        self.guess: list[int] = []
+        self.harness = Harness(config=EngineConfig(policy=policy), on_step=lambda batch: self.deliver())
+        self.harness.engine.calibrate()
+
+    def deliver(self) -> None:
+        """Delivers the answers due by now, with the times at which they were due."""
+        now = self.harness.clock.now
+        while self.due and self.due[0][0] <= now:
+            self.harness.clock.now, base = self.due.pop(0)
+            try:
+                self.harness.engine.draft(self.sequence_id, base, [self.guess[base : base + 6] or [0]])
+            except RequestError as error:
+                assert error.code == "stale_draft"
+        self.harness.clock.now = now
+
+    def waited_s(
+        self, *, patience_ms: float | None = None, count: int = 60, draft_lag_ms: float | None = None
+    ) -> float:
+        """Generates `count` tokens, checks them, and returns how long the engine waited for drafts."""
+        truth = plain(PROMPTS[2], SAMPLED, count)
+        self.guess = [t if i % self.error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
+        self.sequence_id, collector = self.harness.submit(
+            PROMPTS[2], count, patience_ms=patience_ms, lag_ms=draft_lag_ms
+        )
+        while collector.end is None:
+            delay = self.harness.engine.step()
+            base = len(collector.tokens)
+            if base > self.answered:
+                self.answered = base
+                self.due.append((self.harness.clock.now + self.lag_s, base))
+            if delay:
+                wakes = [self.harness.clock.now + delay, *(due for due, _ in self.due)]
+                self.harness.clock.now = min(wakes)
+                self.deliver()
+        assert collector.tokens == truth
+        return collector.end.usage.waited_s
+
+
+def test_the_engine_waits_for_a_fast_device_and_not_for_a_slow_one() -> None:
+    """With 40 ms steps a device 2 ms away is worth a wait, one 100 ms away is not; patience 0 never waits."""
+    assert Device(0.002).waited_s() > 0.01
+    assert Device(0.100).waited_s() == 0.0
+    assert Device(0.002).waited_s(patience_ms=0.0) == 0.0
+
+
+def test_with_a_lag_hint_the_engine_waits_from_the_first_token() -> None:
+    """The engine waits after the first commits only with the hint; measurements soon outweigh a wrong hint."""
+    with_hint, without_hint = Device(0.004), Device(0.004)
+    assert with_hint.waited_s(count=6, draft_lag_ms=4.0) > without_hint.waited_s(count=6)
+    assert Device(0.100).waited_s(draft_lag_ms=1.0) < 0.03
+
+
+def test_patience_ms_bounds_the_wait() -> None:
+    """A wait longer than the session allows does not begin."""
+    assert Device(0.006).waited_s(patience_ms=2.0) == 0.0
+    assert Device(0.006).waited_s(patience_ms=50.0) > 0.0
+
+
+def test_the_verify_policy_waits_longer_than_latency_alone_allows() -> None:
+    """When passes are scarce a wait of one step is allowed, and passes per token fall."""
+    device = Device(0.030, policy=Policy.VERIFY)
+    assert device.waited_s() > 0.05
+    assert device.harness.engine.stats().totals.passes < 27
+    assert Device(0.030).waited_s() == 0.0
+
+
+def test_the_engine_soon_stops_waiting_for_a_silent_device() -> None:
+    """After a few useless waits the engine goes on without."""
+    harness = Harness()
+    truth = plain(PROMPTS[2], SAMPLED, 200)
+    sequence_id, collector = harness.submit(PROMPTS[2], 200)
+    while collector.end is None:
+        base = len(collector.tokens)
+        if base < 60 and base:
+            harness.engine.draft(sequence_id, base, [[truth[base], (truth[base + 1] + 1) % VOCAB]])
+        if delay := harness.engine.step():
+            harness.clock.now += 0.002 if base < 60 else delay
+    assert collector.tokens == truth
+    assert collector.end.usage.waited_s < 0.5
+
+
+def test_calibration_measures_the_curve_and_frees_its_blocks() -> None:
+    """Afterwards the step time and the cost of a drafted token are known."""
+    harness = Harness()
+    harness.engine.calibrate(max_tokens=8)
+    stats = harness.engine.stats()
+    assert stats.step_ms == pytest.approx(41.0)
+    assert stats.draft_token_ms == pytest.approx(1.0)
+    assert stats.free_blocks == stats.num_blocks

