@@ -18,7 +18,6 @@ from bench.beside import Written
 from bench.capacity import Costs, Found, saturated_rate
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
-from bench.open_and_drop import BOUNDED, State, leaks
 from bench.peer_engines import READY, Batch, Done, done_of, serve
 from bench.peer_servers import Streamed, StreamedText, read_stream
 from bench.peers import Comparison, compare
@@ -159,22 +158,6 @@ def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
     with pytest.raises(RuntimeUnavailable, match="expected 4"):
         compare("x", _Contestant("a", [1.0], num_tokens=1), _Contestant("b", [1.0]), batch, 1)
     assert isinstance(found, Comparison)
-
-
-def test_what_a_verifier_keeps_is_named() -> None:
-    """Blocks, sessions, tasks, threads, descriptors, processes, objects, memory: each in words of its own."""
-    clean = State(0, {}, 3, 0, ("serve",), 6, 15, 1, {"outrider.X": 2}, (60.0, 40.0))
-    assert leaks(clean, replace(clean, descriptors=19, memory_mb=(62.9, 40.0), parked=5)) == []
-    dirty = State(2, {"engine_running": 1.0}, 3, 0, ("serve", "chunks"), 7, 20, 2, {"outrider.X": 11}, (103.1,))
-    told = leaks(clean, dirty)
-    words = ("blocks", "engine_running", "chunks", "threads", "descriptors", "processes", "outrider.X", "MB")
-    assert len(told) == len(words) and all(word in line for word, line in zip(words, told, strict=True))
-    # A parked prefix is an object, and may stay.
-    assert leaks(clean, replace(clean, parked=23, objects={"outrider.X": 22})) == []
-    # Digests of kept prefixes stay up to their bound, and no further.
-    ((name, bound),) = BOUNDED.items()
-    assert leaks(clean, replace(clean, objects={name: bound})) == []
-    assert len(leaks(clean, replace(clean, objects={name: bound + 1}))) == 1
 
 
 def test_values_of_one_server_and_of_replicas() -> None:

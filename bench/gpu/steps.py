@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from bench.beside import target_options
-from bench.engine_throughput import decode_rate
 from bench.gpu.place import Run
 from bench.load import CONTEXT
+from tests.requests import flat_request
 
+from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.seam import CommitEvent, Event
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
@@ -146,8 +148,7 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
             whole_ms = _timed_ms(whole, sizes.steps, run.is_cuda)
             kv_bytes = num * (CONTEXT + 1) * block_bytes // 32
             floor_ms = (weights + kv_bytes) / read_gb_s / 1e6
-            prompts = [tuple(range(1, CONTEXT + 1))] * num
-            rate = decode_rate(runtime, prompts, 2 + sizes.steps)
+            rate = _engine_rate(runtime, params, 2 + sizes.steps)
             told["sessions"][str(num)] = {
                 "picks_ms": picked_ms,
                 "steps_per_s": 1e3 / picked_ms,
@@ -158,6 +159,24 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
                 "profile": _profile(picked, sizes.steps, run.is_cuda),
             }
             run.note(name, told)
+
+
+def _engine_rate(runtime: TorchPagedRuntime, params: list[SamplingParams], count: int) -> float:
+    """Tokens per second of the engine, from when all sequences decode to when the first has `count` tokens."""
+    engine = Engine(runtime, EngineConfig(share_prefixes=False))
+    committed = [0] * len(params)
+
+    def sink(index: int, event: Event) -> None:
+        committed[index] += len(event.tokens) if isinstance(event, CommitEvent) else 0
+
+    for index, each in enumerate(params):
+        engine.submit(flat_request(tuple(range(1, CONTEXT + 1)), each, count), partial(sink, index))
+    while not all(committed):  # prompts
+        engine.step()
+    before, started_s = sum(committed), time.perf_counter()
+    while max(committed) < count:
+        engine.step()
+    return (sum(committed) - before) / (time.perf_counter() - started_s)
 
 
 def _block_bytes(path: Path, options: RuntimeOptions) -> int:
