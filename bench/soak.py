@@ -1,6 +1,6 @@
 """Opens sessions and drops them at random points, with whole ones between; checks that the verifier keeps nothing.
 
-    python -m bench.soak [--sessions 1000] [--json PATH]
+    python -m bench.soak [--sessions 3000] [--json PATH]
 
 The verifier is a real process over the reference target, not widened. A client leaves before the first event, with half
 of the head or of the body sent, in the middle of a long prompt, while it drafts, with half of a draft sent, while the
@@ -259,8 +259,10 @@ def main() -> int:
     options = parser(
         __doc__,
         {
-            "--sessions": option(1000, "hundreds"),
-            "--warm-up": option(400, "sessions before, not measured: each block is used once"),
+            "--sessions": option(3000, "hundreds"),
+            "--warm-up": option(
+                1000, "sessions before, not measured: what each length of a prompt takes is there then"
+            ),
             **TO_JSON,
         },
     ).parse_args()

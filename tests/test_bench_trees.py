@@ -9,9 +9,10 @@ import pytest
 from bench.attacks.tree_bytes import chain, fan, tree_bytes
 from bench.beside import GUESSES, EmulatedPair, Stop, Turns
 from bench.emulated import MAX_POSITIONS, EmulatedDraft, EmulatedTarget, Emulation, emulated_draft
+from bench.known_text import SUCCESSOR
 from bench.never_slower import Comparison, goals, misses
 from bench.round_trips import PATH, TREE, WRONG, Cell, Place, Yardstick, rate_of
-from bench.server_overhead import DRAFT_TOKENS, SUCCESSOR, TREES, Bodies
+from bench.server_overhead import tree_of
 from tests.ranks import read_ranks
 
 from outrider.edge.lab.laboratory import CLOUD_ONLY
@@ -124,17 +125,15 @@ def test_goals_compare_with_the_draft_beside_the_target() -> None:
     assert goals(_comparison(100.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})) == []
 
 
-@pytest.mark.parametrize("kind", TREES)
-def test_the_overheads_trees_hold_the_right_path_and_nothing_else_that_is_right(kind: str) -> None:
-    """As many nodes as the kind says, eight of them right."""
-    _, body, num_nodes = Bodies([kind]).message(300, 70_000, 17)
-    tree = decode_tree(body)
-    assert (tree.base, tree.first, len(tree.tokens)) == (300, 70_000, num_nodes) == (300, 70_000, int(kind[5:]))
+def test_the_overheads_tree_holds_the_right_path_and_nothing_else_that_is_right() -> None:
+    """32 nodes, eight of them right."""
+    tree = decode_tree(tree_of(300, 70_000, 17))
+    assert (tree.base, tree.first, len(tree.tokens)) == (300, 70_000, 32)
     right = {ROOT: 17}
     for number, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=tree.first):
         if parent in right and token == SUCCESSOR[right[parent]]:
             right[number] = token
-    assert len(right) - 1 == DRAFT_TOKENS
+    assert len(right) - 1 == 8
 
 
 def test_the_attackers_trees_are_valid_messages() -> None:
