@@ -43,7 +43,7 @@ from rich.console import Console
 from tests.pick_twins import zipf
 
 from outrider.cloud.vllm.terms import Terms
-from outrider.cloud.vllm.worker_choosers import Asked, RequestChoosers, StepChoices, WorkerGrammars
+from outrider.cloud.vllm.worker_choosers import Asked, RequestChoosers, WorkerChoices, WorkerGrammars
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.options import ProcessorOptions
 from outrider.models.processors.processor_plan import NO_PLAN
@@ -77,7 +77,7 @@ class Kind:
 
     name: str
     num_rows: int
-    prepare: Callable[[], StepChoices]
+    prepare: Callable[[], WorkerChoices]
 
 
 def asked_for(terms: Terms, num_requests: int = NUM_REQUESTS, rows_each: int = ROWS_EACH) -> list[Asked]:
@@ -109,25 +109,26 @@ def every_processor() -> Terms:
     return Terms(0, params, 1, processors=options, num_generated=TEXT, stop_ids=frozenset({3}))
 
 
-def masked_paths(asked: Sequence[Asked]) -> list[tuple[int, Asked, TextPath]]:
+def masked_paths(asked: Sequence[Asked]) -> dict[int, TextPath]:
     """As a grammar of JSON masks rows: nearly all ids within a string, few elsewhere."""
     rng = np.random.default_rng(1)
-    paths = []
+    paths = {}
     for index, each in enumerate(asked):
         path = TextRows(NO_PLAN, (), NUM_IDS).walk(each.drafted)
         share = (0.95, 0.002)[index % 2]
-        path.rows = [
-            replace(row, mask=np.packbits(rng.random(NUM_IDS) < share, bitorder="little")) for row in path.rows
-        ]
-        paths.append((index * ROWS_EACH, each, path))
+        path.rows = {
+            place: replace(row, mask=np.packbits(rng.random(NUM_IDS) < share, bitorder="little"))
+            for place, row in path.rows.items()
+        }
+        paths[index] = path
     return paths
 
 
 def kinds(choosers: RequestChoosers) -> list[Kind]:
     """All of them."""
 
-    def prepared(asked: Sequence[Asked]) -> Callable[[], StepChoices]:
-        def prepare() -> StepChoices:
+    def prepared(asked: Sequence[Asked]) -> Callable[[], WorkerChoices]:
+        def prepare() -> WorkerChoices:
             choosers.steps.clear()
             return choosers.prepare(asked, NUM_IDS, CPU)
 
@@ -140,7 +141,7 @@ def kinds(choosers: RequestChoosers) -> list[Kind]:
         Kind("plain", few, prepared(asked_for(Terms(0, PLAIN, 1)))),
         Kind("greedy", few, prepared(asked_for(Terms(0, SamplingParams(), 1)))),
         Kind("top-p", few, prepared(asked_for(Terms(0, TOP_P, 1)))),
-        Kind("json", few, lambda: StepChoices(masked, paths, NUM_IDS, CPU)),
+        Kind("json", few, lambda: WorkerChoices(masked, paths, NUM_IDS, CPU)),
         Kind("every processor", few, prepared(asked_for(every_processor()))),
         Kind("logprobs", few, prepared(asked_for(Terms(0, PLAIN, 1, num_logprobs=MAX_TOP_LOGPROBS)))),
         *(Kind(name, MANY_ROWS, prepared(asked_for(Terms(0, own, 1), MANY_ROWS, 1))) for name, own in MANY.items()),

@@ -24,7 +24,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import product
 from statistics import median
@@ -51,7 +51,8 @@ from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX
-from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.chooser import PickedRow
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
@@ -86,16 +87,14 @@ class EmulatedRuntime:
         self.cpu_s = 0.0
         self._step_s = step_s
 
-    def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
-    ) -> list[int | NDArray[np.float32] | None]:
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
         """The successor of each row's token, after the step's time."""
         started_s = time.thread_time()
-        rows: list[int | NDArray[np.float32] | None] = []
+        rows: list[PickedRow] = []
         for item in batch:
             if item.num_rows:
                 rows += [SUCCESSOR[token] for token in item.tokens[-item.num_rows :]]
-        assert len(rows) == len(params) == len(positions)
+        assert len(rows) == sum(len(each.positions) for each in ask())
         time.sleep(self._step_s)
         self.cpu_s += time.thread_time() - started_s
         return rows

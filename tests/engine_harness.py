@@ -67,6 +67,7 @@ class Harness:
     def __init__(
         self,
         *,
+        kind: type[FakeBatchRuntime] = FakeBatchRuntime,
         config: EngineConfig | None = None,
         num_blocks: int = 256,
         block_size: int = 4,
@@ -84,7 +85,7 @@ class Harness:
             if on_step is not None:
                 on_step(batch)
 
-        self.runtime = FakeBatchRuntime(
+        self.runtime = kind(
             vocab_size=VOCAB,
             max_positions=max_positions,
             block_size=block_size,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bench.gpu import __main__ as command
-from bench.gpu import exact, load, needs, round_trips, steps
+from bench.gpu import exact, host, load, needs, round_trips, steps
 from bench.gpu.needs import Found, Need
 from bench.gpu.place import SMALL, Run
 
@@ -64,6 +64,12 @@ def test_what_has_no_time_is_named(made: Path, tmp_path: Path) -> None:
     run.limit_s = 0.0
     assert exact.measure(run) == []
     assert run.left_out == ["texts in f32", "shapes in f32", "texts in bf16", "shapes in bf16"]
+
+
+def test_a_step_needs_few_launches_beside_its_graph() -> None:
+    """As many for a tree as for one token each."""
+    counts = {host.launches(host.PLAIN, parents) for parents in host.TREES}
+    assert len(counts) == 1 and max(counts) < host.MOST_LAUNCHES
 
 
 def test_steps_are_timed_against_the_floor(made: Path, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.picking_runtime import PickingRuntime
 from tests.requests import flat_request
-from tests.test_engine import PROMPTS, PickingFake
+from tests.test_engine import PROMPTS
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.models.errors import ModelFault
@@ -29,7 +30,7 @@ def run(runtime: FakeBatchRuntime, draft: tuple[int, ...]) -> Collector:
     return found
 
 
-@pytest.mark.parametrize("kind", [FakeBatchRuntime, PickingFake])
+@pytest.mark.parametrize("kind", [FakeBatchRuntime, PickingRuntime])
 def test_logprobs_come_with_their_tokens_whatever_was_drafted(kind: type[FakeBatchRuntime]) -> None:
     """The text is the same as without logprobs, and both are the same with drafts; a GPU's picks, too."""
     truth = plain(PROMPTS[1], SAMPLED, 6)

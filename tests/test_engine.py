@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
-from tests.fake_runtime import FakeBatchRuntime
+from tests.picking_runtime import PickingRuntime
 from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.models.errors import RequestError
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.picks.sampling import SamplingParams
 from outrider.models.runtimes.base import SequenceSlice
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
@@ -81,23 +79,9 @@ def test_a_step_of_no_measured_time_is_handled() -> None:
     assert collector.tokens == truth
 
 
-class PickingFake(FakeBatchRuntime):
-    """Picks tokens itself, as a runtime on a GPU does."""
-
-    def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
-    ) -> list[int | NDArray[np.float32] | None]:
-        """Picks a token of each row, None where the logits are not finite; a row without params stays whole."""
-        rows = self.forward(batch)
-        return [
-            row if p is None else pick(row, p, i) if np.isfinite(row).all() else None
-            for row, p, i in zip(rows, params, positions, strict=True)
-        ]
-
-
 def test_a_runtime_may_pick_tokens_itself() -> None:
     """The same text, with accepted drafts; a row that is not finite ends only its own sequence."""
-    engine = Engine(PickingFake(vocab_size=VOCAB, fail_on_token=63), EngineConfig(policy=Policy.VERIFY))
+    engine = Engine(PickingRuntime(vocab_size=VOCAB, fail_on_token=63), EngineConfig(policy=Policy.VERIFY))
     truth = plain(PROMPTS[1], SAMPLED, 6)
     good, bad = Collector(), Collector()
     good_id = engine.submit(flat_request(tuple(PROMPTS[1]), SAMPLED, 6), good)

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain
 from tests.fake_runtime import FakeBatchRuntime
+from tests.picking_runtime import PickingRuntime
 from tests.requests import flat_request
 from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 
@@ -22,7 +23,8 @@ from outrider.cloud.seam import EndEvent, Event, GenerateRequest
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointLost
 from outrider.models.errors import RequestError
-from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.processors.chooser import PickedRow
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.wire.protocol import ReadyAnswer
 
@@ -510,17 +512,17 @@ def test_calibration_times_the_picks_of_a_runtime_that_picks() -> None:
     """What will be run is what is measured: 40 ms for the logits and 5 ms for the picks."""
     clock = Clock()
 
-    class Picking(FakeBatchRuntime):
+    class Picking(PickingRuntime):
         def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
             clock.now += 0.040
             return super().forward(batch)
 
         def forward_picks(
-            self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
-        ) -> list[int | NDArray[np.float32] | None]:
-            rows = self.forward(batch)
+            self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]
+        ) -> list[PickedRow]:
+            found = super().forward_picks(batch, ask)
             clock.now += 0.005
-            return [pick(row, p or SamplingParams(), i) for row, p, i in zip(rows, params, positions, strict=True)]
+            return found
 
     engine = Engine(Picking(vocab_size=VOCAB), clock=clock)
     engine.calibrate(max_tokens=4)

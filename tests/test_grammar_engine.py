@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.engine_harness import SAMPLED, Clock, Collector
 from tests.fake_runtime import FakeBatchRuntime
+from tests.picking_runtime import PickingRuntime
 from tests.requests import flat_request
 
 from outrider.cloud.api.recent_texts import _sampling_of
@@ -50,6 +51,7 @@ class World:
 
     tokenizer: Tokenizer
     compiler: GrammarCompiler
+    kind: type[FakeBatchRuntime]
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +65,7 @@ class World:
         return self.compiler.compile(GrammarSpec.json_schema(schema))
 
     def runtime(self) -> FakeBatchRuntime:
-        return FakeBatchRuntime(vocab_size=self.vocab_size)
+        return self.kind(vocab_size=self.vocab_size)
 
     def request(self, grammar: CompiledGrammar, prompt: Sequence[int] = PROMPT, **others: Any) -> GenerateRequest:
         return flat_request(tuple(prompt), SAMPLED, COUNT, self.stops, grammar=grammar, **others)
@@ -86,11 +88,12 @@ class World:
         return self.tokenizer.decode(tokens)
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+@pytest.fixture(scope="module", params=[FakeBatchRuntime, PickingRuntime])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """With a runtime that gives rows, and with one that picks."""
     tokenizer = Tokenizer.from_dir(target_dir())
     compiler = GrammarCompiler(tokenizer, tokenizer.size + 7, tokenizer.eos_token_ids)
-    yield World(tokenizer, compiler)
+    yield World(tokenizer, compiler, request.param)
     compiler.close()
 
 
@@ -164,7 +167,7 @@ def test_preempted_texts_go_on_where_they_were(world: World) -> None:
     grammar = world.grammar()
     prompts = [[*PROMPT, index] for index in range(4)]
     expected = [world.truth(grammar, prompt) for prompt in prompts]
-    runtime = FakeBatchRuntime(vocab_size=world.vocab_size, num_blocks=16, block_size=4)
+    runtime = world.kind(vocab_size=world.vocab_size, num_blocks=16, block_size=4)
     engine, found = Engine(runtime, EngineConfig(max_running=4, policy=Policy.VERIFY)), [Collector() for _ in prompts]
     for prompt, sink, text in zip(prompts, found, expected, strict=True):
         engine.submit(world.request(grammar, prompt, draft=tuple(text[:20])), sink)

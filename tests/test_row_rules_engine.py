@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness
 from tests.fake_runtime import FakeBatchRuntime
+from tests.picking_runtime import PickingRuntime
 from tests.requests import flat_request
-from tests.test_engine import PROMPTS, PickingFake
+from tests.test_engine import PROMPTS
 
 from outrider.cloud.api.recent_texts import _sampling_of
 from outrider.cloud.engine import Engine, EngineConfig, Policy
@@ -30,6 +31,7 @@ RULES = {
 }
 COUNT = 30
 each_rule = pytest.mark.parametrize("name", RULES)
+each_kind = pytest.mark.parametrize("kind", [FakeBatchRuntime, PickingRuntime])
 
 
 def truth(
@@ -57,10 +59,10 @@ def run(engine: Engine) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("kind", [FakeBatchRuntime, PickingFake])
+@each_kind
 @each_rule
 def test_the_text_is_that_of_the_plainest_loop_whatever_was_drafted(name: str, kind: type[FakeBatchRuntime]) -> None:
-    """A right draft, a wrong one, none; a runtime that picks by itself hands its rows over."""
+    """A right draft, a wrong one, none; also where the runtime picks by itself."""
     expected = truth(PROMPTS[1], RULES[name])
     assert expected != truth(PROMPTS[1], ProcessorOptions())
     wrong = [*expected[:3], (expected[3] + 1) % VOCAB, *expected[4:6]]
@@ -72,11 +74,12 @@ def test_the_text_is_that_of_the_plainest_loop_whatever_was_drafted(name: str, k
     assert found.commits[1].accepted == 2  # the pass after the prompt's
 
 
+@each_kind
 @each_rule
-def test_a_tree_changes_nothing(name: str) -> None:
+def test_a_tree_changes_nothing(name: str, kind: type[FakeBatchRuntime]) -> None:
     """Branches of the tree before and after the text's own: the state follows the accepted one."""
     expected = truth(PROMPTS[1], RULES[name])
-    harness = Harness(config=EngineConfig(policy=Policy.VERIFY, form=TreeForm.TREE))
+    harness = Harness(kind=kind, config=EngineConfig(policy=Policy.VERIFY, form=TreeForm.TREE))
     found = Collector()
     number = harness.engine.submit(request(RULES[name], patience_ms=1e6), found)
     harness.engine.step()
@@ -93,21 +96,23 @@ def test_a_tree_changes_nothing(name: str) -> None:
     assert max(commit.accepted for commit in found.commits) > 1
 
 
+@each_kind
 @each_rule
-def test_a_resumed_text_goes_on_as_if_it_had_not_stopped(name: str) -> None:
+def test_a_resumed_text_goes_on_as_if_it_had_not_stopped(name: str, kind: type[FakeBatchRuntime]) -> None:
     """With `num_generated` its first part counts as text; in the prompt alone it would not."""
     expected = truth(PROMPTS[1], RULES[name])
     for cut in (1, 4):
-        engine, found = Engine(FakeBatchRuntime(vocab_size=VOCAB)), Collector()
+        engine, found = Engine(kind(vocab_size=VOCAB)), Collector()
         engine.submit(request(RULES[name], [*PROMPTS[1], *expected[:cut]], num_generated=cut), found)
         run(engine)
         assert (expected[:cut] + found.tokens)[: len(expected)] == expected
 
 
-def test_preemption_leaves_the_states_where_the_text_is() -> None:
+@each_kind
+def test_preemption_leaves_the_states_where_the_text_is(kind: type[FakeBatchRuntime]) -> None:
     """Sequences that lose their blocks to older ones run their tokens again."""
     expected = [truth(prompt, RULES["penalties"]) for prompt in PROMPTS]
-    harness = Harness(config=EngineConfig(max_running=4), num_blocks=24)
+    harness = Harness(kind=kind, config=EngineConfig(max_running=4), num_blocks=24)
     found = [Collector() for _ in PROMPTS]
     for prompt, sink in zip(PROMPTS, found, strict=True):
         harness.engine.submit(request(RULES["penalties"], prompt), sink)
@@ -116,12 +121,13 @@ def test_preemption_leaves_the_states_where_the_text_is() -> None:
     assert [sink.tokens for sink in found] == expected
 
 
-def test_a_failed_step_leaves_the_states_where_the_text_is() -> None:
+@each_kind
+def test_a_failed_step_leaves_the_states_where_the_text_is(kind: type[FakeBatchRuntime]) -> None:
     """The others of the step run again, apart."""
     expected = [truth(prompt, RULES["penalties"]) for prompt in PROMPTS[:2]]
     used = {token for texts in (PROMPTS[:2], expected) for text in texts for token in text}
     fatal = min(set(range(VOCAB)) - used)
-    harness = Harness(fail_on_token=fatal)
+    harness = Harness(kind=kind, fail_on_token=fatal)
     found = [Collector() for _ in expected]
     for prompt, sink in zip(PROMPTS, found, strict=False):
         harness.engine.submit(request(RULES["penalties"], prompt), sink)

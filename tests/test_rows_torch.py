@@ -230,7 +230,7 @@ def test_a_grammar_masks_as_one_by_one(compiler: GrammarCompiler, options: Proce
                 state.advance(token)
         changed.append(apply_all(states, own[-1]))
         assert np.array_equal(np.stack(changed).view(np.uint32), logits.numpy().view(np.uint32))
-        for change, row in zip(path.rows, changed, strict=True):
+        for change, row in zip(path.rows.values(), changed, strict=True):
             assert all(change.allows(token) for token in np.flatnonzero(row > -np.inf).tolist()) or options.allowed_ids
         choices = RowChoices([SAMPLED] * len(own), range(len(own)), [None] * len(own), listing(path, size), CPU)
         truth = [pick_or_none(row, position) for position, row in enumerate(changed)]
@@ -254,7 +254,7 @@ def test_a_grammar_that_begins_later_allows_all_of_the_tokenizer_before(compiler
     plan = plan_of(compiler, GrammarSpec("regex", "[0-9]+", after=spelling))
     path = TextRows(plan, (), vocabulary.num_tokens + 5).walk(encoded(compiler, "a"))
     assert len(path.rows) == 2
-    for row in path.rows:
+    for row in path.rows.values():
         assert row.allows(vocabulary.num_tokens - 1) and not row.allows(vocabulary.num_tokens)
 
 
@@ -265,7 +265,7 @@ def test_a_path_ends_before_a_token_that_the_grammar_forbids(compiler: GrammarCo
     text = TextRows(plan, (), size)
     one, letter = encoded(compiler, "1")[0], encoded(compiler, "x")[0]
     path = text.walk([one, letter, one])
-    assert len(path.rows) == 2 and path.error is None
+    assert len(path.rows) == 2 and not path.errors
     assert path.rows[0].ids.tolist() == [] and path.rows[1].ids.tolist() == [one]
     again = text.walk([one])
     assert text.length == 0 and len(again.rows) == 2
@@ -292,7 +292,7 @@ def test_a_path_ends_with_the_text(compiler: GrammarCompiler) -> None:
     plan = plan_of(compiler, GrammarSpec("regex", "1*"))
     one, stop = encoded(compiler, "1")[0], next(iter(plan.stop_ids))
     path = TextRows(plan, (), compiler._vocabulary.tokenizer.size).walk([one, stop, stop])
-    assert len(path.rows) == 2 and path.error is None
+    assert len(path.rows) == 2 and not path.errors
 
 
 AMBIGUOUS = 'start: a "."\na: "" | a a | "x" | "xx" a | a "x"'
@@ -308,11 +308,12 @@ def test_a_limit_that_a_guess_reaches_is_none_of_the_text(
     text = TextRows(plan, (), size)
     x = encoded(compiler, "x")[0]
     path = text.walk([x] * 64)
-    assert isinstance(path.error, RequestError) and path.error.code == "grammar_too_complex"
+    error = path.errors[len(path.rows)]
+    assert isinstance(error, RequestError) and error.code == "grammar_too_complex"
     assert 1 <= len(path.rows) < 64
     fresh = TextRows(plan, (), size).walk(())
     again = text.walk(())
-    assert again.error is None and np.array_equal(again.rows[0].mask, fresh.rows[0].mask)  # type: ignore[arg-type]
+    assert not again.errors and np.array_equal(again.rows[0].mask, fresh.rows[0].mask)  # type: ignore[arg-type]
     text.follow((), [x] * (len(path.rows) - 1))
     with pytest.raises(RequestError, match="too costly"):
         for count in range(len(path.rows), 64):
@@ -325,7 +326,7 @@ def test_guesses_cost_and_give_nothing_back(compiler: GrammarCompiler, monkeypat
     plan = plan_of(compiler, GrammarSpec("regex", "[0-9]+"))
     text = TextRows(plan, (), compiler._vocabulary.tokenizer.size)
     one = encoded(compiler, "1")[0]
-    cost = next(state for state in text._states if isinstance(state, GrammarState)).cost
+    cost = next(state for state in text.states if isinstance(state, GrammarState)).cost
     cost.spend(0.2)
     text.walk([one] * 16)
     assert 0.19 < cost._excess_s <= 0.2  # a mask of the text's own pays 2 ms at most

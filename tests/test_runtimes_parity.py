@@ -19,6 +19,7 @@ from outrider.cloud.engine.config import SpillType
 from outrider.cloud.engine.spill_codec import BlockCodec
 from outrider.models.errors import BundleError
 from outrider.models.picks.sampling import SamplingParams, pick
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import (
     BatchRuntime,
@@ -149,7 +150,8 @@ def test_picks_made_by_the_runtime_are_those_of_its_logits(runtime: BatchRuntime
     positions = [38, 39, 40, 19, 20]
     rows = runtime.forward(batch)
     expected = [pick(row, p, i) for row, p, i in zip(rows, params, positions, strict=True)]
-    assert runtime.forward_picks(batch, params, positions) == expected
+    asked = [AskedRows(p, [position]) for p, position in zip(params, positions, strict=True)]
+    assert runtime.forward_picks(batch, lambda: asked) == expected
 
 
 def test_shared_prefix_blocks(runtime: BatchRuntime, truth: Truth) -> None:

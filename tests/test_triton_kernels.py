@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from triton.runtime import interpreter
+from tests.interpreted import products_row_by_row
 
 from outrider.models.runtimes import torch_graphs, torch_paged, triton_attention, triton_rows
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
@@ -25,25 +25,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def products_row_by_row() -> Iterator[None]:
-    """A tile's product as tensor cores make it, each row by itself and with bits to spare: numpy's BLAS sums the last
-    rows of a tile in another order than the first.
-    """
-    before = interpreter.InterpreterBuilder.create_dot
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        product = np.einsum("mk,kn->mn", a.data, b.data, dtype=np.float64, optimize=False)
-        return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
-
-    interpreter.InterpreterBuilder.create_dot = create_dot
-    yield
-    interpreter.InterpreterBuilder.create_dot = before
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_tiles() -> Iterator[None]:
+def interpreted() -> Iterator[None]:
     """Short contexts have several tiles and parts."""
-    with pytest.MonkeyPatch.context() as patch:
+    with products_row_by_row(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_attention, "TILE", 8)
         patch.setattr(triton_attention, "SPLIT", 16)
         yield
@@ -248,9 +232,35 @@ def layer_norm(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.layer_norm(rows, rows.shape[-1:], BIAS[:1].to(rows.dtype).expand(rows.shape[-1]))
 
 
+def one_by_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    begins = [0, *ends.tolist()]
+    return torch.cat([left[a:b] @ each for a, b, each in zip(begins, begins[1:], right, strict=False)])
+
+
+def grouped(rows: torch.Tensor, multiply: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Each row times one of four matrices, by its sign here and there, as a mixture of experts has it."""
+    group = (rows[:, 0] > 0).int() + 2 * (rows[:, 1] > 0.5).int()
+    order = group.argsort(stable=True)
+    ends = torch.bincount(group, minlength=4).cumsum(0).int()
+    found = torch.empty((len(rows), WEIGHT.shape[0]), dtype=rows.dtype)
+    found[order] = multiply(rows[order], torch.stack([WEIGHT.t() * each for each in (1, 2, 3, 4)]).to(rows.dtype), ends)
+    return found
+
+
 OPERATIONS: dict[str, tuple[Rows, Rows]] = {
     "product": (lambda rows: triton_rows.matmul(rows, WEIGHT.t(), BIAS), linear),
-    "mean": (triton_rows.mean, lambda rows: rows.mean(-1)),
+    "grouped product": (
+        lambda rows: grouped(rows, triton_rows.grouped_matmul),
+        lambda rows: grouped(rows, one_by_one),
+    ),
+    "mean": (
+        lambda rows: triton_rows.sum_of(rows, [-1], False, None, is_mean=True),
+        lambda rows: rows.mean(-1),
+    ),
+    "sum of others": (
+        lambda rows: triton_rows.sum_of(rows.view(-1, 10, 15), [1], True, None, is_mean=False),
+        lambda rows: rows.view(-1, 10, 15).sum(1, keepdim=True),
+    ),
     "norm": (
         lambda rows: triton_rows.layer_norm(rows, BIAS[:1].expand(rows.shape[-1]), None, 1e-5)[0],
         layer_norm,
@@ -288,6 +298,7 @@ def test_torchs_own_calls_go_row_by_row() -> None:
     """What a model's code calls, in the place of torch's kernels and as long as the library is kept."""
     rows = torch.randn(2, 5, 150, generator=torch.Generator().manual_seed(2))
     calls: list[Rows] = [linear, layer_norm, lambda x: x.softmax(-1), lambda x: x.pow(2).mean(-1, keepdim=True)]
+    calls += [lambda x: x.view(*x.shape[:-1], 10, 15).sum(-2), lambda x: (x > 0).sum(-1)]
     calls += [lambda x: x @ WEIGHT.t(), lambda x: torch.bmm(x, WEIGHT.t().expand(len(x), -1, -1))]
     before = [call(rows) for call in calls]
     with torch.inference_mode(), triton_rows.row_by_row("CPU"):

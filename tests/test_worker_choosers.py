@@ -303,7 +303,7 @@ def test_a_limit_counts_only_where_the_text_gets_there(tokenizer: Tokenizer, mon
         request = request_of("f", own, tokenizer, SamplingParams(), grammar=1)
         request.drafted = [x] * 64
         prepared = choosers.prepare([request.asked()], size, CPU)
-        num_fine = len(prepared._paths[0][2].rows)
+        num_fine = len(prepared._paths[0].rows)
         assert 1 < num_fine < 65
         assert choosers.settle({"f": [x] * num_fine}) == Found()
         choosers.prepare([request.asked()], size, CPU)

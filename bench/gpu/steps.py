@@ -23,6 +23,7 @@ from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.seam import CommitEvent, Event
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
 
@@ -138,9 +139,9 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
             for table in tables:
                 runtime.forward([SequenceSlice([1] * CONTEXT, 0, table, 1)])
             batch = [SequenceSlice([1], CONTEXT, table, 1) for table in tables]
-            params = [SamplingParams(temperature=0.8, seed=i) for i in range(num)]
+            asked = [AskedRows(SamplingParams(temperature=0.8, seed=i), [CONTEXT]) for i in range(num)]
 
-            picked = partial(runtime.forward_picks, batch, params, [CONTEXT] * num)
+            picked = partial(runtime.forward_picks, batch, partial(list, asked))
             whole = partial(runtime.forward, batch)
             picked()
             whole()
@@ -148,7 +149,7 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
             whole_ms = _timed_ms(whole, sizes.steps, run.is_cuda)
             kv_bytes = num * (CONTEXT + 1) * block_bytes // 32
             floor_ms = (weights + kv_bytes) / read_gb_s / 1e6
-            rate = _engine_rate(runtime, params, 2 + sizes.steps)
+            rate = _engine_rate(runtime, num, 2 + sizes.steps)
             told["sessions"][str(num)] = {
                 "picks_ms": picked_ms,
                 "steps_per_s": 1e3 / picked_ms,
@@ -161,16 +162,17 @@ def _steps(run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: 
             run.note(name, told)
 
 
-def _engine_rate(runtime: TorchPagedRuntime, params: list[SamplingParams], count: int) -> float:
+def _engine_rate(runtime: TorchPagedRuntime, num: int, count: int) -> float:
     """Tokens per second of the engine, from when all sequences decode to when the first has `count` tokens."""
     engine = Engine(runtime, EngineConfig(share_prefixes=False))
-    committed = [0] * len(params)
+    committed = [0] * num
 
     def sink(index: int, event: Event) -> None:
         committed[index] += len(event.tokens) if isinstance(event, CommitEvent) else 0
 
-    for index, each in enumerate(params):
-        engine.submit(flat_request(tuple(range(1, CONTEXT + 1)), each, count), partial(sink, index))
+    for index in range(num):
+        params = SamplingParams(temperature=0.8, seed=index)
+        engine.submit(flat_request(tuple(range(1, CONTEXT + 1)), params, count), partial(sink, index))
     while not all(committed):  # prompts
         engine.step()
     before, started_s = sum(committed), time.perf_counter()

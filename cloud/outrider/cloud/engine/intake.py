@@ -26,6 +26,7 @@ from outrider.cloud.seam import EndEvent, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.picks.acceptance import Rule
+from outrider.models.runtimes.base import PickingRuntime
 from outrider.models.wire.tree_draft import TreeDraft
 
 
@@ -93,7 +94,8 @@ class Intake(EngineState):
         own = () if request.once else own_sources(self._config, tokens, request.pick.params)
         self._drafting.begin(drafts, hints, own)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
-        sequence.chooser = chooser_of(request, tokens, self.limits.vocab_size)
+        picks = isinstance(self._runtime, PickingRuntime)
+        sequence.chooser = chooser_of(request, tokens, self.limits.vocab_size, picks=picks)
         if request.asker.deadline_ms is not None:
             sequence.due_at = self._clock() + request.asker.deadline_ms / 1e3
         sequence.usage.prompt_tokens = len(sequence.tokens)

@@ -15,6 +15,7 @@ from outrider.cloud.pending.sources import DraftSource, Verified
 from outrider.models.errors import ConfigError
 from outrider.models.picks.acceptance import AcceptedBranch
 from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.chooser import PickedRow, TokenLogprobs
 from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime
 
 
@@ -54,12 +55,14 @@ def teach(share: Share, branch: AcceptedBranch, rows: Rows, hidden: NDArray[np.f
         source.learn(verified)
 
 
-def _likeliest(row: int | NDArray[np.float32] | None) -> int | None:
+def _likeliest(row: PickedRow) -> int | None:
     """The pick that the runtime made, or the likeliest token of a row that it left whole; None where it is not finite.
 
     Picking by noise where the token is not committed would cost a row's sorting.
     """
     if row is None or isinstance(row, int):
         return row
+    if isinstance(row, TokenLogprobs):
+        return row.token
     best = int(row.argmax())  # NaN is what argmax finds first
     return best if np.isfinite(row[best]) else None

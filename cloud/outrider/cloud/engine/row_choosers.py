@@ -11,7 +11,7 @@ from typing import Final, cast
 
 from outrider.cloud.engine.runner import Rows, Share
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.processors.chooser import AcceptanceChooser, Row, TokenChooser, summaries
+from outrider.models.processors.chooser import AcceptanceChooser, PickedChooser, Row, TokenChooser, summaries
 from outrider.models.processors.processor_plan import ProcessorPlan
 
 _USUAL_S: Final = sys.getswitchinterval()
@@ -20,16 +20,23 @@ _SOON_S: Final = 0.0005
 away, some ten a row: beside a busy event loop, at 5 ms each, a step of 70 ms took 200."""
 
 
-def chooser_of(request: GenerateRequest, tokens: Sequence[int], vocab_size: int) -> TokenChooser | None:
-    """None where a plain pick is enough. tokens: all before the first one to generate."""
+def chooser_of(
+    request: GenerateRequest, tokens: Sequence[int], vocab_size: int, *, picks: bool = False
+) -> TokenChooser | None:
+    """None where a plain pick is enough. tokens: all before the first one to generate. picks: whether the runtime
+    does.
+    """
     pick = request.pick
     plan = ProcessorPlan(pick.processors, request.stop_ids, request.num_generated, pick.grammar)
-    states, narrowing = plan.states(tokens, vocab_size), plan.narrowing
+    narrowing, count = plan.narrowing, pick.num_logprobs
     if pick.terms.rule.needs_evidence:
-        return AcceptanceChooser(pick.params, states, pick.num_logprobs, narrowing, terms=pick.terms)
-    if not states and narrowing is None and pick.num_logprobs is None:
+        states = plan.states(tokens, vocab_size)
+        return AcceptanceChooser(pick.params, states, count, narrowing, terms=pick.terms)
+    if not plan.changes_rows and narrowing is None and count is None:
         return None
-    return TokenChooser(pick.params, states, pick.num_logprobs, narrowing)
+    if picks:
+        return PickedChooser(plan, pick.params, count, tokens, vocab_size)
+    return TokenChooser(pick.params, plan.states(tokens, vocab_size), count, narrowing)
 
 
 @contextmanager
@@ -47,7 +54,9 @@ def choosing(shares: Sequence[Share], rows: Rows) -> Iterator[None]:
         asking: defaultdict[int, list[tuple[TokenChooser, Row]]] = defaultdict(list)  # by tokens to report
         ends = accumulate(share.num_rows for share in shares)
         for share, chooser, end in zip(shares, choosers, ends, strict=True):
-            if chooser is not None and chooser.num_logprobs is not None and share.num_rows:
+            if chooser is None or isinstance(chooser, PickedChooser):
+                continue
+            if chooser.num_logprobs is not None and share.num_rows:
                 asking[chooser.num_logprobs].append((chooser, cast(Row, rows[end - share.num_rows])))
         for count, pairs in asking.items():
             for (chooser, _), known in zip(pairs, summaries([row for _, row in pairs], count), strict=True):

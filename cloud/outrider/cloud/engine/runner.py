@@ -15,11 +15,12 @@ from outrider.cloud.pending.selected_drafts import NOTHING, SelectedDrafts
 from outrider.models.errors import ModelFault
 from outrider.models.picks.acceptance import AcceptedBranch, accept_tree, accept_tree_picks
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.processors.chooser import TokenChooser
+from outrider.models.processors.chooser import PickedChooser, PickedRow, TokenChooser
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime, PickingRuntime, SequenceSlice, TreeRuntime
 
-# Logits [rows, V], or for each row the token that the runtime picked, or its logits where a chooser needs them.
-Rows = NDArray[np.float32] | list[int | NDArray[np.float32] | None]
+Rows = NDArray[np.float32] | list[PickedRow]
+"""Logits [rows, V], or what the runtime picked."""
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -102,6 +103,13 @@ class Share:
         mask = tree_mask(self.drafted.parents, before)
         return SequenceSlice(self.new, past, blocks, self.num_rows, positions, mask)
 
+    def asked(self) -> AskedRows:
+        """What decides its rows, for a runtime that picks."""
+        chooser = self.sequence.chooser
+        if isinstance(chooser, PickedChooser):
+            return chooser.ask(self.drafted.tokens, self.drafted.parents, self.row_positions)
+        return AskedRows(self.sequence.request.pick.params, self.row_positions, is_whole=chooser is not None)
+
     def without_drafts(self) -> Share:
         """The same without drafted tokens."""
         return Share(self.sequence, self.new[: len(self.new) - self.num_drafted], NOTHING, self.is_complete)
@@ -117,14 +125,9 @@ class ModelRunner:
 
     def forward(self, shares: Sequence[Share]) -> Rows:
         """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
-        # What a chooser has to see whole, no runtime picks from.
-        params = [
-            share.sequence.request.pick.params if share.sequence.chooser is None else None
-            for share in shares
-            for _ in range(share.num_rows)
-        ]
-        positions = [position for share in shares for position in share.row_positions]
-        return self._run([share.as_slice() for share in shares], params, positions)
+        num_rows = sum(share.num_rows for share in shares)
+        slices = [share.as_slice() for share in shares]
+        return self._run(slices, num_rows, lambda: [share.asked() for share in shares if share.num_rows])
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The last hidden states of the latest step's rows."""
@@ -139,7 +142,7 @@ class ModelRunner:
 
     def probe(self, blocks: Sequence[int]) -> None:
         """Runs one token in `blocks`. Raises what the runtime raises, ModelFault when the row is not finite."""
-        rows = self._run([SequenceSlice([0], 0, blocks, 1)], [SamplingParams()], [1])
+        rows = self._run([SequenceSlice([0], 0, blocks, 1)], 1, lambda: [AskedRows(SamplingParams(), [1])])
         picked(rows, NOTHING, SamplingParams(), 1)
 
     def time(self, num_new: int, past: int, blocks: Sequence[int], num_rows: int) -> float:
@@ -147,19 +150,18 @@ class ModelRunner:
         started = self._clock()
         end = past + num_new
         positions = range(end - num_rows + 1, end + 1)
-        self._run([SequenceSlice([0] * num_new, past, blocks, num_rows)], [SamplingParams()] * num_rows, positions)
+        asked = [AskedRows(SamplingParams(), positions)]
+        self._run([SequenceSlice([0] * num_new, past, blocks, num_rows)], num_rows, lambda: asked)
         return self._clock() - started
 
-    def _run(
-        self, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
-    ) -> Rows:
+    def _run(self, slices: Sequence[SequenceSlice], num_rows: int, ask: Callable[[], Sequence[AskedRows]]) -> Rows:
         with self._health.watched():
             if isinstance(self._runtime, PickingRuntime):
-                rows: Rows = self._runtime.forward_picks(slices, params, positions)
+                rows: Rows = self._runtime.forward_picks(slices, ask)
             else:
                 rows = self._runtime.forward(slices)
-            if len(rows) != len(params):
-                raise ModelFault(f"the runtime returned {len(rows)} rows of logits; expected {len(params)}")
+            if len(rows) != num_rows:
+                raise ModelFault(f"the runtime returned {len(rows)} rows of logits; expected {num_rows}")
         return rows
 
 

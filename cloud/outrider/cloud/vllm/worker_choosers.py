@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from outrider.cloud.vllm.terms import Mark, Refusal, Terms
@@ -25,16 +24,14 @@ from outrider.models.faults import log_fault
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.matchers import Built, build, deep_pool
 from outrider.models.grammar.spec import GrammarSpec
-from outrider.models.grammar.state import TookTooLong, WornOut, excluded
+from outrider.models.grammar.state import TookTooLong, WornOut
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.process.heap import HeapTrimmer
-from outrider.models.processors.choices_torch import RowChoices
 from outrider.models.processors.chooser import TokenLogprobs
-from outrider.models.processors.logprobs_torch import RowLogprobs, token_logprobs
-from outrider.models.processors.options import ProcessorOptions
-from outrider.models.processors.rows_torch import HostCopy, RowChanges, to_device
-from outrider.models.processors.text_rows import TextPath, TextRows
+from outrider.models.processors.rows_torch import HostCopy
+from outrider.models.processors.step_choices import StepChoices
+from outrider.models.processors.text_rows import AskedRows, TextPath, TextRows
 from outrider.models.text.tokenizer import Tokenizer
 
 FOUND: Final = "outrider_found"
@@ -183,7 +180,7 @@ class RequestChoosers:
     def __init__(self, grammars: WorkerGrammars) -> None:
         self.grammars = grammars
         self.found = Found()
-        self.steps: list[StepChoices] = []
+        self.steps: list[WorkerChoices] = []
         """Of the present step; several where vLLM samples its rows in parts."""
         self._texts: dict[str, RequestText] = {}
 
@@ -191,17 +188,15 @@ class RequestChoosers:
         """Lets a request's go."""
         self._texts.pop(key, None)
 
-    def prepare(self, asked: Sequence[Asked], vocab_size: int, device: torch.device) -> StepChoices:
+    def prepare(self, asked: Sequence[Asked], vocab_size: int, device: torch.device) -> WorkerChoices:
         """All that the choice of some rows needs besides their logits: of the host's work nothing is left then."""
-        paths: list[tuple[int, Asked, TextPath]] = []
-        first = 0
-        for each in asked:
+        paths: dict[int, TextPath] = {}
+        for index, each in enumerate(asked):
             if not each.is_dropped and each.terms is not None and each.terms.changes_rows:
                 path = self._path(each, each.terms, vocab_size)
                 if path is not None:
-                    paths.append((first, each, path))
-            first += each.num_rows
-        step = StepChoices(asked, paths, vocab_size, device)
+                    paths[index] = path
+        step = WorkerChoices(asked, paths, vocab_size, device)
         self.steps.append(step)
         return step
 
@@ -236,54 +231,26 @@ class RequestChoosers:
         return made
 
 
-class StepChoices:
+class WorkerChoices:
     """Chooses tokens of some rows of a step, on their device, and keeps what is reported of them."""
 
     def __init__(
-        self,
-        asked: Sequence[Asked],
-        paths: Sequence[tuple[int, Asked, TextPath]],
-        vocab_size: int,
-        device: torch.device,
+        self, asked: Sequence[Asked], paths: Mapping[int, TextPath], vocab_size: int, device: torch.device
     ) -> None:
-        """paths: with the first row of each, those that change rows."""
+        """paths: by request, its place in `asked`: of those whose rows are changed."""
         self._asked, self._paths = asked, paths
-        params: list[SamplingParams] = []
-        positions: list[int] = []
-        narrowings: list[ProcessorOptions | None] = []
-        self._reported: list[tuple[Asked, int, int]] = []  # with its first row among those, and its tokens to report
-        rows: list[int] = []
-        for each in asked:
+        rows = []
+        for index, each in enumerate(asked):
             terms = _NOT_OURS if each.terms is None or each.is_dropped else each.terms
-            if terms.num_logprobs is not None:
-                self._reported.append((each, len(rows), terms.num_logprobs))
-                rows += range(len(params), len(params) + each.num_rows)
-            params += [terms.params] * each.num_rows
-            positions += range(each.position, each.position + each.num_rows)
-            narrowings += [terms.processors if terms.processors.narrows else None] * each.num_rows
-        changes = [(first, path) for first, _, path in paths]
-        is_cpu = device.type == "cpu"
-        self._changes = RowChanges(changes, len(params), vocab_size, device, may_list=is_cpu) if paths else None
-        self._choices = RowChoices(params, positions, narrowings, self._changes, device)
-        self._rows = to_device([np.array(rows, np.int64)], device)[0]
-        self._logprobs: HostCopy | None = None
+            options = terms.processors if terms.processors.narrows else None
+            positions = range(each.position, each.position + each.num_rows)
+            rows.append(AskedRows(terms.params, positions, options, paths.get(index), terms.num_logprobs))
+        self._choices = StepChoices(rows, vocab_size, device)
         self._picks: HostCopy | None = None
 
     def picks(self, logits: torch.Tensor) -> torch.Tensor:
-        """The token of each row, int64 [rows]; -1 where its logits are not finite. Does not wait for the device.
-
-        logits: float32 [rows, V], contiguous; changed.
-        """
-        logprobs = None
-        if self._reported:
-            logprobs = RowLogprobs(logits, self._rows, max(count for _, _, count in self._reported))
-        picks = self._choices.choose(logits)
-        if logprobs is not None:
-            tokens = picks[self._rows].clamp_(min=0)
-            changes = self._changes
-            own = logits[self._rows, tokens] if changes is None else changes.own(logits, self._rows, tokens)
-            self._logprobs = HostCopy(logprobs.of(own))
-        return picks
+        """As `StepChoices.choose`."""
+        return self._choices.choose(logits)
 
     def report_faults(self, picks: torch.Tensor) -> None:
         """Has `settle` name the rows that are not finite: for a runner that takes a token from them, too."""
@@ -291,29 +258,22 @@ class StepChoices:
 
     def settle(self, tokens: Mapping[str, Sequence[int]], found: Found) -> None:
         """Notes what these rows have found, once vLLM has read the tokens."""
-        texts = {each.key: each.text_of(tokens.get(each.key, ())) for each in self._asked}
+        texts = [each.text_of(tokens.get(each.key, ())) for each in self._asked]
         if self._picks is not None:
             picks = iter(self._picks.tolist())
-            for each in self._asked:
+            for index, each in enumerate(self._asked):
                 num_fine = next((row for row, pick in enumerate(list(islice(picks, each.num_rows))) if pick < 0), None)
                 if num_fine is not None:
                     found.faults[each.key] = each.position + num_fine
-                    texts[each.key] = texts[each.key][:num_fine]
-        for _, each, path in self._paths:
-            for row, token in enumerate(texts[each.key]):
-                if row >= len(path.rows):
-                    if path.error is not None:
-                        found.refuse(each.key, path.error)
-                    break
-                if not path.rows[row].allows(token):
-                    found.refuse(each.key, excluded(token, path.length + row))
-                    break
-        if self._logprobs is not None:
-            rows = self._logprobs.tolist()
-            for each, first, count in self._reported:
-                found.logprobs[each.key] = tuple(
-                    token_logprobs(token, row, count) for token, row in zip(texts[each.key], rows[first:], strict=False)
-                )
+                    texts[index] = texts[index][:num_fine]
+        for index, path in self._paths.items():
+            errors = (path.error_of(row, token, row) for row, token in enumerate(texts[index]))
+            error = next(filter(None, errors), None)
+            if error is not None:
+                found.refuse(self._asked[index].key, error)
+        for each, logprobs in zip(self._asked, self._choices.logprobs(texts), strict=True):
+            if logprobs is not None:
+                found.logprobs[each.key] = logprobs
 
 
 def report_found(

@@ -122,7 +122,7 @@ def accept_tree_picks(
     max_tokens: int | None = None,
 ) -> AcceptedBranch:
     """As `accept_tree`, for tokens already picked; None stands for logits that were not finite."""
-    return walk(lambda row, depth: _finite(picks[row]), drafted, parents, stop_ids, max_tokens)
+    return walk(lambda row, depth: finite_pick(picks[row]), drafted, parents, stop_ids, max_tokens)
 
 
 def walk(
@@ -151,7 +151,8 @@ def walk(
     return AcceptedBranch(tokens, nodes)
 
 
-def _finite(token: int | None) -> int:
+def finite_pick(token: int | None) -> int:
+    """A pick; raises ModelFault for None, which stands for logits that were not finite."""
     if token is None:
         raise ModelFault("the model's logits are not finite; check the export with a parity run")
     return token

@@ -1,6 +1,7 @@
 """Chooses the target's tokens of one sequence, row by row, where a plain pick is not enough.
 
-`AcceptanceChooser` is for the rules that judge a draft by probabilities: rejection and tolerance.
+`AcceptanceChooser` is for the rules that judge a draft by probabilities: rejection and tolerance. `PickedChooser` is
+for runtimes that pick on a device.
 
 The rows of a pass are read in the text's order, each after the token before it is known. So a state follows the tokens
 that were chosen, and needs no fork on this side, whatever shape the drafts have.
@@ -12,16 +13,17 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ModelFault
-from outrider.models.picks.acceptance import AcceptedBranch, RuleTerms, is_tolerated, log_probability, walk
+from outrider.models.picks.acceptance import AcceptedBranch, RuleTerms, finite_pick, is_tolerated, log_probability, walk
 from outrider.models.picks.rejection import Evidence, SparseDistribution, judge, probabilities
 from outrider.models.picks.sampling import SamplingParams, SurvivorFilter, pick
-from outrider.models.processors.processor_plan import LogitProcessor, apply_all
+from outrider.models.processors.processor_plan import LogitProcessor, ProcessorPlan, apply_all
+from outrider.models.processors.text_rows import AskedRows, TextPath, TextRows
 
 Row = NDArray[np.float32]
 _TOGETHER: Final = 1 << 18  # logits of one call: a MiB
@@ -37,6 +39,11 @@ class TokenLogprobs:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+PickedRow = int | TokenLogprobs | Row | None
+"""What a runtime gives of a row: its pick, with logprobs where they were asked for; None for a row that is not finite;
+or the row itself."""
 
 
 class RowSummary(NamedTuple):
@@ -160,6 +167,47 @@ class TokenChooser:
         if self.num_logprobs is not None:
             known = self.known if index == 0 else None
             self.logprobs.append(logprobs_of(rows[index], token, self.num_logprobs, known))
+
+
+class PickedChooser(TokenChooser):
+    """As `TokenChooser`, for a runtime that changes the rows and picks from them (`PickingRuntime`)."""
+
+    def __init__(
+        self, plan: ProcessorPlan, params: SamplingParams, num_logprobs: int | None, text: Sequence[int], size: int
+    ) -> None:
+        """text: all before the first token to generate. size: of the rows. Raises RequestError as `TextRows`."""
+        self._text = TextRows(plan, text, size)
+        self._options = plan.processors if plan.processors.narrows else None
+        self._path: TextPath | None = None
+        self._error: BaseException | None = None
+        super().__init__(params, self._text.states, num_logprobs)
+
+    def ask(self, drafted: Sequence[int], parents: Sequence[int], positions: Sequence[int]) -> AskedRows:
+        """What the runtime has to know of the rows of the next `choose`, which raises what goes wrong here."""
+        self._path = self._error = None
+        try:
+            if self.states:
+                self._path = self._text.walk(drafted, parents)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a library's bugs are raised past Exception, too
+            self._error = error
+        return AskedRows(self.params, positions, self._options, self._path, self.num_logprobs)
+
+    def _choose_one(self, rows: Sequence[Any] | Row, index: int, position: int) -> int:
+        if self._error is not None:
+            raise self._error
+        picked = rows[index]
+        token = finite_pick(picked.token if isinstance(picked, TokenLogprobs) else cast(int | None, picked))
+        if self._path is not None:
+            error = self._path.error_of(index, token, self.states[0].length - self._path.length)
+            if error is not None:
+                raise error
+        for state in self.states:
+            state.advance(token)
+        if isinstance(picked, TokenLogprobs):
+            self.logprobs.append(picked)
+        return token
 
 
 @dataclass(slots=True)

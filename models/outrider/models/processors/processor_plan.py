@@ -82,6 +82,11 @@ class ProcessorPlan:
         return states
 
     @property
+    def changes_rows(self) -> bool:
+        """Whether there is a state."""
+        return self.grammar is not None or self.processors.changes_rows
+
+    @property
     def narrowing(self) -> SurvivorFilter | None:
         """What truncates the distribution; None where nothing does."""
         return Narrowing(self.processors) if self.processors.narrows else None

@@ -152,8 +152,8 @@ class RowChanges:
         self._undo: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_lost: torch.Tensor | None = None
         self._listed: list[torch.Tensor] | None = None
-        rows = [(first + index, path, change) for first, path in paths for index, change in enumerate(path.rows)]
-        few = {first + index: path.few(index) for first, path in paths for index in range(len(path.rows) * may_list)}
+        rows = [(first + index, path, change) for first, path in paths for index, change in path.rows.items()]
+        few = {first + index: path.few(index) for first, path in paths if may_list for index in path.rows}
         listed = {row: ids for row, ids in few.items() if ids is not None}
         masked = [(row, change.mask) for row, _, change in rows if change.mask is not None and row not in listed]
         allowing = [(row, path.allowed[1]) for row, path, _ in rows if path.allowed is not None]

@@ -1,10 +1,11 @@
-"""Follows a text on the host, and says before the logits are there what changes the rows of its next step.
+"""Follows a text on the host, and says before the logits are there what decides the rows of its next step.
 
 A row counts only if the drafted tokens before it were right, so what changes it follows from the text and these tokens.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,7 +13,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.grammar.state import GrammarState, TookTooLong
+from outrider.models.grammar.state import GrammarState, TookTooLong, excluded
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.processors.options import ProcessorOptions
 from outrider.models.processors.options_processor import OptionsProcessor
 from outrider.models.processors.processor_plan import ProcessorPlan
 
@@ -43,10 +46,10 @@ class RowChange:
 
 @dataclass(slots=True)
 class TextPath:
-    """The rows of one text in a step: the one after the text, then one after each drafted token.
+    """The rows of one text in a step: 0 is the one after the text, i + 1 the one after drafted token i.
 
-    rows: those that can be reached: the path ends with the text, and before a drafted token that the grammar forbids.
-    error: what the row behind the last one raises if it is reached. length: tokens of the text before the first row.
+    rows: those that can be reached, ascending: a path ends with the text, and before a drafted token that the grammar
+    forbids. errors: what a row raises if it is reached. length: tokens of the text before the first row.
     allowed: by the options: ids, ascending, and a mask. factors: repetition, frequency, presence.
     """
 
@@ -55,8 +58,14 @@ class TextPath:
     biases: NDArray[np.float32]
     factors: tuple[np.float32, np.float32, np.float32]
     allowed: tuple[_Ids, NDArray[np.uint8]] | None
-    rows: list[RowChange] = field(default_factory=list)
-    error: BaseException | None = None
+    rows: dict[int, RowChange] = field(default_factory=dict)
+    errors: dict[int, BaseException] = field(default_factory=dict)
+
+    def error_of(self, row: int, token: int, depth: int) -> BaseException | None:
+        """What comes of picking `token` from a row that is reached, after `depth` drafted tokens; None: nothing."""
+        if row in self.errors:
+            return self.errors[row]
+        return None if self.rows[row].allows(token) else excluded(token, self.length + depth)
 
     def few(self, row: int) -> _Ids | None:
         """The ids that a row's mask allows, ascending, where they are few; None where options and a grammar make it."""
@@ -87,8 +96,8 @@ class TextRows:
         self._stop_ids = plan.stop_ids
         self._grammar: GrammarState | None = None
         self._options = OptionsProcessor(plan.processors, (), vocab_size)
-        self._states = plan.states(prompt, vocab_size)
-        for state in self._states:
+        self.states = plan.states(prompt, vocab_size)
+        for state in self.states:
             if isinstance(state, GrammarState):
                 self._grammar = state
             elif isinstance(state, OptionsProcessor):
@@ -102,12 +111,12 @@ class TextRows:
     @property
     def length(self) -> int:
         """Tokens of the text that the states have seen."""
-        return self._states[0].length if self._states else 0
+        return self.states[0].length if self.states else 0
 
     def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Has the states see the text: what of the prompt belongs to it, and `output`. Raises RequestError."""
         own = len(prompt) - self._first
-        for state in self._states:
+        for state in self.states:
             if state.length > own + len(output):
                 state.truncate(own + len(output))
             length = state.length
@@ -115,36 +124,57 @@ class TextRows:
             for token in missing:
                 state.advance(token)
 
-    def walk(self, drafted: Sequence[int]) -> TextPath:
+    def walk(self, drafted: Sequence[int], parents: Sequence[int] | None = None) -> TextPath:
         """What changes the rows after the text and after each drafted token. The states stay where they are.
 
-        Raises what the first row raises; and TookTooLong, as what drafted tokens cost counts as well.
+        parents: as in `acceptance.accept_tree`; None: a line. Raises what the first row raises; and TookTooLong, as
+        what drafted tokens cost counts as well.
         """
         options, grammar = self._options, self._grammar
         factors = options.repetition, options.frequency, options.presence
         path = TextPath(self.length, options.biased, options.biases, factors, self._allowed)
         length = options.length
-        path.rows.append(self._row(None if grammar is None else grammar.mask(self._vocab_size)))
+        path.rows[0] = self._row(None if grammar is None else grammar.mask(self._vocab_size))
+        following: defaultdict[int, list[int]] = defaultdict(list)
+        for node, parent in enumerate(range(-1, len(drafted) - 1) if parents is None else parents):
+            following[parent].append(node)
+        # A guess's limits are not the text's.
+        walkers = {-1: grammar.fork() if grammar is not None and drafted else None}
+        waiting = [(node, -1, 0) for node in reversed(following[-1])]
         try:
-            walker = grammar.fork() if grammar is not None and drafted else None  # a guess's limits are not the text's
-            for token in drafted:
-                if token in self._stop_ids:
-                    break
-                mask = None
-                if walker is not None:
-                    with walker.cost.drafting():
-                        if not walker.accept(token):
-                            break
-                        mask = walker.mask(self._vocab_size)
-                options.advance(token)
-                path.rows.append(self._row(mask))
-        except (KeyboardInterrupt, SystemExit, TookTooLong):
-            raise
-        except BaseException as error:  # a library's bugs are raised past Exception, too
-            path.error = error
+            while waiting:
+                node, parent, depth = waiting.pop()
+                is_last = node == following[parent][-1]
+                walker = walkers.pop(parent) if is_last else walkers[parent]
+                if walker is not None and not is_last:
+                    walker = walker.fork()
+                if drafted[node] in self._stop_ids:
+                    continue
+                options.truncate(length + depth)
+                try:
+                    mask = self._after(walker, drafted[node])
+                except (KeyboardInterrupt, SystemExit, TookTooLong):
+                    raise
+                except BaseException as error:  # a library's bugs are raised past Exception, too
+                    path.errors[node + 1] = error
+                    continue
+                if walker is not None and mask is None:
+                    continue
+                options.advance(drafted[node])
+                path.rows[node + 1] = self._row(mask)
+                walkers[node] = walker
+                waiting += [(each, node, depth + 1) for each in reversed(following[node])]
         finally:
             options.truncate(length)
+        path.rows = dict(sorted(path.rows.items()))
         return path
+
+    def _after(self, walker: GrammarState | None, token: int) -> NDArray[np.uint8] | None:
+        """The mask of the row after a drafted token; None without a grammar, or where it forbids the token."""
+        if walker is None:
+            return None
+        with walker.cost.drafting():
+            return walker.mask(self._vocab_size) if walker.accept(token) else None
 
     def _row(self, mask: NDArray[np.uint8] | None) -> RowChange:
         """The row that the options are before. mask: of the grammar."""
@@ -159,3 +189,20 @@ class TextRows:
         if among is not None:
             bad, stops = (ids[(among[ids >> 3] >> (ids & 7) & 1) == 1] for ids in (bad, stops))
         return RowChange(mask, options.ids.copy(), options.counts.copy(), bad, stops)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRows:
+    """What a step needs to know of the rows of one text, besides their logits.
+
+    positions: of the token that each row is for. narrowing: what truncates rows beyond `params`. path: what changes
+    them; None: nothing. num_logprobs: likeliest tokens to report of each row; None: no logprobs at all. is_whole: that
+    nothing is picked, and the caller gets the rows.
+    """
+
+    params: SamplingParams
+    positions: Sequence[int]
+    narrowing: ProcessorOptions | None = None
+    path: TextPath | None = None
+    num_logprobs: int | None = None
+    is_whole: bool = False

@@ -11,18 +11,21 @@ None knows about sessions or the network. `OneSequence` is what every `SequenceR
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.errors import ConfigError
-from outrider.models.picks.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from outrider.models.processors.chooser import PickedRow
+    from outrider.models.processors.text_rows import AskedRows
 
 PROMISED_POSITIONS: Final = "outrider_max_positions"
 """Key of an exported config.json: the longest sequence that the bundle supports, whatever the model's own is."""
@@ -93,13 +96,11 @@ class BatchRuntime(Protocol):
 class PickingRuntime(Protocol):
     """A BatchRuntime that picks tokens where its logits are: copying rows of 152k from a GPU to the host costs more."""
 
-    def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
-    ) -> list[int | NDArray[np.float32] | None]:
-        """As `BatchRuntime.forward`, but returns each row's token as `sampling.pick` takes it, None if not finite.
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
+        """As `BatchRuntime.forward`, but returns each row's token as `sampling.pick` takes it from the changed row.
 
-        params, positions: one per row, in the order of the rows; positions are absolute. Where params are None, the
-        caller gets the row itself, [V] float32: more than a pick is to be done with it.
+        ask: tells what decides the rows, text by text in their order; called once, while the model runs where the
+        device lets it.
         """
 
 

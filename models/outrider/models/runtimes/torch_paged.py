@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -29,9 +29,11 @@ import transformers
 from numpy.typing import NDArray
 
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.picks.sampling_torch import pick_rows
+from outrider.models.processors.chooser import PickedRow
+from outrider.models.processors.step_choices import StepChoices
+from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.bitwise_check import other_rows
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_cache import (
     BLOCK_SIZE,
@@ -50,7 +52,6 @@ if TYPE_CHECKING:
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
-_GREEDY: Final = SamplingParams()
 
 
 class _Unfit(Exception):
@@ -99,8 +100,8 @@ class TorchPagedRuntime(TorchCache):
             head.register_forward_pre_hook(self._note_hidden)
         if has_kernels(self._device) and self._is_packed:
             self._kernels = self._with_kernels(plan, has_graphs=not options.keeps_hidden)
-        elif is_bitwise:
-            raise ConfigError(f"the model in {path} has attention of its own, which no step leaves bitwise equal")
+        if is_bitwise:
+            self._require_bitwise()
 
     def _with_kernels(self, plan: AttentionPlan, *, has_graphs: bool) -> KernelSteps:
         from outrider.models.runtimes.torch_graphs import KernelSteps  # Triton: where there is a GPU
@@ -114,6 +115,17 @@ class TorchPagedRuntime(TorchCache):
             heads=plan.heads,
             has_graphs=has_graphs,
         )
+
+    def _require_bitwise(self) -> None:
+        """Raises ConfigError for a model whose rows depend on what else is in a step."""
+        why = "has attention of its own, which no step leaves bitwise equal"
+        if self._is_packed:
+            company = other_rows(self.forward, self.limits.vocab_size, has_trees=self.why_no_trees is None)
+            if company is None:
+                return
+            why = f"computes a row in other bits {company}, so its texts would differ"
+        self.close()
+        raise ConfigError(f"the model in {self._path} {why}; leave out --exact bitwise")
 
     def _load(self, dtype: torch.dtype) -> AttentionPlan:
         """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
@@ -173,23 +185,12 @@ class TorchPagedRuntime(TorchCache):
         logits: NDArray[np.float32] = self._logits(batch).cpu().numpy()
         return logits
 
-    def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
-    ) -> list[int | NDArray[np.float32] | None]:
-        """As `forward`, but picks each row's token where the logits are; None for a row that is not finite.
-
-        A row without params comes as it is.
-        """
+    @torch.inference_mode()
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[PickedRow]:
+        """As `PickingRuntime.forward_picks`."""
         logits = self._logits(batch)
-        if not len(logits):
-            return []
-        found: list[int | NDArray[np.float32] | None] = [*pick_rows(logits, [p or _GREEDY for p in params], positions)]
-        whole = [row for row, p in enumerate(params) if p is None]
-        if whole:
-            copied = logits[torch.tensor(whole, device=logits.device)].float().cpu().numpy()
-            for row, values in zip(whole, copied, strict=True):
-                found[row] = values
-        return found
+        choices = StepChoices(ask(), self.limits.vocab_size, self._device)  # on CUDA the model still runs
+        return choices.found(logits.contiguous()) if len(logits) else []
 
     def hidden_rows(self) -> NDArray[np.float32]:
         """The last hidden states of the latest step's rows: [R, hidden_size] float32."""

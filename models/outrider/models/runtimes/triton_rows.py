@@ -1,4 +1,4 @@
-"""Products, means, norms and softmaxes whose rows do not depend on what else is in the step, bit for bit, in Triton.
+"""Products, sums, norms and softmaxes whose rows do not depend on what else is in the step, bit for bit, in Triton.
 
 cuBLAS and torch choose kernels, tiles and split sums by a step's number of tokens, so a row's last bits change with its
 company. Here every sum has one order: tiles of a fixed size, one after the other, no split-K. `row_by_row` puts these
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
+
+from outrider.models.errors import ModelFault
 
 _ROWS: Final = 64
 """Rows of a tile of a product: what Hopper's tensor cores take at least; fewer new tokens waste arithmetic only."""
@@ -32,6 +34,7 @@ def _multiply(
     left,
     right,
     bias,
+    ends,
     out,
     num_rows,
     num_columns,
@@ -40,13 +43,32 @@ def _multiply(
     left_column,
     right_row,
     right_column,
+    right_group,
+    num_groups,
     HAS_BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """A tile of left [M, K] times right [K, N], plus bias [N]: out [M, N], contiguous."""
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """A tile of left [M, K] times right [K, N], plus bias [N]: out [M, N], contiguous.
+
+    GROUPS: not 0 where groups of rows have a `right` each, and `ends` says where each group's rows end: as many, padded
+    to a power of 2. Each group has tiles of its own, so that a row's place in its tile is all that the others change.
+    """
+    tile = tl.program_id(1).to(tl.int64)
+    begin = tile * ROWS
+    if GROUPS > 0:
+        each = tl.arange(0, GROUPS)
+        end = tl.load(ends + each, mask=each < num_groups, other=0)
+        counts = tl.where(each < num_groups, end - tl.load(ends + each - 1, mask=each > 0, other=0), 0)
+        tiles = (counts + ROWS - 1) // ROWS
+        group = tl.minimum(tl.sum((tl.cumsum(tiles, axis=0) <= tile).to(tl.int32), axis=0), num_groups - 1)
+        begin = tl.sum(tl.where(each < group, counts, 0), axis=0).to(tl.int64)
+        begin += (tile - tl.sum(tl.where(each < group, tiles, 0), axis=0)) * ROWS
+        num_rows = tl.sum(tl.where(each <= group, counts, 0), axis=0)
+        right += group.to(tl.int64) * right_group
+    row = begin + tl.arange(0, ROWS)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in range(0, size, STRIDE):
@@ -73,22 +95,42 @@ def _multiply(
 
 def matmul(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """left [M, K] times right [K, N], plus bias [N] if given: [M, N] of left's dtype; sums in float32."""
-    (num_rows, size), num_columns = left.shape, right.shape[1]
+    return _product(left, right, None if bias is None else bias.contiguous(), None)
+
+
+def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """left [M, K] times, for each group of its rows, one of right [G, K, N]: [M, N] of left's dtype.
+
+    ends: int32 [G], where each group's rows end. It stays on the device.
+    """
+    return _product(left, right, None, ends)
+
+
+def _product(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None
+) -> torch.Tensor:
+    (num_rows, size), num_columns = left.shape, right.shape[-1]
+    num_groups = 0 if ends is None else len(ends)
     out = left.new_empty((num_rows, num_columns))
     if not out.numel():
         return out
-    launch: Any = _multiply[(triton.cdiv(num_columns, _COLUMNS), triton.cdiv(num_rows, _ROWS))]
+    tiles = triton.cdiv(num_rows, _ROWS) + num_groups  # a group's last tile may have one row
+    launch: Any = _multiply[(triton.cdiv(num_columns, _COLUMNS), tiles)]
     launch(
         left,
         right,
-        out if bias is None else bias.contiguous(),
+        out if bias is None else bias,
+        out if ends is None else ends,
         out,
         num_rows,
         num_columns,
         size,
         *left.stride(),
-        *right.stride(),
+        *right.stride()[-2:],
+        right.stride(0),
+        num_groups,
         HAS_BIAS=bias is not None,
+        GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         STRIDE=_STRIDE,
@@ -97,26 +139,27 @@ def matmul(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = 
 
 
 @triton.jit
-def _sum_row(values, size, WIDE: tl.constexpr):
-    """The sum of a row, in float32: WIDE sums side by side, then joined."""
-    total = tl.zeros([WIDE], tl.float32)
+def _sum_row(values, size, WIDE: tl.constexpr, IN: tl.constexpr):
+    """The sum of a row, in the type IN: WIDE sums side by side, then joined."""
+    total = tl.zeros([WIDE], IN)
     for at in range(0, size, WIDE):
         place = at + tl.arange(0, WIDE)
-        total += tl.load(values + place, mask=place < size, other=0.0).to(tl.float32)
+        total += tl.load(values + place, mask=place < size, other=0.0).to(IN)
     return tl.sum(total, axis=0)
 
 
 @triton.jit
-def _mean(values, out, size, WIDE: tl.constexpr):
+def _sum(values, out, size, count, WIDE: tl.constexpr, IN: tl.constexpr):
+    """The sum of a row, divided by `count`."""
     row = tl.program_id(0).to(tl.int64)
-    tl.store(out + row, _sum_row(values + row * size, size, WIDE) / size)
+    tl.store(out + row, _sum_row(values + row * size, size, WIDE, IN) / count)
 
 
 @triton.jit
 def _layer_norm(values, weight, bias, out, means, scales, size, eps, WIDE: tl.constexpr):
     """out: (values - mean) * scale * weight + bias, with scale 1 / sqrt(variance + eps)."""
     row = tl.program_id(0).to(tl.int64)
-    mean = _sum_row(values + row * size, size, WIDE) / size
+    mean = _sum_row(values + row * size, size, WIDE, tl.float32) / size
     total = tl.zeros([WIDE], tl.float32)
     for at in range(0, size, WIDE):
         place = at + tl.arange(0, WIDE)
@@ -154,13 +197,21 @@ def _softmax(values, out, size, WIDE: tl.constexpr):
         tl.store(out + row * size + place, tl.exp(read - peak) / weight, mask=place < size)
 
 
-def mean(values: torch.Tensor, keepdim: bool = False, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The mean over the last dimension, summed in float32."""
-    read = values.contiguous()
-    out = read.new_empty((*read.shape[:-1], 1), dtype=dtype or read.dtype)
-    launch: Any = _mean[(out.numel(),)]
-    launch(read, out, read.shape[-1], WIDE=_WIDE)
-    return out if keepdim else out.squeeze(-1)
+def sum_of(
+    values: torch.Tensor, dims: Sequence[int] | None, keepdim: bool, dtype: torch.dtype | None, *, is_mean: bool
+) -> torch.Tensor:
+    """The sum or mean of floats over some dimensions, or all; in float64 if it is of that dtype, else in float32."""
+    axes = sorted(each % values.dim() for each in dims) if dims else list(range(values.dim()))
+    kept = [each for each in range(values.dim()) if each not in axes]
+    read = values.permute(*kept, *axes).contiguous()
+    shape = [1 if each in axes else size for each, size in enumerate(values.shape)]
+    size = math.prod(values.shape[each] for each in axes)
+    out = values.new_empty(shape, dtype=dtype)
+    if out.numel():
+        in_float64 = torch.float64 in (values.dtype, out.dtype)
+        launch: Any = _sum[(out.numel(),)]
+        launch(read, out, size, size if is_mean else 1, WIDE=_WIDE, IN=tl.float64 if in_float64 else tl.float32)
+    return out if keepdim else out.view([values.shape[each] for each in kept])
 
 
 def layer_norm(
@@ -190,19 +241,32 @@ def softmax(values: torch.Tensor) -> torch.Tensor:
 def row_by_row(key: str) -> Iterator[None]:
     """Puts the kernels in the place of torch's own for a dispatch key ("CUDA", "CPU"), inside.
 
-    What a kernel does not cover (a mean over other dimensions, say) goes on as before: model code takes it over a
-    token's own numbers, or not at all, which the comparison of whole models at start shows.
+    Other operations stay torch's: `bitwise_check` finds the models that are not row by row for all that.
     """
     library = torch.library.Library("aten", "IMPL")
 
     def mean_dim(
         values: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        if dim is not None and [each % values.dim() for each in dim] == [values.dim() - 1]:
-            return mean(values, keepdim, dtype)
-        axes = dim or list(range(values.dim()))
-        count = math.prod(values.shape[each] for each in axes)
-        return torch.sum(values, dim=axes, keepdim=keepdim, dtype=dtype) / count
+        return sum_of(values, dim, keepdim, dtype, is_mean=True)
+
+    def sum_dim(
+        values: torch.Tensor, dim: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if values.is_floating_point():
+            return sum_of(values, dim, keepdim, dtype, is_mean=False)
+        return sum_of(values, dim, keepdim, torch.float64, is_mean=False).to(dtype or torch.int64)  # exact to 2^53
+
+    def grouped_mm(
+        left: torch.Tensor,
+        right: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if left.dim() != 2 or right.dim() != 3 or offs is None or bias is not None:
+            raise ModelFault("it multiplies groups in a way that --exact bitwise does not have")
+        return grouped_matmul(left, right, offs).to(out_dtype or left.dtype)
 
     def addmm(
         bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1.0, alpha: float = 1.0
@@ -234,7 +298,9 @@ def row_by_row(key: str) -> Iterator[None]:
         ("mm", matmul),
         ("addmm", addmm),
         ("bmm", bmm),
+        ("_grouped_mm", grouped_mm),
         ("mean.dim", mean_dim),
+        ("sum.dim_IntList", sum_dim),
         ("native_layer_norm", native_layer_norm),
         ("_softmax", softmax_dim),
     ):
