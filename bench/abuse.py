@@ -10,7 +10,7 @@ Black box: it knows wire formats and commands only, so it runs on versions befor
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
 missed or a row could not be measured, which the table says. Needs Linux and two cores; row 23 needs root, row 29
-Chromium, row 37 Ray. Takes about half an hour, a third of it for rows 50 and 51, and longer where limits are missed.
+Chromium, row 37 Ray. Takes about 40 minutes, half of it for rows 6, 50 and 51, and longer where limits are missed.
 """
 
 from __future__ import annotations

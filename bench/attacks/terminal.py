@@ -49,12 +49,13 @@ def escapes(subject: Subject) -> Iterator[Row]:
     shown: dict[str, list[str]] = {}
     with hostile_server() as server:
         for what, way in ways.items():
-            server.ways, server.num_sessions = way, 0
+            server.ways = way
+            server.paths.clear()
             # Until it has tried often enough that it would have shown its words.
             with agent(subject, "--cloud", server.url, *_TEXT, on_terminal=True) as running:
-                running.wait(lambda: server.num_sessions > 8, 12.0)
+                running.wait(lambda: server.num_asked > 8, 12.0)
                 printed = running.text.decode(errors="replace")
-            if not server.num_sessions:
+            if not server.num_asked:
                 raise NotMeasured(f"the agent opened no session: {printed[-300:]!r}")
             # Without BEL, BS and DEL a terminal still obeys the rest, so each is looked for by itself.
             found = [repr(escape) for escape in ESCAPES if escape in printed]
@@ -78,7 +79,7 @@ def huge_answers(subject: Subject) -> Iterator[Row]:
     with hostile_server() as server:
         plain_mb = _plain_memory(subject, server)
         for what, way in ways.items():
-            server.ways, server.num_sessions = way, 0
+            server.ways = way
             began_s = time.monotonic()
             with agent(subject, "--cloud", server.url, *_TEXT) as running:
                 is_over = running.finish(ENDS_S) is not None
