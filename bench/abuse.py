@@ -158,11 +158,13 @@ def main(
         if only and number not in only:
             continue
         began_s = time.monotonic()
+        found: list[Row] = []
         try:
-            found = list(attack(subject))
-        except Exception as error:  # a fault of one row leaves the others
+            for row in attack(subject):
+                found.append(row)
+        except Exception as error:  # a fault of one row leaves the others, and those before it
             what = " ".join((attack.__doc__ or "").split(". ")[0].split())
-            found = [Row(str(number), what, f"{type(error).__name__}: {error}", "", None)]
+            found.append(Row(str(number), what, f"{type(error).__name__}: {error}", "", None))
         for row in found:
             console.print(f"{VERDICTS[row.is_met]} {row.number}. {escape(row.what)}: {escape(row.measured)}")
         console.print(f"[dim]{attack.__name__}: {time.monotonic() - began_s:.0f} s[/dim]")

@@ -22,6 +22,10 @@ _STREAM: Final = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnect
 MAX_SENT: Final = 512 << 20
 
 
+Answers = Mapping[str, tuple[bytes, bytes]]
+"""By path: the bytes, and those that follow again and again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ways:
     """What it sends to open a session (the bytes, then `more` again and again, up to 512 MiB), and for readiness.
@@ -32,7 +36,7 @@ class Ways:
     session: bytes
     more: bytes = b""
     ready: bytes | None = None
-    others: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    others: Answers = field(default_factory=dict)
     answer: Callable[[Any], bytes] | None = None
 
 
