@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from bench.beside import Written
 from bench.capacity import Costs, Found, saturated_rate
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
-from bench.peer_engines import READY, Batch, Done, done_of, serve
+from bench.peer_engines import READY, Batch, Done, answered, serve
 from bench.peer_servers import Streamed, StreamedText, read_stream
 from bench.peers import Comparison, compare
 
@@ -89,8 +90,8 @@ def test_capacity_counts_rounds_after_the_first() -> None:
 
 def test_decoding_begins_when_every_text_has_begun() -> None:
     """The rates of an engine, and those of a streamed batch."""
-    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), took_s=4.0, before_s=2.0, num_before=4, cpu_s=2.0, cpu_before_s=1.0)
-    assert (done.rate, done.decode_rate, done.decode_cpu_rate) == (2.0, 2.0, 4.0)
+    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), took_s=4.0, before_s=2.0, num_before=4)
+    assert (done.rate, done.decode_rate) == (2.0, 2.0)
     streamed = Streamed(
         (StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))),
     )
@@ -107,11 +108,12 @@ def test_batches_go_to_an_engine_and_back_as_lines() -> None:
         return Done(batch.prompts, 1.0, 0.5, 1)
 
     answers = io.StringIO()
-    serve(run, io.StringIO(json.dumps({"prompts": [[1, 2], [3]], "max_tokens": 5}) + "\n"), answers)
+    serve(partial(answered, run), io.StringIO(json.dumps({"prompts": [[1, 2], [3]], "max_tokens": 5}) + "\n"), answers)
     assert asked == [Batch(((1, 2), (3,)), 5)]
     ready, line = answers.getvalue().splitlines()
     assert ready == READY
-    assert done_of(line) == Done(((1, 2), (3,)), 1.0, 0.5, 1)
+    found = json.loads(line)
+    assert found == {"texts": [[1, 2], [3]], "took_s": 1.0, "before_s": 0.5, "num_before": 1}
 
 
 def test_a_stream_is_read_with_its_usage() -> None:
