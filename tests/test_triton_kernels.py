@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from tests.interpreted import products_row_by_row
 
+from outrider.models.errors import ConfigError
 from outrider.models.runtimes import torch_graphs, torch_paged, triton_attention, triton_rows
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import lay_out
@@ -322,38 +323,42 @@ def played_back(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], to
     return replay, out
 
 
-@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize(("family", "has_graphs"), [("gemma2", True), ("gemma2", False), ("mixtral", False)])
 def test_a_models_rows_are_the_same_bits_in_any_company(
-    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, has_graphs: bool
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, has_graphs: bool
 ) -> None:
-    """Gemma 2 has sliding windows and soft caps. A text's rows: token by token, at once, beside another, in a tree."""
+    """Tried when it is loaded. Gemma 2 has sliding windows and soft caps; products of experts are grouped."""
     monkeypatch.setattr(torch_paged, "has_kernels", lambda device: True)
     monkeypatch.setattr(
         torch_graphs.KernelSteps.__init__, "__kwdefaults__", {"record": played_back, "has_graphs": True}
     )
     options = RuntimeOptions(kv_cache_bytes=1 << 20, keeps_hidden=not has_graphs)
-    text, blocks = [int(token) for token in np.random.default_rng(0).integers(0, 96, 12)], [3]
-    runtime = TorchPagedRuntime(tiny_model("gemma2"), options)
-
-    def forward(*step: SequenceSlice) -> NDArray[np.float32]:
-        return runtime.forward(step).copy()
-
-    try:
-        singly = [forward(SequenceSlice([token], at, blocks, 1))[0] for at, token in enumerate(text)]
-        at_once = forward(SequenceSlice(text, 0, blocks, 12))
-        other = SequenceSlice([5, 6, 7], 0, [1], 1)
-        beside = forward(other, SequenceSlice(text[8:], 8, blocks, 4))
-        # Wrong guesses stand before the right ones.
-        tree = in_tree(8, blocks, 1, [-1, -1, 0, 1, 3, 3])
-        tokens = [text[8], 9, text[9], 11, text[10], 13, text[11]]
-        in_it = forward(replace(tree, tokens=tokens, num_rows=7), other)
-    finally:
-        runtime.close()
-    assert np.array_equal(np.array(singly), at_once)
-    assert np.array_equal(beside[1:], at_once[8:])
-    assert np.array_equal(in_it[[0, 2, 4, 6]], at_once[8:])
-    assert np.array_equal(in_it[7], beside[0])
+    text = SequenceSlice([int(token) for token in np.random.default_rng(0).integers(0, 96, 12)], 0, [3], 12)
+    with closing(TorchPagedRuntime(tiny_model(family), options)) as runtime:
+        assert ("as CUDA graphs" in runtime.description) is has_graphs
+        assert "attention in Triton" in runtime.description and "in one order; 1 MB for" in runtime.description
+        rows = runtime.forward([text]).copy()
     monkeypatch.undo()
-    twin = TorchPagedRuntime(tiny_model("gemma2"), options)
-    assert np.allclose(twin.forward([SequenceSlice(text, 0, blocks, 12)]), at_once, atol=1e-4)
-    twin.close()
+    with closing(TorchPagedRuntime(tiny_model(family), options)) as twin:
+        assert twin.description == "torch on cpu, attention through SDPA; 1 MB for keys and values"
+        assert np.allclose(twin.forward([text]), rows, atol=1e-4)
+
+
+def test_a_model_whose_rows_depend_on_their_company_is_refused(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product in two halves where a step has more than eight tokens, as split-K makes it for few."""
+    monkeypatch.setattr(torch_paged, "has_kernels", lambda device: True)
+    whole = triton_rows.matmul
+
+    def in_halves(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if len(left) <= 8:
+            return whole(left, right, bias)
+        half = left.shape[1] // 2
+        return whole(left[:, :half], right[:half], bias) + whole(left[:, half:], right[half:])
+
+    monkeypatch.setattr(triton_rows, "matmul", in_halves)
+    before = torch.nn.functional.linear(torch.ones(9, 4), torch.ones(2, 4))
+    with pytest.raises(ConfigError, match="other bits in one step with the tokens before, so its texts would differ"):
+        TorchPagedRuntime(tiny_model("llama"), RuntimeOptions(kv_cache_bytes=1 << 20, keeps_hidden=True))
+    assert torch.equal(torch.nn.functional.linear(torch.ones(9, 4), torch.ones(2, 4)), before)

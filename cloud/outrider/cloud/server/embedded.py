@@ -23,7 +23,7 @@ from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError
 from outrider.models.process.extras import require_packages
 from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.base import DescribedRuntime, RuntimeOptions
 
 
 def export_reference_target() -> Path:
@@ -42,6 +42,8 @@ def export_reference_target() -> Path:
     return export_reference_pair().target
 
 
+_CUDA_STEP_TOKENS: Final = 2048
+"""A prompt's chunk. A GPU computes some hundred tokens in the time that it reads the weights in."""
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 
 
@@ -71,14 +73,17 @@ class BundleTarget(Target):
         with ends_at_once():
             heads = _heads(self._bundle) if OwnSource.HEADS in self._options.source else None
             runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
+        step_tokens = _CUDA_STEP_TOKENS if self.num_gpus else None
         try:
-            engine = EngineThread(runtime, _config(self._options, self.model.target, heads))
+            engine = EngineThread(runtime, _config(self._options, self.model.target, heads, step_tokens))
             try:
                 with ends_at_once():
                     engine.calibrate()
                 widened = ", widened for measurements" if manifest.widened else ""
                 millions = manifest.architecture.parameters / 1e6
                 facts = f"{self.model.name}: {millions:.1f}M parameters, {manifest.precision}{widened}"
+                if isinstance(runtime, DescribedRuntime):
+                    facts += f", {runtime.description}"
                 yield LoadedTarget.since(started_s, engine, facts)
             finally:
                 engine.close()
@@ -86,7 +91,9 @@ class BundleTarget(Target):
             runtime.close()
 
 
-def _config(options: ServeOptions, target: str, heads: DraftHeads | None) -> EngineConfig:
+def _config(
+    options: ServeOptions, target: str, heads: DraftHeads | None, step_tokens: int | None = None
+) -> EngineConfig:
     spill = None
     if options.spill_dir is not None:
         spill = SpillConfig(
@@ -98,6 +105,7 @@ def _config(options: ServeOptions, target: str, heads: DraftHeads | None) -> Eng
         )
     return EngineConfig(
         max_running=options.max_running,
+        step_tokens=step_tokens,
         looks_up=options.lookup,
         looks_ahead=OwnSource.LOOKAHEAD in options.source,
         heads=heads,

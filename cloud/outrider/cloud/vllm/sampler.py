@@ -35,6 +35,9 @@ class Batch:
         asked = [self._asked(index, count) for index, count in enumerate(counts)]
         drafted = DraftedRows([each.drafted for each in asked], width, logits.device)
         step = self.choosers.prepare(asked, logits.shape[1], logits.device)
+        for each in asked:
+            if each.terms is not None and each.terms.processors.changes_rows:
+                self._terms[each.key] = self.choosers.kept_terms(each.key, each.terms)
         tokens = drafted.committed(step.picks(logits.to(torch.float32).contiguous()))
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 

@@ -76,7 +76,7 @@ class OutriderScheduler(FairSteps):
         params = request.sampling_params
         terms = terms_of(params.extra_args) if params is not None else None
         if terms is not None and request.request_id not in self.requests:
-            served = self._of_request[request.request_id] = self._book.open(terms, request.prompt_token_ids)
+            served = self._of_request[request.request_id] = self._book.open(terms.slim, request.prompt_token_ids)
             served.name = request.request_id
             self._places.open(served)
         super().add_request(request)

@@ -6,7 +6,7 @@ vLLM itself gets temperature 0: it refuses min-p together with speculation, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, TypeAdapter
@@ -63,6 +63,11 @@ class Terms:
     def changes_rows(self) -> bool:
         """Whether rows of logits may change before the pick."""
         return self.processors.changes_rows or self.grammar is not None
+
+    @property
+    def slim(self) -> Terms:
+        """The same without what changes rows: for the scheduler, and for a worker once it has a text's states."""
+        return replace(self, processors=self.processors.narrowing_only) if self.processors.changes_rows else self
 
     def extra_args(self) -> dict[str, str]:
         """The form that vLLM carries. One text: lists would take up to 1 MB in each process that they go through."""

@@ -74,6 +74,9 @@ class Batch:
 
         asked = [self._asked(slot, length) for slot, length in zip(slots, lengths, strict=True)]
         step = self.choosers.prepare(asked, logits.shape[1], logits.device)
+        for each in asked:
+            if each.terms is not None and each.terms.processors.changes_rows:
+                self._requests[each.key].terms = self.choosers.kept_terms(each.key, each.terms)
         picks = step.picks(logits)
         step.report_faults(picks)
         logits.fill_(-torch.inf)

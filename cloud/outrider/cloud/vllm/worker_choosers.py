@@ -184,6 +184,10 @@ class RequestChoosers:
         """Of the present step; several where vLLM samples its rows in parts."""
         self._texts: dict[str, RequestText] = {}
 
+    def kept_terms(self, key: str, terms: Terms) -> Terms:
+        """What has to be kept of a request's terms: less where its states are made."""
+        return terms.slim if key in self._texts else terms
+
     def forget(self, key: str) -> None:
         """Lets a request's go."""
         self._texts.pop(key, None)
@@ -192,7 +196,9 @@ class RequestChoosers:
         """All that the choice of some rows needs besides their logits: of the host's work nothing is left then."""
         paths: dict[int, TextPath] = {}
         for index, each in enumerate(asked):
-            if not each.is_dropped and each.terms is not None and each.terms.changes_rows:
+            if each.is_dropped or each.terms is None:
+                continue
+            if each.key in self._texts or each.terms.changes_rows:
                 path = self._path(each, each.terms, vocab_size)
                 if path is not None:
                     paths[index] = path

@@ -100,6 +100,13 @@ class ProcessorOptions:
         return self.typical_p < 1.0 or (self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5)
 
     @property
+    def narrowing_only(self) -> ProcessorOptions:
+        """Those of `narrows` alone: for who has no more use of the ids, which may take a quarter of a megabyte."""
+        return ProcessorOptions(
+            typical_p=self.typical_p, xtc_probability=self.xtc_probability, xtc_threshold=self.xtc_threshold
+        )
+
+    @property
     def num_ids(self) -> int:
         """Token ids that they hold."""
         return len(self.logit_bias) + sum(map(len, self.bad_words)) + len(self.allowed_ids or ())

@@ -57,10 +57,10 @@ class OptionsProcessor:
         allowed = self._known(frozenset(processors.allowed_ids or ()))
         self.allowed = allowed if allowed.size else None
         # Words of several tokens, by the last one before the forbidden one.
-        self._words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        self._words: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for word in processors.bad_words:
             if len(word) > 1 and word[-1] < vocab_size:
-                self._words[word[-2]].append((list(word[:-1]), word[-1]))
+                self._words[word[-2]].append(word)
         self.bad_ids = self._known({word[0] for word in processors.bad_words if len(word) == 1})
         self.min_tokens = processors.min_tokens
         self.stop_ids = self._known(stop_ids if processors.min_tokens else ())
@@ -102,7 +102,7 @@ class OptionsProcessor:
         text = self._text
         if not self._words or not text:
             return []
-        return [last for before, last in self._words.get(text[-1], ()) if text[-len(before) :] == before]
+        return [word[-1] for word in self._words.get(text[-1], ()) if tuple(text[1 - len(word) :]) == word[:-1]]
 
     def advance(self, token: int) -> None:
         """Goes on by a token of the text."""

@@ -105,6 +105,15 @@ class PickingRuntime(Protocol):
 
 
 @runtime_checkable
+class DescribedRuntime(Protocol):
+    """A BatchRuntime that runs in one of several ways, and says at the start in which."""
+
+    @property
+    def description(self) -> str:
+        """For a log's line."""
+
+
+@runtime_checkable
 class LastingFaultRuntime(Protocol):
     """A BatchRuntime on which no call may succeed again once one has failed, as with a CUDA context."""
 

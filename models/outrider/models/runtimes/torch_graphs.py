@@ -118,6 +118,11 @@ class KernelSteps:
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._has_graphs = has_graphs
 
+    @property
+    def most_recorded(self) -> int:
+        """New tokens of the largest step that is recorded; 0 where none is."""
+        return SIZES[-1] if self._has_graphs else 0
+
     @torch.inference_mode()
     def logits(self, step: RaggedStep) -> torch.Tensor:
         """The step's logits, [R, V] float32, valid until the next step."""

@@ -80,7 +80,8 @@ class TorchPagedRuntime(TorchCache):
         self._until_closed = ExitStack()
         self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
-        if is_bitwise := has_kernels(self._device) and options.is_batch_invariant:
+        self._is_bitwise = has_kernels(self._device) and options.is_batch_invariant
+        if self._is_bitwise:
             from outrider.models.runtimes.triton_rows import row_by_row
 
             self._until_closed.enter_context(row_by_row(self._device.type.upper()))
@@ -100,8 +101,22 @@ class TorchPagedRuntime(TorchCache):
             head.register_forward_pre_hook(self._note_hidden)
         if has_kernels(self._device) and self._is_packed:
             self._kernels = self._with_kernels(plan, has_graphs=not options.keeps_hidden)
-        if is_bitwise:
+        if self._is_bitwise:
             self._require_bitwise()
+
+    @property
+    def description(self) -> str:
+        """Device, kernels, graphs, and memory of the cache."""
+        ways = [f"torch on {self._device}"]
+        if self._kernels is None:
+            ways.append("attention through SDPA" if self._is_packed else "attention of the model's own")
+        else:
+            ways.append("attention in Triton")
+            if self._kernels.most_recorded:
+                ways.append(f"steps of up to {self._kernels.most_recorded} tokens as CUDA graphs")
+            if self._is_bitwise:
+                ways.append("each row's sums in one order")
+        return f"{', '.join(ways)}; {self.num_blocks * self.block_bytes / 1e6:.0f} MB for keys and values"
 
     def _with_kernels(self, plan: AttentionPlan, *, has_graphs: bool) -> KernelSteps:
         from outrider.models.runtimes.torch_graphs import KernelSteps  # Triton: where there is a GPU
@@ -120,6 +135,8 @@ class TorchPagedRuntime(TorchCache):
         """Raises ConfigError for a model whose rows depend on what else is in a step."""
         why = "has attention of its own, which no step leaves bitwise equal"
         if self._is_packed:
+            if self.num_blocks < 2:
+                return  # no text is ever beside another
             company = other_rows(self.forward, self.limits.vocab_size, has_trees=self.why_no_trees is None)
             if company is None:
                 return

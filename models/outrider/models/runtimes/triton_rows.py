@@ -71,7 +71,7 @@ def _multiply(
     row = begin + tl.arange(0, ROWS)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for at in range(0, size, STRIDE):
+    for at in range(0, tl.where(begin < num_rows, size, 0), STRIDE):  # some of the groups' tiles may be none
         inner = at + tl.arange(0, STRIDE)
         a = tl.load(
             left + row[:, None] * left_row + inner[None, :] * left_column,
@@ -291,7 +291,7 @@ def row_by_row(key: str) -> Iterator[None]:
         return torch.stack([matmul(a, b) for a, b in zip(left, right, strict=True)])
 
     def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return matmul(values.reshape(-1, values.shape[-1]), weight.t(), bias).view(*values.shape[:-1], -1)
+        return matmul(values.reshape(-1, values.shape[-1]), weight.t(), bias).view(*values.shape[:-1], len(weight))
 
     for name, kernel in (
         ("linear", linear),
