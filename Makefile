@@ -24,7 +24,7 @@ test-ray: $(STAMP)
 # vLLM's engine, on vLLM's CPU build: an environment of its own, 3.7 GB.
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
-	OUTRIDER_INTERPRET=1 PYTHONPATH=tests/vllm/interpreted $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_v2.py $(ARGS)
+	OUTRIDER_INTERPRET=1 PYTHONPATH=tests/vllm/interpreted $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_v2.py tests/vllm/test_heads.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -49,7 +49,7 @@ class Scene:
 
     def cloud(self, target: Path | None = None, **more: Any) -> Program:
         """A verifier; it does not run yet."""
-        return verifier(target or self.target, self.place, plan_cores().cloud, "--no-lookup", **more)
+        return verifier(target or self.target, self.place, plan_cores().cloud, "--no-lookup", "--no-recent", **more)
 
     def agent(
         self, clouds: Sequence[str], fault: str = "", environment: Mapping[str, str] | None = None, *options: str

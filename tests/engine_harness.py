@@ -67,7 +67,7 @@ class Harness:
     def __init__(
         self,
         *,
-        kind: type[FakeBatchRuntime] = FakeBatchRuntime,
+        kind: type[FakeBatchRuntime] | None = None,
         config: EngineConfig | None = None,
         num_blocks: int = 256,
         block_size: int = 4,
@@ -85,7 +85,7 @@ class Harness:
             if on_step is not None:
                 on_step(batch)
 
-        self.runtime = kind(
+        self.runtime = (kind or FakeBatchRuntime)(
             vocab_size=VOCAB,
             max_positions=max_positions,
             block_size=block_size,

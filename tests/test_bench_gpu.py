@@ -46,6 +46,7 @@ def test_the_sampler_and_the_texts_are_compared(made: Path, tmp_path: Path) -> N
     assert found["texts_f32"]["reference target"]["texts"] == 1
     assert found["shapes_f32"]["2 sequences, 8 tokens each"]["max_over_std"] < 1e-4
     assert found["shapes_bf16"]["2 sequences, 8 tokens each"]["greedy"] == 8
+    assert found["bitwise"] == {"tokens": 42, "with trees of drafts": 0, "alone": 0}
     assert found["device"] == {"kind": "cpu", "is_hardware": False}
 
 
@@ -63,7 +64,7 @@ def test_what_has_no_time_is_named(made: Path, tmp_path: Path) -> None:
     run = run_of(1, made, tmp_path)
     run.limit_s = 0.0
     assert exact.measure(run) == []
-    assert run.left_out == ["texts in f32", "shapes in f32", "texts in bf16", "shapes in bf16"]
+    assert run.left_out == ["texts in f32", "shapes in f32", "texts in bf16", "shapes in bf16", "bitwise"]
 
 
 def test_a_step_needs_few_launches_beside_its_graph() -> None:

@@ -332,7 +332,7 @@ def test_a_models_rows_are_the_same_bits_in_any_company(
     monkeypatch.setattr(
         torch_graphs.KernelSteps.__init__, "__kwdefaults__", {"record": played_back, "has_graphs": True}
     )
-    options = RuntimeOptions(kv_cache_bytes=1 << 20, keeps_hidden=not has_graphs)
+    options = RuntimeOptions(kv_cache_bytes=1 << 20, keeps_hidden=not has_graphs, is_batch_invariant=True)
     text = SequenceSlice([int(token) for token in np.random.default_rng(0).integers(0, 96, 12)], 0, [3], 12)
     with closing(TorchPagedRuntime(tiny_model(family), options)) as runtime:
         assert ("as CUDA graphs" in runtime.description) is has_graphs
@@ -359,6 +359,7 @@ def test_a_model_whose_rows_depend_on_their_company_is_refused(
 
     monkeypatch.setattr(triton_rows, "matmul", in_halves)
     before = torch.nn.functional.linear(torch.ones(9, 4), torch.ones(2, 4))
+    options = RuntimeOptions(kv_cache_bytes=1 << 20, keeps_hidden=True, is_batch_invariant=True)
     with pytest.raises(ConfigError, match="other bits in one step with the tokens before, so its texts would differ"):
-        TorchPagedRuntime(tiny_model("llama"), RuntimeOptions(kv_cache_bytes=1 << 20, keeps_hidden=True))
+        TorchPagedRuntime(tiny_model("llama"), options)
     assert torch.equal(torch.nn.functional.linear(torch.ones(9, 4), torch.ones(2, 4)), before)

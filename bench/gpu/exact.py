@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import transformers
+from bench.gpu.bitwise import count_differences
 from bench.gpu.needs import ROOT
 from bench.gpu.place import Run
 from bench.plain_text import Difference, first_difference, plain_texts
@@ -50,6 +51,8 @@ def measure(run: Run) -> list[str]:
             missed += _texts(run, dtype)
         if run.has_time(f"shapes in {dtype}"):
             _shapes(run, dtype)
+    if run.has_time("bitwise", 0.6):
+        missed += count_differences(run)
     return missed
 
 

@@ -30,6 +30,7 @@ class Sizes:
     rows: int = 200  # of logits, per sampling
     texts: int = 12
     tokens: int = 96
+    bitwise_tokens: int = 100_000
     steps: int = 24
     copy_mb: int = 2048
     runs: int = 3
@@ -49,6 +50,7 @@ SMALL = Sizes(
     rows=5,
     texts=2,
     tokens=10,
+    bitwise_tokens=40,
     steps=2,
     copy_mb=4,
     runs=1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from tests.requests import flat_request
 from tests.vllm.gated import STEADY
 from tests.vllm.head_pairs import make_eagle, make_mtp
-from tests.vllm.serving import Reference, start_engine
+from tests.vllm.serving import IS_CUDA, Reference, start_engine
 from tests.vllm.test_equality import Text, mixed, nothing, right, wrong
 from tests.waiting import TIMEOUT_S
 
@@ -32,7 +33,8 @@ def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         make_mtp(root)
     # Blocks for some seven texts at once.
     given = f"heads={heads}", "max_model_len=256", "block_size=32"
-    engine = start_engine(root, *given, scheduler=STEADY, kv_cache_bytes=2 << 20)
+    is_v2 = IS_CUDA or "OUTRIDER_INTERPRET" in os.environ
+    engine = start_engine(root, *given, is_v2=is_v2, scheduler=STEADY, kv_cache_bytes=2 << 20)
     engine.calibrate()
     yield Running(engine, Reference(root))
     engine.stop()

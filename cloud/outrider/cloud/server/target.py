@@ -81,7 +81,7 @@ def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = E
         "device": re.sub(r"[.:]\d+$", "", options.device.lower()),
         "arithmetic": sorted(options.properties.items()),
         "kv_cache": "auto",
-        "is_batch_invariant": options.is_batch_invariant,
+        "is_batch_invariant": options.is_batch_invariant is not False,
         "engine": engine,
     }
     if manifest.runtime == "torch" and options.device.startswith("cuda"):

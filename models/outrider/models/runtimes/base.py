@@ -287,7 +287,7 @@ class RuntimeOptions:
     num_threads: int = 0
     kv_cache_bytes: int = 256 << 20
     cache_dir: str | None = None
-    is_batch_invariant: bool = True
+    is_batch_invariant: bool | None = None
     max_positions: int = 0
     num_sequences: int = 1
     keeps_hidden: bool = False

@@ -51,7 +51,7 @@ class OpenVinoPagedRuntime:
         self._caches: list[Any] = self._model.bind_cache(self.num_blocks)
         self.why_no_trees = _why_no_trees(self._model, options)
         self.why_no_blocks = _why_no_blocks(self._caches, options)
-        self._is_split = options.is_batch_invariant and options.device == "CPU"
+        self._is_split = options.is_batch_invariant is not False and options.device == "CPU"
         self._request: Any = self._model.request
         self._bound: RaggedStep | None = None
         self._num_rows = 0
@@ -141,7 +141,7 @@ class OpenVinoPagedRuntime:
 def _why_no_trees(model: PagedModel, options: RuntimeOptions) -> str | None:
     if options.device != "CPU":
         return f"masks are not checked on {options.device}; use --tree line"
-    if options.is_batch_invariant:
+    if options.is_batch_invariant is not False:
         return "a batch-invariant load takes no masks; load with is_batch_invariant=False, or use --tree line"
     if not model.masks_by_position:
         return "OpenVINO's masks are wrong with a sliding window or ALiBi, which this model has; use --tree line"

@@ -80,7 +80,7 @@ class TorchPagedRuntime(TorchCache):
         self._until_closed = ExitStack()
         self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
         self._hidden_rows: torch.Tensor | None = None  # of the latest step
-        self._is_bitwise = has_kernels(self._device) and options.is_batch_invariant
+        self._is_bitwise = has_kernels(self._device) and options.is_batch_invariant is True
         if self._is_bitwise:
             from outrider.models.runtimes.triton_rows import row_by_row
 

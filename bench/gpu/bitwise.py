@@ -1,0 +1,87 @@
+"""Whether `--exact bitwise` keeps its promise: the same texts in a large batch, in small ones with trees, and alone.
+
+A part of `bench.gpu.exact`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from bench.gpu.place import Run
+from tests.requests import flat_request
+
+from outrider.cloud.engine import Engine, EngineConfig, Policy
+from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.seam import CommitEvent, Event
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.runtimes import open_batch_runtime
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.reference import load_prompts, target_dir
+
+Texts = list[list[int]]
+_AHEAD = 4
+
+
+def count_differences(run: Run) -> list[str]:
+    """Notes how many tokens differ, and what should not."""
+    sizes = run.sizes
+    tokenizer = Tokenizer.from_dir(target_dir())
+    given = [tuple(tokenizer.encode(prompt.text)[:64]) for prompt in load_prompts(sizes.prompts * 4)]
+    count = -(-sizes.bitwise_tokens // sizes.tokens)
+    prompts = [given[number % len(given)] for number in range(count)]
+    options = RuntimeOptions(
+        device=run.device,
+        is_batch_invariant=True if run.is_cuda else None,  # the kernels need a GPU
+        properties={"dtype": "bf16" if run.is_cuda else "f32"},
+    )
+    with closing(open_batch_runtime("torch", target_dir(), options)) as runtime:
+        largest = max(sizes.sessions)
+        batched = texts_of(runtime, prompts, sizes.tokens, largest)
+        told: dict[str, Any] = {"tokens": sum(map(len, batched))}
+        few = max(1, largest // 4)
+        told["with trees of drafts"] = _different(batched, texts_of(runtime, prompts, sizes.tokens, few, batched))
+        alone = texts_of(runtime, prompts[: sizes.prompts], sizes.tokens, 1)
+        told["alone"] = _different(batched[: sizes.prompts], alone)
+    run.note("bitwise", told)
+    wrong = {name: number for name, number in told.items() if name != "tokens" and number}
+    return [f"bitwise: other tokens {name}: {number}" for name, number in wrong.items()] if run.is_cuda else []
+
+
+def texts_of(
+    runtime: BatchRuntime, prompts: Sequence[tuple[int, ...]], length: int, at_once: int, drafted: Texts | None = None
+) -> Texts:
+    """Sampled texts of so many sequences at once. drafted: what they are drafted from, with wrong guesses beside."""
+    engine = Engine(
+        runtime,
+        EngineConfig(max_running=at_once, max_queue=len(prompts), policy=Policy.VERIFY, form=TreeForm.TREE),
+    )
+    rng, vocab_size = np.random.default_rng(0), runtime.limits.vocab_size
+    texts: Texts = [[] for _ in prompts]
+    numbers: dict[int, int] = {}
+    for index, prompt in enumerate(prompts):
+
+        def sink(event: Event, index: int = index) -> None:
+            if isinstance(event, CommitEvent):
+                texts[index] += event.tokens
+
+        params = SamplingParams(temperature=0.8, seed=index)
+        numbers[index] = engine.submit(flat_request(prompt, params, length, patience_ms=0.0), sink)
+    while engine.has_work:
+        engine.step()
+        for index, text in enumerate(texts) if drafted is not None else ():
+            if 0 < len(text) < length - 1 and drafted is not None:
+                right = drafted[index][len(text) : len(text) + int(rng.integers(1, _AHEAD + 1))]
+                wrong = [*right[:-1], (right[-1] + 1) % vocab_size]
+                engine.draft(numbers[index], len(text), [wrong, right] if rng.integers(2) else [right, wrong])
+    return texts
+
+
+def _different(expected: Texts, found: Texts) -> int:
+    """Tokens from the first one on that differs."""
+    pairs = zip(expected, found, strict=True)
+    firsts = (next((at for at, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), len(pair[0])) for pair in pairs)
+    return sum(len(text) - first for text, first in zip(expected, firsts, strict=True))
