@@ -10,7 +10,7 @@ Black box: it knows wire formats and commands only, so it runs on versions befor
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
 missed or a row could not be measured, which the table says. Needs Linux and two cores; row 23 needs root, row 29
-Chromium, row 37 Ray. Takes about half an hour, a third of it for rows 50 and 51, and longer where limits are missed.
+Chromium, row 37 Ray. Takes about 40 minutes, half of it for rows 6, 50 and 51, and longer where limits are missed.
 """
 
 from __future__ import annotations
@@ -158,11 +158,13 @@ def main(
         if only and number not in only:
             continue
         began_s = time.monotonic()
+        found: list[Row] = []
         try:
-            found = list(attack(subject))
-        except Exception as error:  # a fault of one row leaves the others
+            for row in attack(subject):
+                found.append(row)
+        except Exception as error:  # a fault of one row leaves the others, and those before it
             what = " ".join((attack.__doc__ or "").split(". ")[0].split())
-            found = [Row(str(number), what, f"{type(error).__name__}: {error}", "", None)]
+            found.append(Row(str(number), what, f"{type(error).__name__}: {error}", "", None))
         for row in found:
             console.print(f"{VERDICTS[row.is_met]} {row.number}. {escape(row.what)}: {escape(row.measured)}")
         console.print(f"[dim]{attack.__name__}: {time.monotonic() - began_s:.0f} s[/dim]")

@@ -33,7 +33,7 @@ from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, 
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
 
 MOST_DRAFTED: Final = 24
-"""Tokens of a round at most, as the simulation of drafts beside a target has it (`simulate_trees`)."""
+"""Tokens of a round at most."""
 GUESSES: Final = 16
 _START_TIMEOUT_S: Final = 300.0
 
@@ -167,7 +167,7 @@ class Turns:
         return Written(written, tuple(arrival_s), num_passes, num_drafted, num_accepted, draft_s)
 
     def ranks(self, texts: Sequence[Continuation]) -> list[list[Picked]]:
-        """Ranks of the texts' tokens among the draft's guesses, as `bench.ranks` measures them."""
+        """Ranks of the texts' tokens among the draft's guesses."""
         return [
             [
                 Picked.among(candidates(logits, text.params, position, GUESSES), token)

@@ -35,7 +35,7 @@ from typing import Final
 from bench.beside import Beside, RealPair, Stop, Written, open_beside, open_draft
 from bench.load import make_orders
 from bench.load_devices import Connection, Order, Recorded, Session
-from bench.pairs import BUNDLE_OPTIONS, pair_of, widened_draft
+from bench.pairs import BUNDLE_OPTIONS, pair_of
 from bench.report import TO_JSON, option, parser, verdict
 from bench.round_trips import rate_of
 from rich.console import Console
@@ -44,6 +44,10 @@ from rich.table import Table
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALONE, cloud_process
+from outrider.export.make.pipeline import export_model
+from outrider.export.recipes import ExportOptions
+from outrider.export.source.widen import widen
+from outrider.reference import draft_dir
 
 LEAST_SHARE: Final = 0.9
 BESIDE, DEVICES, BATCHED = "beside", "devices", "batched"
@@ -120,6 +124,12 @@ class Subject:
     one: str
     batched: str
     drafter: ModelDrafter
+
+
+def widened_draft(megabytes: float, root: Path) -> Path:
+    """The reference draft at this size in FP32, exported to INT8 below `root`; its bundle."""
+    widen(draft_dir(), root / "source", megabytes)
+    return export_model(root / "source", root / "bundle", ExportOptions("draft", "int8", "openvino")).path
 
 
 @contextmanager

@@ -5,27 +5,22 @@ the real one, in its own process, over `FakeBatchRuntime`. The draft's logits ar
 the target is and how strong the noise is changes from token to token, so that the ranks of the target's picks among the
 draft's guesses, and the gaps between them, come close to those of the reference pair.
 
-    python -m bench.emulated      # prints ranks and gaps of the emulated pair beside the measured ones
+    python -m bench.emulated --step-ms 40 --extra-ms 1      # the cloud's process
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 from bench.processes import announce
-from bench.rank_files import read_ranks
-from bench.report import figures_table, option, parser
+from bench.report import option, parser
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from tests.fake_runtime import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
 
 from outrider.cloud.api.app import create_app
@@ -35,10 +30,8 @@ from outrider.cloud.engine import EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
-from outrider.export.report.simulation.ranks import EDGES, Picked, Ranks, bucket
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX
-from outrider.models.picks.sampling import SamplingParams, candidates, pick
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
@@ -77,13 +70,13 @@ class Language:
         return noises
 
 
-# Fitted to bench/data/ranks_0.8.json and ranks_0.0.json by random search over shares of picks by rank, shares of gaps,
-# and acceptance by gap. No one fit suits both temperatures: the reference draft errs more in the tails.
+# Fitted to tests/data/reference_ranks_0.8.json and reference_ranks_0.0.json by random search over shares of picks by
+# rank, shares of gaps, and acceptance by gap. No one fit suits both temperatures: the reference draft errs more in the
+# tails.
 SAMPLED: Final = Language(0.899, 0.584, 0.195, 0.557, -0.666)
 GREEDY: Final = Language(1.252, 0.410, 0.154, 0.608, -0.580)
 
 _NOISE_LANGUAGE: Final = 1
-_GUESSES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,84 +205,36 @@ def _sleep_until(due_s: float) -> None:
         time.sleep(wait_s)
 
 
-# -- the fit -----------------------------------------------------------------------------------------------------------
-
-
-def emulated_ranks(temperature: float, num_texts: int = 12, num_tokens: int = 200) -> Ranks:
-    """Ranks of the emulated target's picks among the emulated draft's guesses, along the target's own texts."""
-    emulation = Emulation(0.0, 0.0, 0.0, temperature=temperature)
-    target, draft = EmulatedTarget(emulation), EmulatedDraft(emulation)
-    blocks = list(range(MAX_POSITIONS // target.block_size))
-    texts = []
-    for seed in range(num_texts):
-        params = SamplingParams(temperature=temperature, seed=seed)
-        draft.truncate(0)
-        token, picked = seed, []
-        for position in range(num_tokens):
-            guesses = candidates(draft.extend([token]), params, position + 1, _GUESSES)
-            rows = target.forward([SequenceSlice([token], position, blocks, 1)])
-            token = pick(rows[0], params, position + 1)
-            picked.append(Picked.among(guesses, token))
-        texts.append(tuple(picked))
-    return Ranks(tuple(texts))
-
-
-def fit_table(measured: Ranks, emulated: Ranks, title: str) -> Table:
-    """Shares of picks by rank, shares of gaps and acceptance by gap, the pair's and the emulated pair's."""
-    table = figures_table(title, "", "measured", "emulated")
-    for width in (1, 2, 4, 8):
-        table.add_row(f"pick among the best {width}", *(f"{ranks.hits(width):.3f}" for ranks in (measured, emulated)))
-    for place, (low, high) in enumerate(zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True)):
-        cells = []
-        for ranks in (measured, emulated):
-            inside = [token for token in ranks.picked if bucket(token.gap(0)) == place]
-            accepted = sum(token.rank == 0 for token in inside) / max(1, len(inside))
-            cells.append(f"{accepted:.2f} ({len(inside) / len(ranks.picked):.0%} of tokens)")
-        table.add_row(f"accepted at gap {low:g} to {high:g}", *cells)
-    return table
-
-
 # -- the cloud's process -----------------------------------------------------------------------------------------------
 
 
-def _serve(options: argparse.Namespace) -> None:
-    config = EngineConfig(
-        looks_up=options.lookup,
-        form=TreeForm(options.form),
-        policy=Policy(options.policy),
-        max_running=options.max_running,
-    )
-    engine = EngineThread(
-        EmulatedTarget(Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)), config
-    )
-    engine.calibrate()
-    engine.start()
-    app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
-    relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
-    announce(partial(VerifierServer, app))
-
-
 def main() -> None:
-    """Prints the fit; with times, the cloud's process."""
+    """Serves until it is ended."""
     options = parser(
         __doc__,
         {
-            "--step-ms": option(type=float, help="serves: time of a step"),
+            "--step-ms": option(40.0, "time of a step"),
             "--extra-ms": option(0.0, "of each token of a step after the first"),
             "--temperature": option(0.8, "of the texts to come"),
             "--form": option(TreeForm.LINE, "what a step verifies of a tree", choices=tuple(TreeForm)),
             "--lookup": option(False, "guess by prompt lookup, too"),
             "--policy": option(Policy.AUTO, choices=tuple(Policy)),
             "--max-running": option(EngineConfig().max_running, "sequences in one step"),
-            "--data": option(Path(__file__).parent / "data", "what bench.ranks measured", type=Path),
         },
     ).parse_args()
-    if options.step_ms is not None:
-        _serve(options)
-        return
-    for temperature in (0.8, 0.0):
-        measured = read_ranks(options.data / f"ranks_{temperature}.json")
-        Console(width=90).print(fit_table(measured, emulated_ranks(temperature), f"T {temperature:g}"))
+    config = EngineConfig(
+        looks_up=options.lookup,
+        form=TreeForm(options.form),
+        policy=Policy(options.policy),
+        max_running=options.max_running,
+    )
+    emulation = Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)
+    engine = EngineThread(EmulatedTarget(emulation), config)
+    engine.calibrate()
+    engine.start()
+    app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
+    relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
+    announce(partial(VerifierServer, app))
 
 
 if __name__ == "__main__":

@@ -24,17 +24,18 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 import psutil
 from bench.attacks.identity import other_model
-from bench.processes import Program, Text, device_counts, endpoint_arguments, read_text, started, verifier
+from bench.fault_scene import Row, Scene, Struck, drafting_of, row_of, running, strike
+from bench.processes import Program, device_counts, read_text, started
 from bench.report import TO_JSON, option, parser, write_json
 from rich.console import Console
 from rich.markup import escape
@@ -42,131 +43,15 @@ from rich.table import Table
 from tests.faulty_proxy import AgainstLongRequests, FaultyProxy, ProxyOptions
 
 from outrider.edge.lab.child_process import child_process
-from outrider.edge.lab.cores import plan_cores
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.reference import load_prompts
 
-STRIKES_AT: Final = 1 / 3
-"""Part of the text that has arrived when the fault strikes."""
-LAST: Final = 0.75
-"""Accepted tokens are counted from here on: those of drafts that were under way at the strike have been seen."""
 RTT_MS: Final = 20.0
 CUT_S: Final = 5.0
 ASLEEP_S: Final = 20.0
 RATE_KBIT_S: Final = 64.0
 HOUR_S: Final = 3600
 console = Console(width=150)
-
-
-@dataclass(slots=True)
-class Row:
-    """What a fault did. lost_s: more than the undisturbed text took. saw: the error that the client got.
-
-    drafting: what came of it. is_met: the text is the same, or the error is the expected one.
-    """
-
-    fault: str
-    is_equal: bool
-    lost_s: float
-    saw: str
-    drafting: str
-    is_met: bool
-    log: list[str] = field(default_factory=list)
-    notes: str = ""
-
-
-@dataclass(slots=True)
-class Scene:
-    """The pair, the request, and what is true without faults. whole: the text; took_s: how long it takes."""
-
-    target: Path
-    draft: Path
-    place: Path
-    body: dict[str, Any]
-    whole: str = ""
-    took_s: float = 0.0
-
-    def cloud(self, target: Path | None = None, **more: Any) -> Program:
-        """A verifier; it does not run yet."""
-        return verifier(target or self.target, self.place, plan_cores().cloud, "--no-lookup", **more)
-
-    def agent(
-        self, clouds: Sequence[str], fault: str = "", environment: Mapping[str, str] | None = None, *options: str
-    ) -> Program:
-        """A local endpoint; it does not run yet. fault: of `bench.faulty_agent`."""
-        module = ["bench.faulty_agent", fault] if fault else ["outrider.edge.cli"]
-        arguments = ["-m", *module, *endpoint_arguments(self.draft, clouds), "--metrics", *options]
-        log = self.place / f"agent-{time.monotonic_ns()}.log"
-        return Program(arguments, log, plan_cores().agent, environment)
-
-
-@dataclass(slots=True)
-class Struck:
-    """A text with a fault in it. counts: the agent's in the last quarter of the text; empty where it has none.
-
-    log: what the agent wrote since the text began.
-    """
-
-    text: Text
-    counts: dict[str, float]
-    log: str
-
-
-@contextmanager
-def running(
-    scene: Scene, num_clouds: int = 1, fault: str = "", environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[list[Program], Program]]:
-    """Verifiers, and an agent that knows them. environment: of all."""
-    with ExitStack() as stack:
-        clouds = [stack.enter_context(started(scene.cloud(environment=environment))) for _ in range(num_clouds)]
-        agent = scene.agent([cloud.url for cloud in clouds], fault, environment)
-        yield clouds, stack.enter_context(started(agent))
-
-
-def strike(scene: Scene, agent: Program, *faults: Callable[[], None]) -> Struck:
-    """Reads the text. The first fault strikes at a third of it, a second one at two thirds."""
-    read_text(agent.url, {**scene.body, "max_tokens": 16})  # warms everything up
-    said, left = len(agent.said()), list(faults)
-    counts: list[dict[str, float]] = []
-
-    def on_text(text: str) -> None:
-        num_struck = len(faults) - len(left)
-        if left and len(text) >= len(scene.whole) * STRIKES_AT * (1 + num_struck):
-            left.pop(0)()
-        if not counts and len(text) >= len(scene.whole) * LAST:
-            counts.append(device_counts(agent.url))
-
-    found = read_text(agent.url, scene.body, on_text)
-    if left:
-        raise SystemExit(f"the text ended before the fault struck: {found.text[:80]!r} {found.error}")
-    return Struck(found, _since(counts[0], agent) if counts else {}, agent.said(said))
-
-
-def _since(before: Mapping[str, float], agent: Program) -> dict[str, float]:
-    return {name: count - before.get(name, 0.0) for name, count in device_counts(agent.url).items()}
-
-
-def row_of(scene: Scene, fault: str, struck: Struck, notes: str = "", *, is_drafted: bool = True) -> Row:
-    """The row of a fault that must not change the text. is_drafted: drafting must come back before the text ends."""
-    text = struck.text
-    is_equal = text.text == scene.whole and not text.error
-    is_met = is_equal and (bool(struck.counts.get("accepted")) or not is_drafted)
-    return Row(
-        fault,
-        is_equal,
-        text.took_s - scene.took_s,
-        text.error or "nothing",
-        _drafting(struck.counts),
-        is_met,
-        struck.log.splitlines(),
-        notes,
-    )
-
-
-def _drafting(counts: Mapping[str, float]) -> str:
-    accepted, committed = counts.get("accepted", 0.0), counts.get("committed", 0.0)
-    sessions = f"; session opened again {counts['resumed']:.0f}x" if counts.get("resumed") else ""
-    return f"{'came back' if accepted else 'no more'}: {accepted:.0f} of the last {committed:.0f} tokens{sessions}"
 
 
 # -- the faults --------------------------------------------------------------------------------------------------------
@@ -183,7 +68,7 @@ def runtime_raises(scene: Scene, fault: str = "call") -> Iterator[Row]:
             scene,
             f"the draft's runtime raises {'once' if fault == 'call' else 'until the text ends'}",
             struck,
-            f"{num_struck} calls raised; in the next text drafting {_drafting(following.counts)}",
+            f"{num_struck} calls raised; in the next text drafting {drafting_of(following.counts)}",
             is_drafted=False,
         )
         row.is_equal = row.is_equal and following.text.text == scene.whole

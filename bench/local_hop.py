@@ -15,10 +15,6 @@ verifier shares no prefixes and makes no guesses of its own; device-side prompt 
 Exits 1 when served is below 0.98 of direct or below 0.97 of cloud-only at a round trip, or when a text differs.
 
     python -m bench.local_hop [--widen 1450] [--runs 5] [--rtt-ms 0 10 25 50 100 200] [--json PATH]
-    python -m bench.local_hop --emulate 40 1
-
-`--emulate TARGET_MS DRAFT_MS` takes a pair that sleeps for these times (`bench.emulated`): all else is real, and the
-times hold on a busy machine, too. `--target-extra MS` is what each verified token adds to its step.
 """
 
 from __future__ import annotations
@@ -27,40 +23,32 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Final
 
 from bench.bare_http import Wire
-from bench.emulated import Emulation, emulated_cloud, emulated_draft
-from bench.processes import announce, endpoint_arguments
+from bench.processes import endpoint_arguments
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import in_turn
 from rich.console import Console
 from rich.progress import Progress
 
-from outrider.edge.devices.placement import Placement
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.child_process import child_process
-from outrider.edge.lab.cores import CorePlan, plan_cores, running_on
-from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, network, open_lab
+from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, Lab, network, open_lab
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import Agent, OpenModel, make_agent
+from outrider.edge.modes.assemble import Agent, make_agent
 from outrider.edge.results import GenerationRequest, Mode, TokenBatch
-from outrider.edge.serve.lent_drafts import DraftSequences
-from outrider.edge.serve.server import LocalServer
-from outrider.edge.serve.state import LocalCore, LocalSettings
-from outrider.edge.serve.upstream import Upstream
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
 from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import load_prompts, target_dir
+from outrider.reference import load_prompts
 
 DIRECT: Final = "direct"
 SERVED: Final = "served"
@@ -89,17 +77,6 @@ class Question:
     tokens: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """The pair that is measured: the verifier's URL, the draft of this process, and how to start an endpoint."""
-
-    url: str
-    cores: CorePlan
-    drafter: Drafter
-    tokenizer: Tokenizer
-    endpoint: Callable[[str], list[str]]  # a verifier's URL -> arguments of the process
 
 
 @dataclass(slots=True)
@@ -190,55 +167,7 @@ def ask_endpoint(url: str) -> Ask:
     return ask
 
 
-# -- the pair ----------------------------------------------------------------------------------------------------------
-
-
-def open_subject(options: argparse.Namespace) -> AbstractContextManager[Subject]:
-    """The pair that the options name; this thread stays on the device's core."""
-    return _emulated(options) if options.emulate else _real(options)
-
-
-@contextmanager
-def _real(options: argparse.Namespace) -> Iterator[Subject]:
-    pair = export_reference_pair(widen_mb=options.widen or None)
-
-    def endpoint(url: str) -> list[str]:
-        return ["-m", "outrider.edge.cli", *endpoint_arguments(pair.draft, [url])]
-
-    with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab:
-        yield Subject(lab.url, lab.cores, lab.drafter, lab.tokenizer, endpoint)
-
-
-@contextmanager
-def _emulated(options: argparse.Namespace) -> Iterator[Subject]:
-    emulation = _emulation(options)
-    cores = plan_cores()
-
-    def endpoint(url: str) -> list[str]:
-        times = ["--emulate", *map(str, options.emulate), "--temperature", str(options.temperature)]
-        return ["-m", "bench.local_hop", "--endpoint-for", url, *times]
-
-    with ExitStack() as stack:
-        url = stack.enter_context(emulated_cloud(emulation, cores.cloud))
-        stack.enter_context(running_on(cores.agent))
-        drafter = ModelDrafter(emulated_draft(emulation))
-        yield Subject(url, cores, drafter, Tokenizer.from_dir(target_dir()), endpoint)
-
-
-def _emulation(options: argparse.Namespace) -> Emulation:
-    target_ms, draft_ms = options.emulate
-    return Emulation(target_ms, options.target_extra, draft_ms, temperature=options.temperature)
-
-
-def serve_emulated(options: argparse.Namespace) -> None:
-    """Runs the local endpoint with the emulated draft, put together as `outrider serve` does it, until it is ended."""
-    tokenizer = Tokenizer.from_dir(target_dir())
-    fingerprint = tokenizer.fingerprint
-    model = OpenModel(emulated_draft(_emulation(options)), None, Placement("openvino"))
-    drafts = DraftSequences(model, 8, is_looked_up=True)
-    upstream = Upstream([VerifierClient(options.endpoint_for)], fingerprint)
-    core = LocalCore(tokenizer, fingerprint, upstream, drafts, LocalSettings(), "an emulated draft")
-    announce(partial(LocalServer, core))
+# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 def make_questions(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[Question]]:
@@ -258,25 +187,24 @@ def make_questions(options: argparse.Namespace, tokenizer: Tokenizer) -> list[li
     return [questions[start : start + options.prompts] for start in range(0, len(questions), options.prompts)]
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
 @asynccontextmanager
-async def open_ways(subject: Subject, rtt_ms: float) -> AsyncIterator[Mapping[str, Ask]]:
+async def open_ways(lab: Lab, draft: Path, rtt_ms: float) -> AsyncIterator[Mapping[str, Ask]]:
     """The three ways over one link, each with measurements of its own."""
     async with AsyncExitStack() as stack:
-        url = stack.enter_context(network(subject.url, rtt_ms, subject.cores.agent))
-        serving = child_process(subject.endpoint(url), ready_prefix=READY_PREFIX, cores=subject.cores.agent)
+        url = stack.enter_context(network(lab.url, rtt_ms, lab.cores.agent))
+        endpoint = ["-m", "outrider.edge.cli", *endpoint_arguments(draft, [url])]
+        serving = child_process(endpoint, ready_prefix=READY_PREFIX, cores=lab.cores.agent)
         local = stack.enter_context(serving)
         agents = {}
-        for mode, drafter in ((Mode.CLOUD_ONLY, None), (Mode.STREAM, subject.drafter)):
+        for mode, drafter in ((Mode.CLOUD_ONLY, None), (Mode.STREAM, lab.drafter)):
             client = await stack.enter_async_context(VerifierClient(url))
-            agents[mode] = ask_agent(make_agent(mode, Endpoints([client]), drafter), subject.tokenizer)
+            agents[mode] = ask_agent(make_agent(mode, Endpoints([client]), drafter), lab.tokenizer)
         yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(local)}
 
 
 async def measure(
-    subject: Subject,
+    lab: Lab,
+    draft: Path,
     rtts_ms: Sequence[float],
     questions: Sequence[Sequence[Question]],
     on_run: Callable[[], None] = lambda: None,
@@ -285,7 +213,7 @@ async def measure(
     places = []
     for rtt_ms in rtts_ms:
         places.append(place := Place(rtt_ms))
-        async with open_ways(subject, rtt_ms) as ways:
+        async with open_ways(lab, draft, rtt_ms) as ways:
             for ask in ways.values():  # warms up connections, and what agents have measured
                 for question in questions[0]:
                     await ask(replace(question, max_tokens=min(32, question.max_tokens)))
@@ -353,31 +281,25 @@ def main() -> int:
         __doc__,
         {
             "--widen": option(1450.0, "MB of the widened FP32 target; 0: as it is"),
-            "--emulate": option(
-                type=float, nargs=2, metavar=("TARGET_MS", "DRAFT_MS"), help="no real pair: sleeps for these times"
-            ),
-            "--target-extra": option(1.0, "of an emulated step, per draft", metavar="MS"),
             "--rtt-ms": option([0.0, 10.0, 25.0, 50.0, 100.0, 200.0]),
             "--runs": option(5),
             "--prompts": option(2, "texts of a run"),
             "--max-tokens": option(80),
             "--temperature": option(0.8),
-            "--endpoint-for": option(metavar="URL", help=argparse.SUPPRESS),  # the emulated endpoint's process
             **TO_JSON,
         },
     ).parse_args()
-    if options.endpoint_for:
-        serve_emulated(options)
-        return 0
     console = Console(width=None if sys.stdout.isatty() else 190)
-    with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
-        console.print(subject.cores.note, highlight=False)
+    pair = export_reference_pair(widen_mb=options.widen or None)
+    bars = Progress(console=console, transient=True, refresh_per_second=1)
+    with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab, bars as progress:
+        console.print(lab.cores.note, highlight=False)
         task = progress.add_task("runs", total=options.runs * len(options.rtt_ms))
-        questions = make_questions(options, subject.tokenizer)
-        places = asyncio.run(measure(subject, options.rtt_ms, questions, lambda: progress.advance(task)))
+        questions = make_questions(options, lab.tokenizer)
+        places = asyncio.run(measure(lab, pair.draft, options.rtt_ms, questions, lambda: progress.advance(task)))
     show(console, places)
     missed = [miss for place in places for miss in misses(place)]
-    facts = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
+    facts = {"widen_mb": options.widen, "temperature": options.temperature}
     found = [
         {
             "rtt_ms": place.rtt_ms,

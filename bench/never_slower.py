@@ -11,8 +11,8 @@ mode back to back on the same prompts with the same seeds; tables show medians o
                  they do not, nor does the simulation
   beside         the same draft beside the target in turn, one process, one thread, no network: at its best fixed depth
                  and with depth by gaps, each the best of a search on the same texts (`bench.beside`)
-  computed       `outrider.export.report.simulation` with the ranks of these very texts, as bench.ranks measures them,
-                 and the times of this run; share: measured over computed
+  computed       `outrider.export.report.simulation` with the ranks of these very texts and the times of this run;
+                 share: measured over computed
 
 Exits 1 when a bound is missed: 0.97 of cloud-only everywhere; tree 1.5 at 10 ms and 1.2 at 50 ms; tree over path 1.10
 at 25 ms, 1.15 at 50 ms, 1.10 at 100 ms; tree and path 0.9 of computed; every text the same. The goals against `beside`
@@ -21,7 +21,7 @@ are 0.97 at 10 ms and 0.95 at 25 ms: reported, no bound.
     python -m bench.never_slower [--widen 1450] [--runs 5] [--rtt-ms 0 10 25 50 100 200] [--trace] [--json PATH]
 
 On a busy machine, `--emulate STEP_MS EXTRA_MS DRAFT_MS` measures the protocol alone: steps and drafts that take exactly
-these times without using the processor, with ranks and gaps like the reference pair's (`python -m bench.emulated`).
+these times without using the processor, with ranks and gaps like the reference pair's (`bench.emulated`).
 `--nodes-per-call N --node-extra MS` emulates a draft that expands several nodes in one call. `--form tree` has steps
 verify any part of a tree, here and in the simulation; the default is the likeliest path.
 """
@@ -52,7 +52,6 @@ from bench.round_trips import (
     measured_extra_ms,
 )
 from bench.simulate import patient
-from bench.simulate_trees import beside
 from rich.console import Console
 from rich.progress import Progress
 
@@ -214,7 +213,7 @@ def show(console: Console, comparisons: Sequence[Comparison]) -> None:
 
 
 def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[Comparison]) -> None:
-    """The draft beside the target, and what the simulation reaches there."""
+    """The draft beside the target, and what the simulation played."""
     yardstick, ranks = measured.yardstick, measured.ranks
     if yardstick is not None:
         searched = ", ".join(f"{stop}: {rate:.1f}" for stop, rate in yardstick.searched.items())
@@ -225,9 +224,6 @@ def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[C
     if ranks is not None:
         within = ", ".join(f"{width}: {ranks.hits(width):.3f}" for width in (1, 2, 4, 8))
         console.print(f"the target's pick is among the draft's best {within}", highlight=False)
-        if (computed := comparisons[0].computed) is not None:
-            near = beside(ranks, computed.times)
-            console.print(f"computed beside: {near.fixed:.2f}x (depth {near.depth}), by gaps {near.by_gap:.2f}x")
     for found in comparisons:
         if found.computed is not None:
             t, c = found.computed.times, found.computed

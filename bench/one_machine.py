@@ -18,20 +18,18 @@ turn. Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from bench.pairs import PAIR_OPTIONS, make_requests, open_pair
-from bench.peer_drafts import Asked, line_of
-from bench.peer_engines import HUGE_PAGES, READY
-from bench.processes import PausedProcess
+from bench.peer_drafts import Asked
+from bench.peer_engines import EngineProcess
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import Subject
 from bench.verifier import Verifier, safetensors_target
@@ -39,7 +37,6 @@ from rich.console import Console
 
 from outrider.edge.lab.laboratory import STOP_AND_WAIT, STREAM, connected, three_modes
 from outrider.edge.results import GenerationRequest
-from outrider.models.errors import RuntimeUnavailable
 from outrider.reference import draft_dir
 
 OF_WAITING, OF_PEERS, OF_PEERS_SAMPLED = 0.98, 1.0, 1.3
@@ -48,35 +45,13 @@ Write = Callable[[GenerationRequest], tuple[tuple[int, ...], float]]
 """A text's tokens, and the seconds that it took."""
 
 
-class Peer(PausedProcess):
-    """A kind of `bench.peer_drafts`, stopped while it has no turn."""
-
-    def __init__(self, kind: str, target: Path, draft: Path) -> None:
-        command = [sys.executable, "-m", "bench.peer_drafts", kind, str(target), str(draft)]
-        command += ["--threads", str(os.cpu_count())]
-        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | HUGE_PAGES)
-        self._kind = kind
-        self._read(READY)
-        self.pause()
-
-    def write(self, request: GenerationRequest, drafted: int) -> tuple[tuple[int, ...], float]:
-        """One text."""
-        params = request.params
-        asked = Asked(request.prompt, request.max_tokens, drafted, params.temperature, params.seed)
-        self.go_on()
-        assert self.process.stdin is not None
-        self.process.stdin.write(line_of(asked))
-        self.process.stdin.flush()
-        found = json.loads(self._read("{"))
-        self.pause()
-        return tuple(found["tokens"]), found["took_s"]
-
-    def _read(self, start: str) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line.startswith(start):
-            raise RuntimeUnavailable(f"{self._kind} ended; its last lines are above")
-        return line
+def written(peer: EngineProcess, drafted: int, request: GenerationRequest) -> tuple[tuple[int, ...], float]:
+    """One text of a kind of `bench.peer_drafts`, which is stopped while it has no turn."""
+    params = request.params
+    peer.go_on()
+    found = peer.ask(asdict(Asked(request.prompt, request.max_tokens, drafted, params.temperature, params.seed)))
+    peer.pause()
+    return tuple(found["tokens"]), found["took_s"]
 
 
 @dataclass(slots=True)
@@ -125,21 +100,22 @@ async def compare(
         return found
 
 
-def open_peers(stack: ExitStack, temperature: float, widen_mb: float, drafted: Sequence[int]) -> dict[str, Write]:
+def open_peers(stack: ExitStack, temperature: float, widen_mb: float, drafted: Sequence[int]) -> Mapping[str, Write]:
     """Each at each number of drafted tokens."""
 
-    def writer(peer: Peer, count: int) -> Write:
-        return lambda request: peer.write(request, count)
+    def opened(kind: str, target: Path, draft: Path) -> EngineProcess:
+        command = ["-m", "bench.peer_drafts", kind, str(target), str(draft), "--threads", str(os.cpu_count())]
+        peer = EngineProcess(kind, command)
+        stack.callback(peer.close)
+        return peer
 
     pair = Verifier().pair(widen_mb or None)
-    genai = Peer("openvino_genai", pair.target, pair.draft)
-    stack.callback(genai.close)
+    genai = opened("openvino_genai", pair.target, pair.draft)
     if temperature == 0.0:
-        return {f"openvino_genai, {count} drafted": writer(genai, count) for count in drafted}
-    torch = Peer("transformers", safetensors_target(widen_mb or None), draft_dir())
-    stack.callback(torch.close)
-    return {"openvino_genai, plain": writer(genai, 0)} | {
-        f"transformers, {count} drafted": writer(torch, count) for count in drafted
+        return {f"openvino_genai, {count} drafted": partial(written, genai, count) for count in drafted}
+    torch = opened("transformers", safetensors_target(widen_mb or None), draft_dir())
+    return {"openvino_genai, plain": partial(written, genai, 0)} | {
+        f"transformers, {count} drafted": partial(written, torch, count) for count in drafted
     }
 
 

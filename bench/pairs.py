@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from bench.beside import EmulatedPair, RealPair, open_beside
@@ -15,23 +14,18 @@ from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.report import Options, option
 from bench.round_trips import Subject
 from bench.verifier import VERIFIER_OPTIONS, VLLM, Verifier, verifier_of
-from tests.always_wrong import WrappedDrafter
 
 from outrider.edge.devices.placement import AS_BUNDLED
-from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
-from outrider.export.make.pipeline import export_model
-from outrider.export.recipes import ExportOptions
 from outrider.export.report.simulation.world import Form
-from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import draft_dir, load_prompts, target_dir
+from outrider.reference import load_prompts, target_dir
 
 NO_LOOKUP = "--no-lookup"
 """The simulation knows no prompt lookup, so the verifier that is compared with it makes no guesses of its own."""
@@ -55,10 +49,9 @@ REAL_OPTIONS: Final[Options] = {
 _TIMES: Final = ("STEP_MS", "EXTRA_MS", "DRAFT_MS")
 PAIR_OPTIONS: Final[Options] = {
     "--emulate": option(type=float, nargs=3, metavar=_TIMES, help="no real pair: sleeps for these times"),
-    "--nodes-per-call": option(type=int, help="of a draft: at most; 1 if emulated, else what it can"),
+    "--nodes-per-call": option(1, "of an emulated draft, at most"),
     "--node-extra": option(0.0, "of each further node of such a call", metavar="MS"),
     "--form": option(Form.LINE, "what a step verifies of a tree", choices=tuple(Form)),
-    "--widen-draft": option(type=float, metavar="MB", help="widens the draft, too: its size in FP32"),
     **REAL_OPTIONS,
 }
 """Of a pair, real or emulated."""
@@ -75,12 +68,8 @@ def pair_of(options: argparse.Namespace, verifier: Verifier | None = None) -> Pa
 @contextmanager
 def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool = True) -> Iterator[Subject]:
     """The pair that the options name. beside: also in one process; lookup: also behind a verifier that looks up."""
-    if options.emulate is None and options.nodes_per_call not in (None, 1):
-        raise ConfigError("a real draft takes what its runtime can, or --nodes-per-call 1")
     if options.engine == VLLM and (beside or options.emulate):
         raise ConfigError("vLLM's target runs on no runtime of ours; use --leave-out beside, and no --emulate")
-    if options.widen_draft and (options.emulate or options.draft):
-        raise ConfigError("--widen-draft widens the reference draft: give it without --emulate and --draft")
     with _emulated(options, beside, lookup) if options.emulate else _real(options, beside, lookup) as subject:
         yield subject
 
@@ -88,9 +77,7 @@ def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool 
 @contextmanager
 def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
     step_ms, extra_ms, draft_ms = options.emulate
-    emulation = Emulation(
-        step_ms, extra_ms, draft_ms, options.nodes_per_call or 1, options.node_extra, options.temperature
-    )
+    emulation = Emulation(step_ms, extra_ms, draft_ms, options.nodes_per_call, options.node_extra, options.temperature)
     cores, form = plan_cores(), ["--form", str(options.form)]
     with ExitStack() as stack:
         url = stack.enter_context(emulated_cloud(emulation, cores.cloud, form))
@@ -110,37 +97,14 @@ def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[S
     if options.cores == 0:
         cloud_options += ["--threads", str(os.cpu_count())]
     with ExitStack() as stack:
-        draft = pair.draft
-        if options.widen_draft:
-            draft = widened_draft(options.widen_draft, Path(stack.enter_context(TemporaryDirectory())))
-        opener = RealPair(pair.target, draft, is_batch_invariant=options.form != Form.TREE)
+        opener = RealPair(pair.target, pair.draft, is_batch_invariant=options.form != Form.TREE)
         turns = stack.enter_context(open_beside(opener, cores.cloud)) if beside else None
         other = cloud_process(pair.target, cores.cloud, cloud_options, verifier.python)
         lookup_url = stack.enter_context(other) if lookup else None
         alone = (*cloud_options, NO_LOOKUP)
-        lab = stack.enter_context(open_lab(pair.target, draft, AS_BUNDLED, alone, verifier.python, options.cores))
+        lab = stack.enter_context(open_lab(pair.target, pair.draft, AS_BUNDLED, alone, verifier.python, options.cores))
         num_ids = lab.target.manifest.architecture.vocab_size
-        drafter = OneNodeDrafter(lab.drafter) if options.nodes_per_call == 1 else lab.drafter
-        yield Subject(lab.url, lab.cores, drafter, num_ids, turns, lookup_url)
-
-
-def widened_draft(megabytes: float, root: Path) -> Path:
-    """The reference draft at this size in FP32, exported to INT8 below `root`; its bundle."""
-    widen(draft_dir(), root / "source", megabytes)
-    return export_model(root / "source", root / "bundle", ExportOptions("draft", "int8", "openvino")).path
-
-
-class OneNodeDrafter(WrappedDrafter):
-    """Another drafter, one branch per call."""
-
-    @property
-    def max_branches(self) -> int:
-        """See `Drafter`."""
-        return 1
-
-    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
-        """See `Drafter`."""
-        return [found for branch in branches for found in self._inner.guess([branch], width)]
+        yield Subject(lab.url, lab.cores, lab.drafter, num_ids, turns, lookup_url)
 
 
 def make_requests(options: argparse.Namespace) -> list[GenerationRequest]:

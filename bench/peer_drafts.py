@@ -8,19 +8,17 @@ directories, in FP32.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from bench.peer_engines import PROPERTIES, READY, link_for_genai
+from bench.peer_engines import PROPERTIES, link_for_genai, own_output, serve
 from bench.report import option, parser
 
 
@@ -117,20 +115,14 @@ def main() -> None:
             "--threads": option(1),
         },
     ).parse_args()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers, ExitStack() as stack:
-        os.dup2(2, 1)  # libraries print to standard output
+    with own_output() as answers, ExitStack() as stack:
         write = KINDS[options.kind](options.target, options.draft, options.threads, stack)
-        print(READY, file=answers, flush=True)
-        for line in sys.stdin:
-            asked = Asked(**json.loads(line))
+
+        def answer(given: Any) -> dict[str, Any]:
             began_s = time.perf_counter()
-            tokens = write(asked)
-            print(json.dumps({"tokens": tokens, "took_s": time.perf_counter() - began_s}), file=answers, flush=True)
+            return {"tokens": write(Asked(**given)), "took_s": time.perf_counter() - began_s}
 
-
-def line_of(asked: Asked) -> str:
-    """What it reads."""
-    return json.dumps(asdict(asked)) + "\n"
+        serve(answer, sys.stdin, answers)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
 
+from bench.processes import PausedProcess
 from bench.report import option, parser
 from tests.requests import flat_request
+
+from outrider.edge.lab.cores import Cores
+from outrider.models.errors import RuntimeUnavailable
 
 READY: Final = "PEER_READY "
 STEP_TOKENS: Final = 256
@@ -49,16 +55,13 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class Done:
     """A finished batch. took_s: from the first submission to the last token. Decoding begins when every text has its
-    first token: num_before tokens had come by then, before_s seconds after the submission. cpu_s, cpu_before_s: the
-    same in processor time of this process.
+    first token: num_before tokens had come by then, before_s seconds after the submission.
     """
 
     texts: tuple[tuple[int, ...], ...]
     took_s: float
     before_s: float
     num_before: int
-    cpu_s: float = 0.0
-    cpu_before_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -74,28 +77,6 @@ class Done:
     def decode_rate(self) -> float:
         """Tokens/s of the rest, once every text has begun."""
         return (self.num_tokens - self.num_before) / (self.took_s - self.before_s)
-
-    @property
-    def decode_cpu_rate(self) -> float:
-        """The same for each second of processor time: on a busy machine the steadier figure."""
-        return (self.num_tokens - self.num_before) / (self.cpu_s - self.cpu_before_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Started at a batch's submission."""
-
-    wall_s: float
-    cpu_s: float
-
-    @classmethod
-    def start(cls) -> Clock:
-        """From now."""
-        return cls(time.perf_counter(), time.process_time())
-
-    def read(self) -> tuple[float, float]:
-        """Seconds since then, and processor seconds."""
-        return time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s
 
 
 Run = Callable[[Batch], Done]
@@ -123,16 +104,16 @@ def embedded(target: Path, threads: int, num_blocks: int) -> Iterator[Run]:
         def sink_of(text: list[int]) -> Callable[[Event], None]:
             return lambda event: text.extend(event.tokens) if isinstance(event, CommitEvent) else None
 
-        clock = Clock.start()
+        began_s = time.perf_counter()
         for prompt, text in zip(batch.prompts, texts, strict=True):
             engine.submit(flat_request(prompt, SamplingParams(), batch.max_tokens), sink_of(text))
         while not all(texts):
             engine.step()
-        before, num_before = clock.read(), sum(map(len, texts))
+        before_s, num_before = time.perf_counter() - began_s, sum(map(len, texts))
         while engine.has_work:
             engine.step()
-        took = clock.read()
-        return Done(tuple(map(tuple, texts)), took[0], before[0], num_before, took[1], before[1])
+        took_s = time.perf_counter() - began_s
+        return Done(tuple(map(tuple, texts)), took_s, before_s, num_before)
 
     try:
         yield run
@@ -182,7 +163,7 @@ def openvino_genai(target: Path, threads: int, num_blocks: int) -> Iterator[Run]
             config = genai.GenerationConfig()
             config.max_new_tokens, config.ignore_eos, config.do_sample = batch.max_tokens, True, False
             texts: list[list[int]] = [[] for _ in batch.prompts]
-            clock = Clock.start()
+            began_s = time.perf_counter()
             handles = [
                 pipeline.add_request(number, ov.Tensor(np.array([prompt], np.int64)), config)
                 for number, prompt in enumerate(batch.prompts)
@@ -197,12 +178,12 @@ def openvino_genai(target: Path, threads: int, num_blocks: int) -> Iterator[Run]
             while not all(texts):
                 pipeline.step()
                 read()
-            before, num_before = clock.read(), sum(map(len, texts))
+            before_s, num_before = time.perf_counter() - began_s, sum(map(len, texts))
             while pipeline.has_non_finished_requests():
                 pipeline.step()
-            took = clock.read()
+            took_s = time.perf_counter() - began_s
             read()
-            return Done(tuple(map(tuple, texts)), took[0], before[0], num_before, took[1], before[1])
+            return Done(tuple(map(tuple, texts)), took_s, before_s, num_before)
 
         yield run
 
@@ -210,21 +191,53 @@ def openvino_genai(target: Path, threads: int, num_blocks: int) -> Iterator[Run]
 KINDS: Final = {"embedded": embedded, "openvino_genai": openvino_genai}
 
 
-def serve(run: Run, batches: TextIO, answers: TextIO) -> None:
-    """Answers each batch with its figures, until the input ends."""
-    answers.write(READY + "\n")
-    answers.flush()
-    for line in batches:
-        given = json.loads(line)
-        done = run(Batch(tuple(map(tuple, given["prompts"])), given["max_tokens"]))
-        answers.write(json.dumps(asdict(done)) + "\n")
-        answers.flush()
+def serve(answer: Callable[[Any], Any], questions: TextIO, answers: TextIO) -> None:
+    """Says that it is ready, and answers each line of JSON with one, until the input ends."""
+    print(READY, file=answers, flush=True)
+    for line in questions:
+        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
 
 
-def done_of(line: str) -> Done:
-    """The figures, as `serve` writes them."""
-    given = json.loads(line)
-    return Done(**given | {"texts": tuple(map(tuple, given["texts"]))})
+@contextmanager
+def own_output() -> Iterator[TextIO]:
+    """Standard output for answers; what libraries print goes to standard error."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)
+        yield answers
+
+
+def answered(run: Run, given: Any) -> dict[str, Any]:
+    """The figures of a batch, for `serve`."""
+    return asdict(run(Batch(tuple(map(tuple, given["prompts"])), given["max_tokens"])))
+
+
+class EngineProcess(PausedProcess):
+    """A command that serves JSON lines so, stopped while it has no turn. Raises RuntimeUnavailable where it ends."""
+
+    def __init__(self, name: str, command: Sequence[str], cores: Cores = None) -> None:
+        self.name, pipe = name, subprocess.PIPE
+        super().__init__([sys.executable, *command], cores, stdin=pipe, stdout=pipe, env=os.environ | HUGE_PAGES)
+        self._expect(READY)
+        self.pause()
+
+    def ask(self, question: Any) -> Any:
+        """Sends it and waits for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self._expect("{"))
+
+    def run(self, batch: Batch) -> Done:
+        """A batch, where that is what it serves."""
+        given = self.ask(asdict(batch))
+        return Done(**given | {"texts": tuple(map(tuple, given["texts"]))})
+
+    def _expect(self, start: str) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line.startswith(start):
+            raise RuntimeUnavailable(f"{self.name} ended; its last lines are above")
+        return line
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -238,10 +251,8 @@ def main(given: Sequence[str] | None = None) -> None:
             "--blocks": option(512, "of the KV cache"),
         },
     ).parse_args(given)
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # libraries print to standard output
-        with KINDS[options.kind](options.target, options.threads, options.blocks) as run:
-            serve(run, sys.stdin, answers)
+    with own_output() as answers, KINDS[options.kind](options.target, options.threads, options.blocks) as run:
+        serve(partial(answered, run), sys.stdin, answers)
 
 
 if __name__ == "__main__":

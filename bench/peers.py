@@ -19,10 +19,8 @@ differently.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,9 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Protocol
 
-from bench.peer_engines import HUGE_PAGES, READY, STEP_TOKENS, Batch, Done, done_of
+from bench.peer_engines import STEP_TOKENS, Batch, EngineProcess
 from bench.peer_servers import Streamed, open_servers
-from bench.processes import PausedProcess
 from bench.report import TO_JSON, option, parser, verdict
 from rich.console import Console
 from rich.table import Table
@@ -79,33 +76,6 @@ class Contestant(Protocol):
 
     def go_on(self) -> None:
         """Lets them run."""
-
-
-class EngineProcess(PausedProcess):
-    """One kind of `bench.peer_engines` in a process of its own."""
-
-    def __init__(self, name: str, kind: str, target: Path, threads: int, num_blocks: int) -> None:
-        """Starts it; returns once the model is loaded. Raises RuntimeUnavailable."""
-        self.name = name
-        command = [sys.executable, "-m", "bench.peer_engines", kind, str(target), "--threads", str(threads)]
-        cores, pipe = frozenset(sorted(os.sched_getaffinity(0))[:threads]), subprocess.PIPE
-        command += ["--blocks", str(num_blocks)]
-        super().__init__(command, cores, stdin=pipe, stdout=pipe, env=os.environ | HUGE_PAGES)
-        self._expect(READY)
-
-    def run(self, batch: Batch) -> Done:
-        """Sends it and waits for the figures."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asdict(batch)) + "\n")
-        self.process.stdin.flush()
-        return done_of(self._expect("{"))
-
-    def _expect(self, start: str) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line.startswith(start):
-            raise RuntimeUnavailable(f"{self.name} ended; its last lines are above")
-        return line
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +147,10 @@ def open_engines(target: Path, threads: int, num_blocks: int) -> Iterator[tuple[
     with ExitStack() as stack:
         both = []
         for name, kind in (("our engine", "embedded"), ("openvino_genai", "openvino_genai")):
-            process = EngineProcess(name, kind, target, threads, num_blocks)
+            command = ["-m", "bench.peer_engines", kind, str(target), "--threads", str(threads)]
+            cores = frozenset(sorted(os.sched_getaffinity(0))[:threads])
+            process = EngineProcess(name, [*command, "--blocks", str(num_blocks)], cores)
             stack.callback(process.close)
-            process.pause()
             both.append(process)
         yield both[0], both[1]
 

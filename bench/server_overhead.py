@@ -1,19 +1,12 @@
 """Measures the server's CPU time per session and step: scheduling, verification, HTTP; the model is emulated.
 
-    python -m bench.server_overhead [--sessions 1 16 64 256] [--drafts paths trees32] [--step-ms 30] [--json PATH]
+    python -m bench.server_overhead [--sessions 1 16 64 256] [--drafts trees none] [--step-ms 30] [--json PATH]
 
 The server runs as its own process. Its runtime sleeps a step's time and looks its picks up, so neither the model nor
-the picks take CPU time. Each session has a stream, and a connection on which it answers every commit with one post of
-right drafts, so a step commits several tokens per session. The client is another process with bare sockets; its CPU
-time does not count.
-
-Drafts are paths in JSON, as before protocol version 2, or trees, in turn in windows of one run: trees32 are the same
-eight right tokens with three wrong alternatives each, in trees56, trees80 and trees104 one, two and three more nodes
-follow each alternative, and trees8 have the right tokens alone. A device at the default budget of 150 bytes sends some
-40 nodes per token of its text, but commits fewer tokens per pass than here. long8 and so on send the same trees up one
-long request for each session. "none" sends nothing: measure it in a run of its own, because after one with drafts the
-text is so long that the verifier's own prompt lookup drafts. Long ones and others cannot be mixed either: a session has
-one connection for them.
+the picks take CPU time. Each session has a stream, and one long request up which it answers every commit with a tree of
+32 nodes, eight of them right, so a step commits several tokens per session; with "none" it sends nothing. A device at
+the default budget of 150 bytes sends some 40 nodes per token of its text, but commits fewer tokens per pass than here.
+The client is another process with bare sockets; its CPU time does not count.
 
 Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
 part of one step). "engine's wall" is the time per step that the engine spends outside the runtime, by the clock: it
@@ -25,13 +18,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import re
 import resource
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from statistics import median
 from typing import Any, Final, cast
 
@@ -40,6 +35,7 @@ import numpy as np
 import uvloop
 from bench.attacks.exchange import values_of
 from bench.attacks.tree_bytes import varint
+from bench.known_text import SUCCESSOR, VOCAB_SIZE, nodes_after
 from bench.processes import announce
 from bench.report import TO_JSON, option, parser, verdict
 from fastapi import FastAPI
@@ -60,30 +56,22 @@ from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
-from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
+from outrider.models.wire.tree_draft import TreeDraft
 from outrider.reference import target_dir
 
-VOCAB_SIZE: Final = 4096
 MAX_POSITIONS: Final = 1 << 16
 BLOCK_SIZE: Final = 16
-DRAFT_TOKENS: Final = 8
+ALTERNATIVES: Final = 3
+STEP_TOKENS: Final = 10
+"""Of a session, at most: its last token and eight drafted ones."""
 KEYS: Final = tuple(f"key-{index}-of-the-benchmark" for index in range(16))
 SESSIONS_PER_KEY: Final = 64
 WARM_UP_STEPS: Final = 15
-SETTLE_STEPS: Final = 5
-"""Steps after a change of kind that do not count: drafts of the other kind are still on their way."""
-
 MAX_CPU_MS: Final = 0.15
 """Bound on the CPU time per session and step, all threads together, from 16 sessions on; one session alone may take
 more, because a step has costs of its own."""
-MAX_TREE_RATIO: Final = 1.3
-"""Bound on the CPU time per session and step at 16 sessions with trees32, over that with paths."""
 MAX_ENGINE_MS: Final = {64: 6.0, 256: 20.0}
 """Bound on the engine's wall time per step outside the runtime, by the number of sessions."""
-
-# The emulated model's text: an LCG of full period, so each token has one successor.
-SUCCESSOR: Final = [(token * 1597 + 51749) % VOCAB_SIZE for token in range(VOCAB_SIZE)]
-
 
 # -- the server's process ----------------------------------------------------------------------------------------------
 
@@ -123,7 +111,7 @@ class EmulatedRuntime:
 def serve(step_s: float, num_sessions: int) -> None:
     """The server's process. GET /cpu answers with the CPU seconds of its threads."""
     runtime = EmulatedRuntime(step_s, num_sessions)
-    config = EngineConfig(max_running=num_sessions, step_tokens=num_sessions * (DRAFT_TOKENS + 2))
+    config = EngineConfig(max_running=num_sessions, step_tokens=num_sessions * STEP_TOKENS)
     engine = EngineThread(runtime, config)
     engine.calibrate()
     model = ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset())
@@ -161,63 +149,18 @@ def _ident_of(name: str) -> int:
 
 
 NONE: Final = "none"
-PATHS: Final = "paths"
-TREES: Final = {f"trees{DRAFT_TOKENS * (1 + 3 * (1 + below))}": below for below in range(-1, 4)}
-"""By the number of nodes: how many nodes follow each wrong alternative; -1 has no alternatives."""
-LONG: Final = {kind.replace("trees", "long"): below for kind, below in TREES.items()}
-"""The same, up one long request."""
-_RIGHT, _WRONG, _BELOW = level_of(0.88), level_of(0.07), level_of(0.5)
+TREES: Final = "trees"
 
 
-def _path_bodies() -> list[bytes]:
-    """For each last token, the JSON of the path that follows it."""
-    bodies = []
-    for token in range(VOCAB_SIZE):
-        path = []
-        for _ in range(DRAFT_TOKENS):
-            path.append(token := SUCCESSOR[token])
-        bodies.append(json.dumps([path], separators=(",", ":")).encode())
-    return bodies
-
-
-def _tree_after(token: int, below: int) -> bytes:
+@cache
+def nodes_of(token: int) -> bytes:
     """The nodes of the tree after a token, as `tree_draft` encodes them: they do not depend on base and first."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    levels: list[int] = []
-    right = ROOT
-    for _ in range(DRAFT_TOKENS):
-        token = SUCCESSOR[token]
-        parent, right = right, len(tokens)
-        for rank in range(4 if below >= 0 else 1):
-            last = parent
-            for index in range(1 + (below if rank else 0)):
-                tokens.append((token + rank * 1009 + index) % VOCAB_SIZE)
-                parents.append(last)
-                levels.append((_BELOW if index else _WRONG) if rank else _RIGHT)
-                last = len(tokens) - 1
-    return TreeDraft(0, 0, tokens, parents, levels).encode()[2:]  # without base and first, a byte each
+    return TreeDraft(0, 0, *nodes_after(token, ALTERNATIVES)).encode()[2:]  # without base and first, a byte each
 
 
-class Bodies:
-    """Draft messages by the last token, of the kind that is sent now."""
-
-    def __init__(self, kinds: Sequence[str]) -> None:
-        self._paths = _path_bodies()
-        self._trees = {
-            kind: [_tree_after(token, (TREES | LONG)[kind]) for token in range(VOCAB_SIZE)]
-            for kind in kinds
-            if kind in TREES or kind in LONG
-        }
-        self.kind = kinds[0]
-
-    def message(self, base: int, first: int, last_token: int) -> tuple[bytes, bytes, int]:
-        """Content type, body, and nodes; `first` is the number of the first node."""
-        if self.kind == PATHS:
-            return b"application/json", b'{"base":%d,"paths":%s}' % (base, self._paths[last_token]), 0
-        num_nodes = int(re.sub("[a-z]", "", self.kind))
-        body = varint(base) + varint(first) + self._trees[self.kind][last_token]
-        return TREE_MEDIA_TYPE.encode(), body, num_nodes
+def tree_of(base: int, first: int, last_token: int) -> bytes:
+    """The message after a token; `first` is the number of the first node."""
+    return varint(base) + varint(first) + nodes_of(last_token)
 
 
 def _headers_of(index: int) -> bytes:
@@ -227,44 +170,28 @@ def _headers_of(index: int) -> bytes:
 
 
 class Posts(asyncio.Protocol):
-    """The connection on which one session posts its drafts, or has its long request."""
+    """The connection on which one session has its long request."""
 
-    def __init__(self, headers: bytes, bodies: Bodies) -> None:
-        self._headers, self._bodies = headers, bodies
-        self._num_nodes = self.num_posts = 0
-        self._has_begun = False
-
-    @property
-    def kind(self) -> str:
-        """What is sent now."""
-        return self._bodies.kind
+    def __init__(self, headers: bytes, drafts: str) -> None:
+        self._headers, self._drafts = headers, drafts
+        self.num_posts = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keeps the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop registers no class
 
     def post(self, session: bytes, base: int, last_token: int) -> None:
-        """Sends the drafts after `last_token`."""
-        media_type, body, num_nodes = self._bodies.message(base, self._num_nodes, last_token)
-        self._num_nodes += num_nodes
-        self.num_posts += 1
-        if self.kind in LONG:
-            return self._go_on(session, body)
-        self._transport.write(
-            b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nPrefer: return=minimal\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (session, self._headers, media_type, len(body), body)
-        )
-
-    def _go_on(self, session: bytes, body: bytes) -> None:
-        """Sends a message up the long request, which begins with the first one."""
-        if not self._has_begun:
-            self._has_begun = True
+        """Sends the drafts after `last_token`, if any are sent; the long request begins with the first."""
+        if self._drafts == NONE:
+            return
+        if not self.num_posts:
             self._transport.write(
                 b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nTransfer-Encoding: chunked\r\n\r\n"
                 % (session, self._headers, DRAFTS_MEDIA_TYPE.encode())
             )
-        piece = framed(body)
+        piece = framed(tree_of(base, self.num_posts * 8 * (1 + ALTERNATIVES), last_token))
         self._transport.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        self.num_posts += 1
 
 
 class Stream(asyncio.Protocol):
@@ -301,7 +228,7 @@ class Stream(asyncio.Protocol):
             self._session = found[1]
         commits = self._EVENT.findall(data)
         self.num_commits += len(commits)
-        if commits and self._posts.kind != NONE:
+        if commits:
             base, tokens = commits[-1]
             known = tokens.split(b",")
             self._posts.post(self._session, int(base) + len(known), int(known[-1]))
@@ -325,39 +252,33 @@ async def _read(http: httpx.AsyncClient) -> Counters:
     return {**cpu, **found, "wall_s": time.perf_counter()}
 
 
-async def _measure(
-    url: str, num_sessions: int, num_steps: int, num_windows: int, kinds: Sequence[str]
-) -> dict[str, list[Counters]]:
-    """Opens the sessions; what each window of about `num_steps` steps took, by the kind of drafts, which take turns."""
-    bodies = Bodies(kinds)
+async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int, drafts: str) -> list[Counters]:
+    """Opens the sessions; what each window of about `num_steps` steps took."""
     loop = asyncio.get_running_loop()
     host, port = url.removeprefix("http://").split(":")
     streams, every = [], list[Posts]()
     for index in range(num_sessions):
         headers = _headers_of(index)
-        _, posts = await loop.create_connection(partial(Posts, headers, bodies), host, int(port))
+        _, posts = await loop.create_connection(partial(Posts, headers, drafts), host, int(port))
         every.append(posts)
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
         _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
         streams.append(stream)
 
-    async def steps_until(count: int) -> None:
+    async def after(count: int) -> Counters:
         deadline = time.monotonic() + 60.0
         while min(stream.num_commits for stream in streams) < count:
             assert time.monotonic() < deadline, "the sessions do not advance"
             await asyncio.sleep(0.02)
+        return await _read(http) | {"posts": sum(each.num_posts for each in every)}
 
-    windows: dict[str, list[Counters]] = {kind: [] for kind in kinds}
+    windows = []
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEYS[0]}"}) as http:
-        await steps_until(WARM_UP_STEPS)
+        before = await after(WARM_UP_STEPS)
         for _ in range(num_windows):
-            for kind in kinds:
-                bodies.kind = kind
-                await steps_until(min(stream.num_commits for stream in streams) + SETTLE_STEPS)
-                before = await _read(http) | {"posts": sum(each.num_posts for each in every)}
-                await steps_until(min(stream.num_commits for stream in streams) + num_steps)
-                after = await _read(http) | {"posts": sum(each.num_posts for each in every)}
-                windows[kind].append({name: after[name] - before[name] for name in after})
+            now = await after(min(stream.num_commits for stream in streams) + num_steps)
+            windows.append({name: now[name] - before[name] for name in now})
+            before = now
     return windows
 
 
@@ -382,13 +303,12 @@ def figures_of(windows: Sequence[Counters]) -> dict[str, float]:
     }
 
 
-def misses(sessions: int, drafts: str, figures: dict[str, float]) -> list[str]:
+def misses(sessions: int, figures: dict[str, float]) -> list[str]:
     """The bounds that are missed, in words."""
     found = []
-    if sessions >= 16 and drafts == PATHS and figures["cpu_ms"] > MAX_CPU_MS:
+    if sessions >= 16 and figures["cpu_ms"] > MAX_CPU_MS:
         found.append(f"{sessions} sessions: {figures['cpu_ms']:.3f} ms of CPU per session and step, over {MAX_CPU_MS}")
-    bound, wall_ms = MAX_ENGINE_MS.get(sessions), figures["engine_wall_ms"]
-    if bound is not None and drafts == PATHS and wall_ms > bound:
+    if (wall_ms := figures["engine_wall_ms"]) > (bound := MAX_ENGINE_MS.get(sessions, math.inf)):
         found.append(f"{sessions} sessions: the engine takes {wall_ms:.1f} ms per step, over {bound}")
     return found
 
@@ -403,55 +323,30 @@ def main() -> int:
             "--steps": option(100, "steps of a window"),
             "--windows": option(5, "windows; medians are shown"),
             "--serve": option(type=float, help=argparse.SUPPRESS),
-            "--drafts": option([PATHS, "trees32"], "kinds, in turn", choices=(NONE, PATHS, *TREES, *LONG)),
+            "--drafts": option([TREES, NONE], choices=(TREES, NONE)),
             **TO_JSON,
         },
     ).parse_args()
-    if len({kind in LONG for kind in options.drafts}) > 1:
-        raise SystemExit("--drafts: long requests need a run of their own")
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     if options.serve is not None:
         serve(options.serve / 1e3, options.sessions[0])
         return 0
     names = ("sessions", "drafts", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
     table = Table(*names, title="ms of CPU per session and step; ms per step by the clock")
-    rows: list[dict[str, Any]] = []
-    ratios: list[dict[str, Any]] = []
-    missed: list[str] = []
-    for num_sessions in options.sessions:
+    rows, missed = list[dict[str, Any]](), list[str]()
+    for num_sessions, drafts in product(options.sessions, options.drafts):
         command = ["-m", "bench.server_overhead", "--serve", str(options.step_ms), "--sessions", str(num_sessions)]
         with child_process(command, ready_prefix=READY_PREFIX) as url:
-            measuring = _measure(url, num_sessions, options.steps, options.windows, options.drafts)
-            windows = uvloop.run(measuring)
-        for kind, found in windows.items():
-            figures = figures_of(found)
-            rows.append({"sessions": num_sessions, "drafts": kind, **figures})
-            missed += misses(num_sessions, kind, figures)
-            digits = (3, 3, 3, 2, 1, 2, 2)
-            cells = (f"{value:.{places}f}" for value, places in zip(figures.values(), digits, strict=False))
-            table.add_row(str(num_sessions), kind, *cells)
-            if kind != PATHS and PATHS in windows:
-                ratio = _ratio(found, windows[PATHS])
-                ratios.append({"sessions": num_sessions, "drafts": kind, "cpu_over_paths": ratio})
+            windows = uvloop.run(_measure(url, num_sessions, options.steps, options.windows, drafts))
+        figures = figures_of(windows)
+        rows.append({"sessions": num_sessions, "drafts": drafts, **figures})
+        missed += misses(num_sessions, figures)
+        digits = (3, 3, 3, 2, 1, 2, 2)
+        cells = (f"{value:.{places}f}" for value, places in zip(figures.values(), digits, strict=False))
+        table.add_row(str(num_sessions), drafts, *cells)
     console = Console(width=110)
     console.print(table)
-    for each in ratios:
-        console.print(f"{each['sessions']} sessions: {each['drafts']} take {each['cpu_over_paths']:.2f}x of paths' CPU")
-    missed += [
-        f"16 sessions: trees32 take {each['cpu_over_paths']:.2f}x of paths' CPU, over {MAX_TREE_RATIO}"
-        for each in ratios
-        if each["sessions"] == 16 and each["drafts"] == "trees32" and each["cpu_over_paths"] > MAX_TREE_RATIO
-    ]
-    document = {"step_ms": options.step_ms, "rows": rows, "ratios": ratios}
-    return verdict(console, missed, options.json, document)
-
-
-def _ratio(trees: Sequence[Counters], paths: Sequence[Counters]) -> float:
-    """CPU per pass over that of the window of paths beside it, the median."""
-    return median(
-        (tree["process_s"] / tree["passes"]) / (path["process_s"] / path["passes"])
-        for tree, path in zip(trees, paths, strict=True)
-    )
+    return verdict(console, missed, options.json, {"step_ms": options.step_ms, "rows": rows})
 
 
 if __name__ == "__main__":

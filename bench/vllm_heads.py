@@ -3,9 +3,9 @@
     PYTHON -m bench.vllm_heads HEADS [--distance 0 1 2] [--texts 8] [--max-tokens 64] [--json PATH]
 
 PYTHON is the interpreter of vLLM's environment, HEADS a directory of EAGLE heads for the reference target
-(`python -m bench.eagle_head HEADS` trains some). The device is the reference draft. It sees a commit, and its drafts of
-it count, so many steps later: 0 is in sync with every step, 1 a round trip of one step. Steps run when all drafts are
-there and seem to take 20 ms, so nothing depends on the clock. The policy is the one that saves passes; with `auto`,
+(`training.eagle_head` in reference/ trains some). The device is the reference draft. It sees a commit, and its drafts
+of it count, so many steps later: 0 is in sync with every step, 1 a round trip of one step. Steps run when all drafts
+are there and seem to take 20 ms, so nothing depends on the clock. The policy is the one that saves passes; with `auto`,
 which saves time, a token that is unlikely to be accepted is not verified. The rows:
 
   nothing   no drafts

@@ -22,66 +22,51 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import zmq
+from bench.attacks.attackers import attacking
+from bench.known_text import LIKELY, VOCAB_SIZE, nodes_after
 from bench.report import TO_JSON, figures_table, option, parser, verdict
+from bench.vllm_scheduler import (
+    BLOCK_SIZE,
+    MAX_DRAFT,
+    PROMPT_TOKENS,
+    add_requests,
+    engine_config,
+    open_scheduler,
+    picks_of,
+    result_of,
+    write_model,
+)
 from rich.console import Console
 
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.vllm import engine_messages as wire
-from outrider.cloud.vllm.options import PROPOSER, VllmConfig
+from outrider.cloud.vllm.options import VllmConfig
 from outrider.cloud.vllm.parent import PLACE_VARIABLE
-from outrider.cloud.vllm.terms import Terms
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.wire.tree_draft import ROOT, TreeDraft, level_of
+from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
 MAX_BETWEEN_MS: Final = {32: 0.8, 128: 2.5}
 """Bound on the median of our share between two steps, by sessions."""
 MAX_FLOOD_MS: Final = 1.0
 """What a flood may add to it."""
 
-VOCAB_SIZE: Final = 4096
-SUCCESSOR: Final = [(token * 1597 + 51749) % VOCAB_SIZE for token in range(VOCAB_SIZE)]
-"""The emulated model's text."""
-MAX_DRAFT: Final = 16
-PROMPT_TOKENS: Final = 64
-LEVELS_OF_TREE: Final = 8
 ALTERNATIVES: Final = 2
 WARM_UP_STEPS: Final = 30
-_LIKELY, _UNLIKELY = level_of(0.78), level_of(0.07)
-_MAX_MODEL_LEN: Final = 1 << 15
 _ON_THE_WAY_S: Final = 0.002  # through a local socket
-_BLOCK_SIZE: Final = 16
-_CONFIG: Final = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": _MAX_MODEL_LEN,
-    "torch_dtype": "float32",
-}
-
-
 # -- the server and the devices, a process of its own ------------------------------------------------------------------
 
 
@@ -91,29 +76,14 @@ def _is_level_right(token: int) -> bool:
 
 
 @cache
-def _tree_after(token: int) -> tuple[list[int], list[int], list[int]]:
-    """The nodes of the device's tree behind a last token: at each level a likeliest guess and two alternatives."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    levels: list[int] = []
-    parent = ROOT
-    for _ in range(LEVELS_OF_TREE):
-        is_right, right = _is_level_right(token), SUCCESSOR[token]
-        above = parent
-        for rank in range(1 + ALTERNATIVES):
-            is_true = rank == (0 if is_right else 1)
-            if is_true:
-                parent = len(tokens)
-            tokens.append(right if is_true else (right + 1 + rank) % VOCAB_SIZE)
-            parents.append(above)
-            levels.append(_LIKELY if rank == 0 else _UNLIKELY)
-        token = right
-    return tokens, parents, levels
+def _nodes_after(token: int) -> tuple[list[int], list[int], list[int]]:
+    """Of the device's tree: where its likeliest guess is wrong, the first alternative is right."""
+    return nodes_after(token, ALTERNATIVES, lambda token: 0 if _is_level_right(token) else 1)
 
 
 def tree_after(token: int, base: int, first: int) -> TreeDraft:
-    """The same as a message whose first node has the number `first`."""
-    tokens, parents, levels = _tree_after(token)
+    """The device's tree behind a last token; its first node has the number `first`."""
+    tokens, parents, levels = _nodes_after(token)
     return TreeDraft(base, first, tokens, [ROOT if parent == ROOT else first + parent for parent in parents], levels)
 
 
@@ -153,102 +123,20 @@ class Devices:
         self._context.destroy(linger=0)
 
 
-def flood(place: str, number: int) -> None:
+def flood(report: Any, place: str, number: int) -> None:
     """Sends the largest trees for one session, as fast as they are taken."""
+    report.send("begun")
     context = zmq.Context()
     orders = wire.open_socket(context, zmq.PUSH, wire.MAX_ORDERS)
     orders.connect(wire.orders_address(Path(place)))
     count, first = 512, 1 << 20
     parents = [ROOT, *range(first, first + count - 1)]
-    while os.getppid() != 1:
-        message = TreeDraft(1, first, [(first + i) % VOCAB_SIZE for i in range(count)], parents, [_LIKELY] * count)
+    while True:
+        message = TreeDraft(1, first, [(first + i) % VOCAB_SIZE for i in range(count)], parents, [LIKELY] * count)
         try:
             orders.send(wire.encode(wire.TreeOrder(number, message, time.monotonic())), zmq.NOBLOCK)
         except zmq.ZMQError:
             time.sleep(0.001)
-
-
-@contextmanager
-def started(*targets: tuple[Any, tuple[Any, ...]]) -> Iterator[None]:
-    """Runs functions in processes of their own."""
-    context = multiprocessing.get_context("spawn")
-    processes: list[BaseProcess] = [context.Process(target=act, args=args, daemon=True) for act, args in targets]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-# -- vLLM's scheduler --------------------------------------------------------------------------------------------------
-
-
-def engine_config(model: Path, num_sessions: int, scheduler: str | None) -> Any:
-    """vLLM's configuration for a scheduler of so many sessions."""
-    from vllm import AsyncEngineArgs
-
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "dtype": "float32",
-        "max_num_seqs": 4 * num_sessions,
-        "max_num_batched_tokens": 4096,
-        "max_model_len": _MAX_MODEL_LEN,
-        "block_size": _BLOCK_SIZE,
-        "enable_prefix_caching": True,
-        "async_scheduling": False,
-        "enforce_eager": True,
-        "disable_log_stats": True,
-        "speculative_config": {"num_speculative_tokens": MAX_DRAFT, "method": "custom_class", "model": PROPOSER},
-    }
-    if scheduler is not None:
-        arguments["scheduler_cls"] = scheduler
-    return AsyncEngineArgs(**arguments).create_engine_config()
-
-
-def open_scheduler(config: Any, num_blocks: int) -> Any:
-    """The scheduler that a configuration names, as EngineCore makes it."""
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    spec = FullAttentionSpec(block_size=_BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    config.cache_config.num_gpu_blocks = num_blocks
-    return config.scheduler_config.get_scheduler_cls()(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=_BLOCK_SIZE,
-        log_stats=False,
-    )
-
-
-def add_requests(scheduler: Any, num_sessions: int) -> None:
-    """One request for each session, with our terms."""
-    from vllm import SamplingParams as VllmSamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(_BLOCK_SIZE, sha256)
-    for number in range(1, num_sessions + 1):
-        terms = Terms(number, SamplingParams(), _MAX_MODEL_LEN // 2, owner=b"%d" % (number % 16))
-        params = VllmSamplingParams(
-            temperature=0.0,
-            max_tokens=terms.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=terms.extra_args(),
-        )
-        prompt = [(number * 131 + i) % VOCAB_SIZE for i in range(PROMPT_TOKENS)]
-        scheduler.add_request(
-            Request(f"outrider-{number}", prompt, params, None, cache_salt=str(number), block_hasher=hasher)
-        )
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -281,33 +169,6 @@ class Step:
     after_s: float = 0.0
     late_s: float = 0.0
     cpu_s: float = 0.0
-
-
-def picks_of(scheduler: Any, output: Any) -> dict[str, list[int]]:
-    """What the model picks in a step: nothing for parts of prompts."""
-    picks: dict[str, list[int]] = {}
-    for name in output.num_scheduled_tokens:
-        request = scheduler.requests[name]
-        drafts = output.scheduled_spec_decode_tokens.get(name, [])
-        if request.num_computed_tokens < request.num_tokens:
-            picks[name] = []
-            continue
-        token = SUCCESSOR[request.all_token_ids[-1]]
-        found = [token]
-        for drafted in drafts:
-            if drafted != token:
-                break
-            found.append(token := SUCCESSOR[token])
-        picks[name] = found
-    return picks
-
-
-def result_of(picks: dict[str, list[int]]) -> Any:
-    """The same as vLLM's workers return it."""
-    from vllm.v1.outputs import ModelRunnerOutput
-
-    names = list(picks)
-    return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [list(picks[name]) for name in names])
 
 
 def steady(scheduler: Any, model: Model) -> None:
@@ -406,13 +267,12 @@ def measure(options: argparse.Namespace, model: Path, num_sessions: int) -> Figu
     """Runs the steps, and repeats them in vLLM's own scheduler."""
     from vllm.config import set_current_vllm_config
 
-    num_blocks = num_sessions * (PROMPT_TOKENS + (MAX_DRAFT + 1) * (options.steps + WARM_UP_STEPS)) // _BLOCK_SIZE + 64
+    num_blocks = num_sessions * (PROMPT_TOKENS + (MAX_DRAFT + 1) * (options.steps + WARM_UP_STEPS)) // BLOCK_SIZE + 64
     with tempfile.TemporaryDirectory(prefix="outrider-") as place:
         settings = VllmConfig({}, max_running=num_sessions, max_draft=MAX_DRAFT, looks_up=True)
         (Path(place) / wire.SETTINGS_NAME).write_bytes(msgspec.json.encode(settings))
         os.environ[PLACE_VARIABLE] = place
         config = engine_config(model, num_sessions, "outrider.cloud.vllm.scheduler.OutriderScheduler")
-        others = [(flood, (place, 1))] if options.flood else []
         with set_current_vllm_config(config):
             scheduler = open_scheduler(config, num_blocks)
         emulated = Model(options.step_ms / 1e3, options.token_us / 1e6)
@@ -420,11 +280,11 @@ def measure(options: argparse.Namespace, model: Path, num_sessions: int) -> Figu
         add_requests(scheduler, num_sessions)
         gc.collect()
         gc.freeze()  # as EngineCore does
-        with closing(Devices(place, num_sessions, options.late)) as devices, started(*others):
+        others = attacking(flood, place, 1) if options.flood else nullcontext()
+        with closing(Devices(place, num_sessions, options.late)) as devices, others:
             for _ in range(WARM_UP_STEPS):
                 run_step(scheduler, devices, emulated)
-            with _profiler(options.profile):
-                steps = [run_step(scheduler, devices, emulated) for _ in range(options.steps)]
+            steps = [run_step(scheduler, devices, emulated) for _ in range(options.steps)]
         scheduler.shutdown()
     config = engine_config(model, num_sessions, None)
     with set_current_vllm_config(config):
@@ -454,21 +314,6 @@ def measure(options: argparse.Namespace, model: Path, num_sessions: int) -> Figu
     )
 
 
-@contextmanager
-def _profiler(path: Path | None) -> Iterator[None]:
-    """Writes cProfile's statistics to a file, if any; the times then mean nothing."""
-    import cProfile
-
-    if path is None:
-        yield
-        return
-    profile = cProfile.Profile()
-    profile.enable()
-    yield
-    profile.disable()
-    profile.dump_stats(path)
-
-
 def main() -> int:
     """Measures and prints."""
     options = parser(
@@ -480,13 +325,12 @@ def main() -> int:
             "--token-us": option(20.0, "and for each token in it"),
             "--late": option(0.25, "share of the answers that come when the model's run is over"),
             "--flood": option(False, "floods one session with drafts"),
-            "--profile": option(type=Path, help="write cProfile's statistics here"),
             **TO_JSON,
         },
     ).parse_args()
     with tempfile.TemporaryDirectory(prefix="outrider-") as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(_CONFIG))
-        found = [measure(options, Path(directory), count) for count in options.sessions]
+        model = write_model(Path(directory))
+        found = [measure(options, model, count) for count in options.sessions]
     table = figures_table(
         f"milliseconds of a step of {options.step_ms:g} ms{', one session floods' if options.flood else ''}",
         *("sessions", "between", "p95", "cpu", "vLLM's own", "during", "late p95"),

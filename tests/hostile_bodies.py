@@ -1,6 +1,6 @@
 """Lists hostile request bodies: each is as large as a server takes, and none is a valid request.
 
-Tests check what each costs in objects and memory, the benchmark `bench/abuse.py` in time.
+Tests check what each costs in objects and memory, row 6 of `bench.abuse` in time.
 """
 
 from __future__ import annotations
@@ -241,5 +241,44 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     ),
     HostileBody("not JSON", VERIFY, "malformed_json", long(b"", b"\xff", b"")),
     HostileBody("empty paths", DRAFTS, "invalid_parameter", repeated(b'{"base":0,"paths":[', b"[]", b"]}")),
+    HostileBody("texts and ids in turn", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b'"a",1', b"]}")),
+    HostileBody("true for ids", SESSIONS, "invalid_parameter", repeated(b'{"max_tokens":1,"prompt":[', b"true", b"]}")),
+    HostileBody(
+        "numbers of 40 digits",
+        SESSIONS,
+        "invalid_parameter",
+        repeated(b'{"max_tokens":1,"prompt":[', b"9" * 40, b"]}"),
+    ),
+    HostileBody("one huge number", SESSIONS, "malformed_json", long(b'{"max_tokens":1,"prompt":[', b"9", b"]}")),
+    HostileBody(
+        "as many keys as a body may have",
+        SESSIONS,
+        "invalid_parameter",
+        lambda _: numbered(b'{"prompt":[1],"logit_bias":{', b'"%d":0.5', b"}}")(400_000),
+    ),
+    HostileBody(
+        "deep lists that end",
+        SESSIONS,
+        "invalid_parameter",
+        lambda size: b'{"prompt":' + b"[" * (size // 2 - 8) + b"]" * (size // 2 - 8) + b"}",
+    ),
+    HostileBody(
+        "wrong roles", CHAT, "invalid_parameter", repeated(b'{"messages":[', b'{"role":0,"content":[]}', b"]}")
+    ),
+    HostileBody(
+        "empty tools", CHAT, "invalid_parameter", repeated(b'{"messages":[{"role":"a"}],"tools":[', b"{}", b"]}")
+    ),
+    HostileBody(
+        "a name of many", VERIFY, "invalid_parameter", repeated(b'{"items":[{"prefix":[5]}],"model":[', b'"a"', b"]}")
+    ),
+    HostileBody(
+        "256 items of wrong drafts",
+        VERIFY,
+        "invalid_parameter",
+        lambda _: repeated(
+            b'{"items":[', b'{"prefix":[],"draft":[%s],"temperature":"warm"}' % b",".join([b'"a"'] * 800), b"]}"
+        )(850_000),
+    ),
+    HostileBody("wrong ids", DRAFTS, "invalid_parameter", repeated(b'{"base":0,"paths":[', b'["a"]', b"]}")),
     HostileBody("one long path", DRAFTS, "invalid_parameter", repeated(b'{"base":0,"paths":[[', b"1", b"]]}")),
 )

@@ -26,6 +26,8 @@ class RawServer:
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self.num_sent = 0
         self.paths = list[str]()
+        self.asked = dict[socket.socket, tuple[str, bytes]]()
+        """Path and body of the request on each connection."""
         self.is_over = threading.Event()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -67,11 +69,13 @@ class RawServer:
                     if not (data := connection.recv(65536)):
                         return
                     head += data
-                self.paths.append(head.split(b" ")[1].decode())
+                path = head.split(b" ")[1].decode()
+                self.paths.append(path)
                 head, _, body = head.partition(b"\r\n\r\n")
                 length = re.search(rb"(?i)content-length: *(\d+)", head)
                 while length is not None and len(body) < int(length[1]):
                     body += connection.recv(65536)  # closing with unread data would take back what was sent
+                self.asked[connection] = path, body
                 self._reply(self, connection)
             except OSError:
                 pass  # the agent has left

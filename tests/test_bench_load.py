@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,8 +19,7 @@ from bench.beside import Written
 from bench.capacity import Costs, Found, saturated_rate
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
-from bench.open_and_drop import BOUNDED, State, leaks
-from bench.peer_engines import READY, Batch, Done, done_of, serve
+from bench.peer_engines import READY, Batch, Done, answered, serve
 from bench.peer_servers import Streamed, StreamedText, read_stream
 from bench.peers import Comparison, compare
 
@@ -90,8 +90,8 @@ def test_capacity_counts_rounds_after_the_first() -> None:
 
 def test_decoding_begins_when_every_text_has_begun() -> None:
     """The rates of an engine, and those of a streamed batch."""
-    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), took_s=4.0, before_s=2.0, num_before=4, cpu_s=2.0, cpu_before_s=1.0)
-    assert (done.rate, done.decode_rate, done.decode_cpu_rate) == (2.0, 2.0, 4.0)
+    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), took_s=4.0, before_s=2.0, num_before=4)
+    assert (done.rate, done.decode_rate) == (2.0, 2.0)
     streamed = Streamed(
         (StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))),
     )
@@ -108,11 +108,12 @@ def test_batches_go_to_an_engine_and_back_as_lines() -> None:
         return Done(batch.prompts, 1.0, 0.5, 1)
 
     answers = io.StringIO()
-    serve(run, io.StringIO(json.dumps({"prompts": [[1, 2], [3]], "max_tokens": 5}) + "\n"), answers)
+    serve(partial(answered, run), io.StringIO(json.dumps({"prompts": [[1, 2], [3]], "max_tokens": 5}) + "\n"), answers)
     assert asked == [Batch(((1, 2), (3,)), 5)]
     ready, line = answers.getvalue().splitlines()
     assert ready == READY
-    assert done_of(line) == Done(((1, 2), (3,)), 1.0, 0.5, 1)
+    found = json.loads(line)
+    assert found == {"texts": [[1, 2], [3]], "took_s": 1.0, "before_s": 0.5, "num_before": 1}
 
 
 def test_a_stream_is_read_with_its_usage() -> None:
@@ -159,22 +160,6 @@ def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
     with pytest.raises(RuntimeUnavailable, match="expected 4"):
         compare("x", _Contestant("a", [1.0], num_tokens=1), _Contestant("b", [1.0]), batch, 1)
     assert isinstance(found, Comparison)
-
-
-def test_what_a_verifier_keeps_is_named() -> None:
-    """Blocks, sessions, tasks, threads, descriptors, processes, objects, memory: each in words of its own."""
-    clean = State(0, {}, 3, 0, ("serve",), 6, 15, 1, {"outrider.X": 2}, (60.0, 40.0))
-    assert leaks(clean, replace(clean, descriptors=19, memory_mb=(62.9, 40.0), parked=5)) == []
-    dirty = State(2, {"engine_running": 1.0}, 3, 0, ("serve", "chunks"), 7, 20, 2, {"outrider.X": 11}, (103.1,))
-    told = leaks(clean, dirty)
-    words = ("blocks", "engine_running", "chunks", "threads", "descriptors", "processes", "outrider.X", "MB")
-    assert len(told) == len(words) and all(word in line for word, line in zip(words, told, strict=True))
-    # A parked prefix is an object, and may stay.
-    assert leaks(clean, replace(clean, parked=23, objects={"outrider.X": 22})) == []
-    # Digests of kept prefixes stay up to their bound, and no further.
-    ((name, bound),) = BOUNDED.items()
-    assert leaks(clean, replace(clean, objects={name: bound})) == []
-    assert len(leaks(clean, replace(clean, objects={name: bound + 1}))) == 1
 
 
 def test_values_of_one_server_and_of_replicas() -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from bench.attacks.tree_bytes import chain, fan, tree_bytes
-from bench.beside import EmulatedPair, Stop, Turns
-from bench.emulated import Emulation, emulated_draft, emulated_ranks
+from bench.beside import GUESSES, EmulatedPair, Stop, Turns
+from bench.emulated import MAX_POSITIONS, EmulatedDraft, EmulatedTarget, Emulation, emulated_draft
+from bench.known_text import SUCCESSOR
 from bench.never_slower import Comparison, goals, misses
-from bench.rank_files import read_ranks
 from bench.round_trips import PATH, TREE, WRONG, Cell, Place, Yardstick, rate_of
-from bench.server_overhead import DRAFT_TOKENS, SUCCESSOR, TREES, Bodies
+from bench.server_overhead import tree_of
+from tests.ranks import read_ranks
 
 from outrider.edge.lab.laboratory import CLOUD_ONLY
 from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.check.acceptance import Continuation
-from outrider.models.picks.sampling import SamplingParams
-from outrider.models.runtimes.base import BranchingRuntime
+from outrider.export.report.simulation.ranks import Picked, Ranks
+from outrider.models.picks.sampling import SamplingParams, candidates, pick
+from outrider.models.runtimes.base import BranchingRuntime, SequenceSlice
 from outrider.models.wire.tree_draft import ROOT, decode_tree
 
-DATA = Path(__file__).parent.parent / "bench" / "data"
 NO_TIME = Emulation(0.0, 0.0, 0.0)
 PARAMS = SamplingParams(temperature=0.8, seed=3)
 
@@ -53,11 +53,29 @@ def test_ranks_are_measured_along_the_given_texts() -> None:
     assert len(found) == 30 and sum(token.rank == 0 for token in found) >= written.num_accepted
 
 
+def emulated_ranks(temperature: float, num_texts: int, num_tokens: int) -> Ranks:
+    """Ranks of the emulated target's picks among the emulated draft's guesses, along the target's own texts."""
+    emulation = replace(NO_TIME, temperature=temperature)
+    target, draft = EmulatedTarget(emulation), EmulatedDraft(emulation)
+    blocks = list(range(MAX_POSITIONS // target.block_size))
+    texts = []
+    for seed in range(num_texts):
+        params = SamplingParams(temperature=temperature, seed=seed)
+        draft.truncate(0)
+        token, picked = seed, []
+        for position in range(num_tokens):
+            guesses = candidates(draft.extend([token]), params, position + 1, GUESSES)
+            rows = target.forward([SequenceSlice([token], position, blocks, 1)])
+            token = pick(rows[0], params, position + 1)
+            picked.append(Picked.among(guesses, token))
+        texts.append(tuple(picked))
+    return Ranks(tuple(texts))
+
+
 @pytest.mark.parametrize("temperature", [0.8, 0.0])
 def test_the_emulated_pair_has_the_ranks_of_the_measured_one(temperature: float) -> None:
     """Within 0.06 for the draft's own pick and its best two, four and eight."""
-    measured = read_ranks(DATA / f"ranks_{temperature}.json")
-    emulated = emulated_ranks(temperature, num_texts=6, num_tokens=120)
+    measured, emulated = read_ranks(f"reference_ranks_{temperature}"), emulated_ranks(temperature, 6, 120)
     for width in (1, 2, 4, 8):
         assert emulated.hits(width) == pytest.approx(measured.hits(width), abs=0.06)
 
@@ -107,17 +125,15 @@ def test_goals_compare_with_the_draft_beside_the_target() -> None:
     assert goals(_comparison(100.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})) == []
 
 
-@pytest.mark.parametrize("kind", TREES)
-def test_the_overheads_trees_hold_the_right_path_and_nothing_else_that_is_right(kind: str) -> None:
-    """As many nodes as the kind says, eight of them right."""
-    _, body, num_nodes = Bodies([kind]).message(300, 70_000, 17)
-    tree = decode_tree(body)
-    assert (tree.base, tree.first, len(tree.tokens)) == (300, 70_000, num_nodes) == (300, 70_000, int(kind[5:]))
+def test_the_overheads_tree_holds_the_right_path_and_nothing_else_that_is_right() -> None:
+    """32 nodes, eight of them right."""
+    tree = decode_tree(tree_of(300, 70_000, 17))
+    assert (tree.base, tree.first, len(tree.tokens)) == (300, 70_000, 32)
     right = {ROOT: 17}
     for number, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=tree.first):
         if parent in right and token == SUCCESSOR[right[parent]]:
             right[number] = token
-    assert len(right) - 1 == DRAFT_TOKENS
+    assert len(right) - 1 == 8
 
 
 def test_the_attackers_trees_are_valid_messages() -> None:

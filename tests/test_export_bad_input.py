@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.bad_sources import DAMAGED_BUNDLES, DAMAGED_SOURCES, WEIGHTS, make_sources
 from safetensors.numpy import load_file, save_file
+from tests.bad_sources import DAMAGED_BUNDLES, DAMAGED_SOURCES, WEIGHTS, make_sources
 
 from outrider.export.make.pair import export_pair
 from outrider.export.make.pipeline import export_model

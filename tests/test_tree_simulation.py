@@ -5,20 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 
-import numpy as np
 import pytest
-from bench.rank_files import read_ranks, write_ranks
-from bench.ranks import auc, log_loss
-from bench.simulate_trees import beside
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ranks import read_ranks
 
 from outrider.export.report.simulation.ranks import MISSED, Picked, Ranks, bucket
 from outrider.export.report.simulation.trees import path, simulate
 from outrider.export.report.simulation.world import Device, Form, Node, Plan, Times, choose
-from outrider.models.errors import ConfigError
 from outrider.models.picks.sampling import Candidates
 from outrider.models.wire.tree_draft import ROOT, TreeDraft
 
@@ -29,7 +24,7 @@ PLAN = Plan()
 @cache
 def ranks() -> Ranks:
     """Those of the reference pair's first draft at temperature 0.8, from which trees were designed."""
-    return read_ranks(Path(__file__).parent / "data" / "ranks_0.8.json")
+    return read_ranks("ranks_0.8")
 
 
 def made(*picked: int, gap: float = 1.5) -> Ranks:
@@ -43,13 +38,6 @@ def test_the_table_of_the_design_comes_out(rtt_ms: float, path_x: float, line_x:
     plans = (path(PLAN), replace(PLAN, form=Form.LINE), PLAN)
     found = [simulate(ranks(), TIMES, rtt_ms, plan).speed_up for plan in plans]
     assert found == pytest.approx([path_x, line_x, tree_x], rel=0.02)
-
-
-def test_the_draft_beside_the_target_comes_out() -> None:
-    """2.80 at the best fixed depth; by gaps a little more, with each draft call paid for."""
-    found = beside(ranks(), TIMES)
-    assert found.fixed == pytest.approx(2.80, abs=0.005) and found.depth == 7
-    assert 1.0 < found.by_gap / found.fixed < 1.05
 
 
 def test_the_ranks_are_those_of_the_design() -> None:
@@ -165,33 +153,9 @@ def test_what_is_chosen_is_the_best_of_all_choices(chances: list[tuple[int, floa
     assert all(node.parent is (line[index - 1] if index else root) for index, node in enumerate(line))
 
 
-def test_ranks_are_kept_as_they_were(tmp_path: Path) -> None:
-    """Written, read, and refused with the way to make them where they are not ranks."""
-    found = made(0, 3, MISSED, gap=0.31)
-    write_ranks(found, tmp_path / "ranks.json")
-    assert read_ranks(tmp_path / "ranks.json") == found
-    for text in ("[]", "[[[0, [1.0]]]]", "[[[0, [1, 1, 1, 1, 1, 1, NaN]]]]", "{"):
-        (tmp_path / "ranks.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"ranks"):
-            read_ranks(tmp_path / "ranks.json")
-    with pytest.raises(ConfigError, match=r"bench\.ranks"):
-        read_ranks(tmp_path / "absent.json")
-
-
 def test_a_pick_is_ranked_among_the_guesses() -> None:
     """Gaps behind the best guess; a guess that truncation left out is far behind."""
     guesses = Candidates([7, 3, 5], [0.4, 0.4, 1.234])
     assert Picked.among(guesses, 3) == Picked(1, (0.4, 1.23, *[99.0] * 5))
     assert Picked.among(guesses, 4).rank == MISSED
     assert [Picked.among(guesses, 7).gap(guess) for guess in (0, 1, 2, 3)] == [0.4, 0.4, 1.23, 99.0]
-
-
-def test_predictors_of_acceptance_are_judged_by_their_own_measures() -> None:
-    """AUC 1 where every hit scores above every miss, 0.5 where all scores are equal; log loss of shares per bin."""
-    hits = np.array([False, False, True, True] * 50)
-    assert (
-        auc(hits.astype(float), hits) == 1.0 and auc(np.zeros(200), hits) == 0.5 and auc(-hits.astype(float), hits) == 0
-    )
-    halves = np.arange(200) // 4 % 2
-    assert log_loss(np.zeros(200), hits, halves) == pytest.approx(np.log(2), abs=1e-3)
-    assert log_loss(hits.astype(float), hits, halves) < 0.05

@@ -62,6 +62,18 @@ def _run(report: Any, one: Callable[[int], None], count: int) -> None:
         thread.join()
 
 
+def for_ever(report: Any, talk: Callable[[], object], num_threads: int) -> None:
+    """Talks in each of so many threads, and again whenever that ends or the connection breaks."""
+
+    def one(_: int) -> None:
+        while True:
+            with suppress(OSError):
+                talk()
+            time.sleep(0.05)
+
+    _run(report, one, num_threads)
+
+
 def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: int, timeout_s: float) -> None:
     """Keeps a request in flight on each of `num_connections` connections, for ever; reports every answer's status."""
     lock = threading.Lock()
@@ -153,49 +165,43 @@ def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: 
             while connection.recv(1 << 20):
                 pass
 
-    def one(_: int) -> None:
-        while True:
-            with suppress(OSError), socket.create_connection((HOST, port)) as connection:
-                if reads:
-                    threading.Thread(target=read, args=(connection,), daemon=True).start()
-                else:
-                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                while True:
-                    connection.sendall(block)
-            time.sleep(0.05)
+    def talk() -> None:
+        with socket.create_connection((HOST, port)) as connection:
+            if reads:
+                threading.Thread(target=read, args=(connection,), daemon=True).start()
+            else:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            while True:
+                connection.sendall(block)
 
-    _run(report, one, num_connections)
+    for_ever(report, talk, num_connections)
 
 
 def hold(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` once on each connection and reads nothing; replaces connections that are closed."""
 
-    def one(_: int) -> None:
-        while True:
-            with suppress(OSError), socket.socket() as connection:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                connection.connect((HOST, port))
-                connection.sendall(request)
-                closed = select.poll()
-                closed.register(connection, select.POLLRDHUP)  # bytes that arrive stay unread
-                closed.poll()
-            time.sleep(0.05)
+    def talk() -> None:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((HOST, port))
+            connection.sendall(request)
+            closed = select.poll()
+            closed.register(connection, select.POLLRDHUP)  # bytes that arrive stay unread
+            closed.poll()
 
-    _run(report, one, num_connections)
+    for_ever(report, talk, num_connections)
 
 
 def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
     """Sends `request` on each connection, reads the answer as fast as it comes, and asks again."""
 
-    def one(_: int) -> None:
-        while True:
-            with suppress(OSError), socket.create_connection((HOST, port)) as connection:
-                while True:
-                    connection.sendall(request)
-                    read_answer(connection)
-            time.sleep(0.05)
+    def talk() -> None:
+        with socket.create_connection((HOST, port)) as connection:
+            while True:
+                connection.sendall(request)
+                read_answer(connection)
 
-    _run(report, one, num_connections)
+    for_ever(report, talk, num_connections)
 
 
 def huge_header(report: Any, port: int, size: int) -> None:

@@ -16,6 +16,7 @@ from bench.attacks.local import ATTACKER, CHAT, GENERATE, MIN_RATE, VERIFY, endp
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
 from bench.attacks.subject import COMPLETIONS, VLLM, NotMeasured, Row, Subject, wait_for
 from bench.changed_bundle import change_bundle
+from tests.hostile_bodies import HOSTILE_BODIES
 
 TEMPLATE: Final = "{% if tools %}<tool_call>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
 """Of a target whose chats may have tools."""
@@ -42,64 +43,24 @@ def filled(head: str, element: str, tail: str, separator: str = ",") -> bytes:
     return (head + separator.join([element] * count) + tail).encode()
 
 
-def _common_bodies() -> Bodies:
+def _nested(name: str) -> bytes:
+    return b'{"%s":' % name.encode() + b"[" * (SIZE // 2) + b"]" * (SIZE // 2 - 16) + b"}"
+
+
+def hostile_bodies() -> Bodies:
+    """Bodies for the verifier's server: those of the tests, which look at what each costs in objects and memory."""
+    plain = {f"{body.path}: {body.name}": (body.path, body.make(SIZE)) for body in HOSTILE_BODIES}
+    return {name: (path.format(session="none"), body) for name, (path, body) in plain.items()} | hostile_grammars()
+
+
+def hostile_local_bodies() -> Bodies:
+    """Bodies for the local endpoint."""
     return {
         "prompt of empty texts": (COMPLETIONS, filled('{"prompt":[', '""', "]}")),
         "prompt of texts and ids in turn": (COMPLETIONS, filled('{"prompt":[', '"a",1', "]}")),
         "100,000 chat messages": (CHAT, filled('{"messages":[', "{}", "]}")),
         "chat messages of wrong roles": (CHAT, filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
         "100,000 tools": (CHAT, filled('{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")),
-    }
-
-
-def _nested(name: str) -> bytes:
-    return b'{"%s":' % name.encode() + b"[" * (SIZE // 2) + b"]" * (SIZE // 2 - 16) + b"}"
-
-
-def hostile_bodies() -> Bodies:
-    """Bodies for the verifier's server."""
-    sessions, verify = "/v1/sessions", "/v1/verify"
-    unknown_keys = ",".join(f'"k{i}":0' for i in range(32_700))
-    known = '{"prompt":[1],"logit_bias":{' + ",".join(f'"{i}":0.5' for i in range(32_700)) + "}}"
-    item = {"prefix": [], "draft": ["a"] * 800, "temperature": "warm", "x": 1}
-    tool_call = '{"messages":[{"role":"assistant","tool_calls":[{"type":"function","function":'
-    tool_call += '{"name":"a","arguments":"['
-    return {
-        **_common_bodies(),
-        "prompt of empty lists": (COMPLETIONS, filled('{"prompt":[', "[]", "]}")),
-        "prompt of true": (sessions, filled('{"max_tokens":1,"prompt":[', "true", "]}")),
-        "as many keys as a body may have": (sessions, known.encode()),
-        "prompt of large numbers": (sessions, filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
-        "prompt of one huge number": (sessions, filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
-        "unknown keys": (sessions, f"{{{_KEYS}}}".encode()),
-        "deep nesting": (sessions, _nested("prompt")),
-        "items that are no objects": (verify, filled('{"items":[', "0", "]}")),
-        "items of wrong drafts": (verify, json.dumps({"items": [item] * 256}).encode()[:SIZE]),
-        "100,000 messages to render": ("/v1/render", filled('{"messages":[', "{}", "]}")),
-        "a session's prediction": (sessions, filled('{"max_tokens":1,"prompt":[5],"prediction":[', "5", "]}")),
-        "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
-        "a model's name of 1 MiB": (
-            sessions,
-            filled('{"max_tokens":1,"prompt":[5],"model":"', "a", '"}', separator=""),
-        ),
-        "a completion's model of 1 MiB": (COMPLETIONS, filled('{"prompt":"a","model":"', "a", '"}', separator="")),
-        "models of a call to verify": (verify, filled('{"items":[{"prefix":[5]}],"model":[', '"a"', "]}")),
-        "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
-        "unknown keys of a call to verify": (verify, f"{{{unknown_keys}}}".encode()),
-        "a schema of numbers": (COMPLETIONS, filled('{"prompt":"a","max_tokens":1,"guided_json":[', "1023", "]}")),
-        "a schema's text of lists": (
-            COMPLETIONS,
-            filled('{"prompt":"a","max_tokens":1,"guided_json":"[', "[],", '0]"}', separator=""),
-        ),
-        "arguments of lists": (CHAT, filled(tool_call, "[],", '0]"}}]}]}', separator="")),
-        **hostile_grammars(),
-    }
-
-
-def hostile_local_bodies() -> Bodies:
-    """Bodies for the local endpoint."""
-    return {
-        **_common_bodies(),
         "prompt of one huge number": (COMPLETIONS, filled('{"prompt":[', "9", "]}", separator="")),
         "unknown keys": (COMPLETIONS, f"{{{_KEYS}}}".encode()),
         "deep nesting": (CHAT, _nested("messages")),

@@ -10,15 +10,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from bench.attacks.exchange import HOST, connect
+from tests.raw_server import RawServer
 
 _STREAM: Final = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 MAX_SENT: Final = 512 << 20
+
+
+Answers = Mapping[str, tuple[bytes, bytes]]
+"""By path: the bytes, and those that follow again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,75 +36,45 @@ class Ways:
     session: bytes
     more: bytes = b""
     ready: bytes | None = None
-    others: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    others: Answers = field(default_factory=dict)
     answer: Callable[[Any], bytes] | None = None
 
 
-class HostileServer(ThreadingHTTPServer):
-    """Answers every request as `ways` says. paths: what was asked for."""
-
-    request_queue_size = 128
+class HostileServer(RawServer):
+    """Answers every request as `ways` says."""
 
     def __init__(self) -> None:
-        super().__init__((HOST, 0), _Hostile)
         self.ways = Ways(b"")
-        self.num_sessions = 0
-        self.paths: list[str] = []
-        self.url = f"http://{HOST}:{self.server_port}"
+        super().__init__(_answer)
 
-    def sent_to(self, path: str, read: Callable[[], Any]) -> tuple[bytes, bytes]:
-        """The answer's first bytes, and those that follow without end. read: gives the request's body."""
+    def sent_to(self, path: str, body: bytes) -> tuple[bytes, bytes]:
+        """The answer's first bytes, and those that follow without end."""
         ways = self.ways
-        self.paths.append(path)
         if path == "/v1/sessions":
-            self.num_sessions += 1
-            return (ways.session if ways.answer is None else ways.answer(read())), ways.more
+            return (ways.session if ways.answer is None else ways.answer(json.loads(body))), ways.more
         if path.startswith("/health/ready"):
             return ways.ready or as_answer({"status": "ready", "model": "m"}), b""
         return ways.others.get(path, (b"HTTP/1.1 204 No Content\r\n\r\n", b""))
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break are no news."""
+
+def _answer(server: RawServer, connection: socket.socket) -> None:
+    assert isinstance(server, HostileServer)
+    first, more = server.sent_to(*server.asked[connection])
+    connection.sendall(first)
+    sent = 0
+    while more and sent < MAX_SENT:
+        connection.sendall(more)
+        sent += len(more)
+    # The agent's end first: what it has not read yet would be lost by a reset.
+    connection.shutdown(socket.SHUT_WR)
+    connection.settimeout(5.0)
+    while connection.recv(65536):
+        time.sleep(0)
 
 
-class _Hostile(BaseHTTPRequestHandler):
-    """Answers one request of a connection."""
-
-    server: HostileServer
-    timeout = 30.0
-
-    def answer(self) -> None:
-        """To any method."""
-        first, more = self.server.sent_to(self.path, self._body)
-        self.wfile.write(first)
-        sent = 0
-        while more and sent < MAX_SENT:
-            self.wfile.write(more)
-            sent += len(more)
-        # The agent's end first: what it has not read yet would be lost by a reset.
-        self.connection.shutdown(socket.SHUT_WR)
-        self.connection.settimeout(5.0)
-        while self.connection.recv(65536):
-            time.sleep(0)
-
-    do_GET = do_POST = do_DELETE = answer
-
-    def _body(self) -> Any:
-        return json.loads(self.rfile.read(int(self.headers["content-length"])))
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
-
-
-@contextmanager
-def hostile_server() -> Iterator[HostileServer]:
+def hostile_server() -> closing[HostileServer]:
     """A server that ends with the context."""
-    with HostileServer() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
+    return closing(HostileServer())
 
 
 def as_answer(body: Any, status: str = "200 OK") -> bytes:

@@ -9,11 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.false_verifiers import Answers, HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.local import CHAT, GENERATE, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
 from bench.attacks.subject import COMPLETIONS, NotMeasured, Row, Server, Subject, listed, wait_for
-from bench.attacks.terminal import ESCAPES, HOSTILE, USAGE, endless_sessions, opened_event, tokens_of
+from bench.attacks.terminal import (
+    ESCAPES,
+    HOSTILE,
+    MODEL,
+    RENDER,
+    USAGE,
+    endless_sessions,
+    facts_of,
+    honest_answers,
+    opened_event,
+    tokens_of,
+)
 
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
 _BIDI: Final = ("\u202e", "\u2066", "\u200f")
@@ -21,13 +32,11 @@ _NAME: Final = f"{HOSTILE}{_MARKUP}{''.join(_BIDI)}"
 _ENDS_S: Final = 30.0
 _NUM_CLIENTS: Final = 8
 _NUM_TOKENS: Final = 40
-_MODEL: Final = "/v1/model"
-_RENDER: Final = "/v1/render"
 
 
 def local_hostile(subject: Subject) -> Iterator[Row]:
     """Serves an endpoint from a verifier that lies in every answer."""
-    facts = _facts(subject)
+    facts = facts_of(subject)
     with _endpoint(subject, facts) as (server, endpoint):
         yield from _endless(server, endpoint, facts)
     with _endpoint(subject, facts) as (server, endpoint):
@@ -38,7 +47,7 @@ def local_hostile(subject: Subject) -> Iterator[Row]:
 
 def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> Iterator[Row]:
     """Answers without end or sense, each to one text; then to the questions around texts."""
-    good = _good(facts)
+    good = honest_answers(facts)
     forever, text = b'{"name":"' + b"x" * 65536, {"prompt": "def walk(path):", "max_tokens": 200}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     huge = json.dumps({"tokens": [5] * 600_000, "model": "m", "target": facts["target"]}).encode()
@@ -51,7 +60,7 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
         text,
     )
     kinds["a model's facts without end"] = (
-        Ways(b"", others={**good, _MODEL: (_head(1 << 30), forever)}),
+        Ways(b"", others={**good, MODEL: (_head(1 << 30), forever)}),
         COMPLETIONS,
         {**text, "model": "another"},
     )
@@ -59,7 +68,7 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
         ("a rendering of 600,000 ids", _head(len(huge)) + huge, b""),
         ("a rendering without end", _head(1 << 30) + b'{"tokens":[', b"5," * 32768),
     ):
-        kinds[what] = (Ways(b"", others={**good, _RENDER: (first, more)}), CHAT, chat)
+        kinds[what] = (Ways(b"", others={**good, RENDER: (first, more)}), CHAT, chat)
     _honest(server, endpoint, good)
     raw: dict[str, dict[str, Any]] = {}
     before_mb = endpoint.memory_mb()
@@ -197,31 +206,12 @@ def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
 @contextmanager
 def _endpoint(subject: Subject, facts: dict[str, Any]) -> Iterator[tuple[HostileServer, Server]]:
     with hostile_server() as server:
-        server.ways = Ways(b"", others=_good(facts))
+        server.ways = Ways(b"", others=honest_answers(facts))
         with subject.endpoint(server.url) as endpoint:
             yield server, endpoint
 
 
-def _good(facts: dict[str, Any]) -> dict[str, tuple[bytes, bytes]]:
-    rendered = {"tokens": [5, 6], "model": facts["name"], "target": facts["target"]}
-    return {_MODEL: (as_answer(facts), b""), _RENDER: (as_answer(rendered), b"")}
-
-
-def _facts(subject: Subject) -> dict[str, Any]:
-    """What an honest verifier says of its model; its sessions' target is that of `opened_event`."""
-    manifest = json.loads((subject.bundles[1] / "manifest.json").read_text(encoding="utf-8"))
-    return {
-        "name": "m",
-        "tokenizer": manifest["tokenizer_fingerprint"],
-        "vocab_size": 4096,
-        "max_positions": 1024,
-        "eos_token_ids": [0],
-        "has_chat_template": True,
-        "target": opened_event()["target"],
-    }
-
-
-def _honest(server: HostileServer, endpoint: Server, good: dict[str, tuple[bytes, bytes]]) -> None:
+def _honest(server: HostileServer, endpoint: Server, good: Answers) -> None:
     """A short, honest text first: memory that any use takes is not the attack's. Raises NotMeasured."""
     end = {"type": "end", "reason": "stop", "usage": USAGE}
     server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end), others=good)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -12,7 +11,7 @@ from functools import partial
 from statistics import median
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking
+from bench.attacks.attackers import attacking, for_ever
 from bench.attacks.exchange import HOST, connect, read_answer, request_bytes
 from bench.attacks.probes import MAX_GROWTH_MB, memory_of
 from bench.attacks.subject import NotMeasured, Row, Server, Stream, Subject, prompt_of
@@ -71,18 +70,10 @@ def flood(report: Any, port: int, prompt: list[int], num: int, piece: bytes, mor
     """Opens `num` sessions at a time, again and again; each has a long request with `piece` for ever, if there is one.
     more: fields of the sessions.
     """
-    report.send("begun")
     body = json.dumps({"prompt": prompt, **LONG, **more}).encode()
-    threads = [threading.Thread(target=_flood, args=(port, body, piece), daemon=True) for _ in range(num)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
-
-def _flood(port: int, body: bytes, piece: bytes) -> None:
-    while True:
-        with suppress(OSError), connect(port) as stream:
+    def talk() -> None:
+        with connect(port) as stream:
             stream.sendall(request_bytes(port, "POST", "/v1/sessions", body))
             head = _long_head(port, _session_of(stream))
             while not piece and stream.recv(1 << 20):
@@ -95,6 +86,8 @@ def _flood(port: int, body: bytes, piece: bytes) -> None:
                         up.sendall(piece)
                         with suppress(BlockingIOError):
                             stream.recv(1 << 20)
+
+    for_ever(report, talk, num)
 
 
 def _trickles(server: Server) -> Row:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.agents import agent
-from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.false_verifiers import Answers, HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.probes import MAX_GROWTH_MB
 from bench.attacks.subject import NotMeasured, Row, Subject, listed
 
@@ -17,6 +18,8 @@ ESCAPES: Final = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\
 """A title, a cleared screen, a question that the terminal answers as if typed, C1 codes, a device string, BS, DEL."""
 HOSTILE: Final = "a" + "b".join(ESCAPES) + "c"
 ENDS_S: Final = 15.0
+MODEL: Final = "/v1/model"
+RENDER: Final = "/v1/render"
 USAGE: Final = {
     "prompt_tokens": 1,
     "completion_tokens": 1,
@@ -47,14 +50,16 @@ def escapes(subject: Subject) -> Iterator[Row]:
         "another tokenizer": Ways(as_answer({"error": {**error, "code": "tokenizer_mismatch"}}, "409 Conflict")),
     }
     shown: dict[str, list[str]] = {}
+    honest = honest_answers(facts_of(subject))
     with hostile_server() as server:
         for what, way in ways.items():
-            server.ways, server.num_sessions = way, 0
+            server.ways = replace(way, others=honest)
+            server.paths.clear()
             # Until it has tried often enough that it would have shown its words.
             with agent(subject, "--cloud", server.url, *_TEXT, on_terminal=True) as running:
-                running.wait(lambda: server.num_sessions > 8, 12.0)
+                running.wait(lambda: server.num_asked > 8, 12.0)
                 printed = running.text.decode(errors="replace")
-            if not server.num_sessions:
+            if not server.num_asked:
                 raise NotMeasured(f"the agent opened no session: {printed[-300:]!r}")
             # Without BEL, BS and DEL a terminal still obeys the rest, so each is looked for by itself.
             found = [repr(escape) for escape in ESCAPES if escape in printed]
@@ -75,10 +80,11 @@ def huge_answers(subject: Subject) -> Iterator[Row]:
     ways = endless_sessions()
     unclear: list[str] = []
     raw: dict[str, Any] = {}
+    honest = honest_answers(facts_of(subject))
     with hostile_server() as server:
-        plain_mb = _plain_memory(subject, server)
+        plain_mb = _plain_memory(subject, server, honest)
         for what, way in ways.items():
-            server.ways, server.num_sessions = way, 0
+            server.ways = replace(way, others=honest)
             began_s = time.monotonic()
             with agent(subject, "--cloud", server.url, *_TEXT) as running:
                 is_over = running.finish(ENDS_S) is not None
@@ -127,10 +133,10 @@ def endless_sessions() -> dict[str, Ways]:
     }
 
 
-def _plain_memory(subject: Subject, server: HostileServer) -> float:
+def _plain_memory(subject: Subject, server: HostileServer, honest: Answers) -> float:
     """The agent's memory when the server sends a short, honest text."""
     end = {"type": "end", "reason": "stop", "usage": USAGE}
-    server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end))
+    server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end), others=honest)
     with agent(subject, "--cloud", server.url, *_TEXT) as running:
         if running.finish(60.0) != 0:
             raise NotMeasured(f"the agent failed on an honest text: {running.errors[-300:]!r}")
@@ -147,6 +153,26 @@ def opened_event() -> dict[str, Any]:
         "stop_ids": [0],
         "max_positions": 1024,
         "target": "t" * 32,
+    }
+
+
+def honest_answers(facts: dict[str, Any]) -> Answers:
+    """To the questions around texts."""
+    rendered = {"tokens": [5, 6], "model": facts["name"], "target": facts["target"]}
+    return {MODEL: (as_answer(facts), b""), RENDER: (as_answer(rendered), b"")}
+
+
+def facts_of(subject: Subject) -> dict[str, Any]:
+    """What an honest verifier says of its model; its sessions' target is that of `opened_event`."""
+    manifest = json.loads((subject.bundles[1] / "manifest.json").read_text(encoding="utf-8"))
+    return {
+        "name": "m",
+        "tokenizer": manifest["tokenizer_fingerprint"],
+        "vocab_size": 4096,
+        "max_positions": 1024,
+        "eos_token_ids": [0],
+        "has_chat_template": True,
+        "target": opened_event()["target"],
     }
 
 

@@ -6,9 +6,9 @@ import json
 import random
 import socket
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, Final
 
+from bench.attacks.attackers import for_ever
 from bench.attacks.exchange import HOST, read_answer, request_bytes
 
 MEDIA_TYPE: Final = "application/vnd.outrider.tree"
@@ -56,11 +56,8 @@ def wrong_trees(report: Any, port: int, prompt: list[int], sends: bool) -> None:
 
     Reports the status of each answer.
     """
-    report.send("begun")
     rng = random.Random(1)
-    while True:
-        with suppress(OSError):
-            _session(report, port, prompt, sends, rng)
+    for_ever(report, lambda: _session(report, port, prompt, sends, rng), 1)
 
 
 def _session(report: Any, port: int, prompt: list[int], sends: bool, rng: random.Random) -> None:

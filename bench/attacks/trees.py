@@ -180,7 +180,6 @@ def _malformed() -> dict[str, bytes]:
     node = b"\xf0" + varint(5)
     return {
         "empty": b"",
-        "no nodes": start,
         "ends within a number": start + node + b"\xf0\x85",
         "ends within the distance of a parent": start + node + b"\xff",
         "a parent before the first number": start + b"\xf1" + varint(5),

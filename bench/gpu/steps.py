@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from bench.beside import target_options
-from bench.engine_throughput import decode_rate
 from bench.gpu.place import Run
 from bench.load import CONTEXT
+from tests.requests import flat_request
 
+from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.seam import CommitEvent, Event
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.text_rows import AskedRows
@@ -175,8 +177,7 @@ def _steps(
             whole_ms = _timed_ms(whole, sizes.steps, run.is_cuda)
             kv_bytes = num * (CONTEXT + 1) * block_bytes // 32
             floor_ms = (weights + kv_bytes) / read_gb_s / 1e6
-            prompts = [tuple(range(1, CONTEXT + 1))] * num
-            rate = decode_rate(runtime, prompts, 2 + sizes.steps)
+            rate = _engine_rate(runtime, num, 2 + sizes.steps)
             told["sessions"][str(num)] = {
                 "picks_ms": picked_ms,
                 "steps_per_s": 1e3 / picked_ms,
@@ -189,6 +190,25 @@ def _steps(
             run.note(name, told)
     sessions: dict[str, dict[str, Any]] = told["sessions"]
     return sessions
+
+
+def _engine_rate(runtime: TorchPagedRuntime, num: int, count: int) -> float:
+    """Tokens per second of the engine, from when all sequences decode to when the first has `count` tokens."""
+    engine = Engine(runtime, EngineConfig(share_prefixes=False))
+    committed = [0] * num
+
+    def sink(index: int, event: Event) -> None:
+        committed[index] += len(event.tokens) if isinstance(event, CommitEvent) else 0
+
+    for index in range(num):
+        params = SamplingParams(temperature=0.8, seed=index)
+        engine.submit(flat_request(tuple(range(1, CONTEXT + 1)), params, count), partial(sink, index))
+    while not all(committed):  # prompts
+        engine.step()
+    before, started_s = sum(committed), time.perf_counter()
+    while max(committed) < count:
+        engine.step()
+    return (sum(committed) - before) / (time.perf_counter() - started_s)
 
 
 def _block_bytes(path: Path, options: RuntimeOptions) -> int:

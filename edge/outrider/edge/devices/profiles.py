@@ -155,8 +155,8 @@ def forecast(profile: Profile, acceptance: float | None = None, load: Load = Loa
     a draft with that chance and that time; the best w counts. Many nodes per call win where they widen the tree sooner
     than one node per call does, and lose where the next first guess is waited for.
 
-    The exponent is fitted to the tree simulation; `python -m bench.placed` compares them. It is small because the nodes
-    of a position have several parents, so that each has few of the guesses, and a step verifies few of all.
+    The exponent is fitted to the tree simulation (`test_the_score_is_near_the_simulation`). It is small because the
+    nodes of a position have several parents, so that each has few of the guesses, and a step verifies few of all.
 
     acceptance: of the draft's first guess. A device that is busy, or that tasks wait for, takes longer.
     """

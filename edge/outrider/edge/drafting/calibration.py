@@ -30,7 +30,7 @@ _QUOTE_SIZES: Final = (2, 3, 4, 6, 12)
 """Tokens of the suffix that a document has too: a text that quotes shares many."""
 
 # Shares of the target's picks by rank (rows; the last is for all further ranks) and gap, measured on the reference pair
-# (`python -m bench.ranks`, temperature 0.8), rounded.
+# at temperature 0.8, rounded (docs/log.md, 2026-11-27).
 _MODEL_PRIOR: Final = (
     (0.40, 0.46, 0.58, 0.80, 0.92, 0.99),
     (0.33, 0.30, 0.19, 0.08, 0.018, 0.003),

@@ -1,6 +1,6 @@
 """Makes pictures of the terminal: a real `outrider run` and a real `outrider chat`, the target widened.
 
-    python -m bench.picture
+    python -m tools.terminal_pictures
 
 Writes docs/run.svg and docs/chat.svg: texts in the colours of the terminal (accepted drafted tokens green, accepted
 alternatives cyan), then what the commands say about them. The reference pair has no chat template: a copy of its target

@@ -1,6 +1,6 @@
 """Trains an EAGLE-3 head for the reference target, so that vLLM's proposer has one to draft with.
 
-    PYTHONPATH=reference python -m bench.eagle_head OUT [--minutes 75] [--threads 1]
+    PYTHONPATH=reference python -m training.eagle_head OUT [--minutes 75] [--threads 1]
 
 The head (Li et al. 2025, arXiv 2503.01840) is one layer that reads the target's hidden states of three depths and the
 next token's embedding, and guesses the token after it; its own state stands for the target's in further passes, and is
@@ -11,6 +11,7 @@ is the target's, by pass, on held-out text. What it writes holds no embeddings: 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from bench.report import option, parser
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
@@ -229,14 +229,11 @@ class Trainer:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command."""
-    options = parser(
-        __doc__,
-        {
-            "out": {"type": Path, "help": "the directory that is written"},
-            "--minutes": option(75.0),
-            "--threads": option(1),
-        },
-    ).parse_args(given)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="the directory that is written")
+    parser.add_argument("--minutes", type=float, default=75.0)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args(given)
     torch.set_num_threads(options.threads)
     torch.manual_seed(1)
     trainer = Trainer()

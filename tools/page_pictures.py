@@ -1,6 +1,6 @@
 """Makes the pictures of the page: a real `outrider serve`, the widened reference target, a headless Chromium.
 
-    python -m bench.page_pictures
+    python -m tools.page_pictures
 
 Writes docs/images/page-*.png: while a text is generated (light, dark), a comparison with cloud-only, a phone. Cloud and
 agent have a core each; the pictures show what is measured then, on this machine.
