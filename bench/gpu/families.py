@@ -31,7 +31,7 @@ from tools.tiny_sources import make_tiny_model
 
 from outrider.export.check.advice import load_measured
 from outrider.models.errors import OutriderError
-from outrider.models.runtimes import torch_paged
+from outrider.models.runtimes import torch_paged, triton_attention
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
 
@@ -59,6 +59,7 @@ def outcome(family: str, directory: Path, device: str) -> tuple[str, bool]:
         with (
             patch.object(torch_paged, "has_kernels", lambda device: True),
             products_row_by_row() if device == "cpu" else nullcontext(),
+            patch.object(triton_attention, "TILE", 8) if device == "cpu" else nullcontext(),
             closing(TorchPagedRuntime(path, _options(device, is_bitwise=True))) as runtime,
         ):
             rows = rows_of(runtime)

@@ -33,7 +33,7 @@ from outrider.models.processors.chooser import PickedRow
 from outrider.models.processors.step_choices import StepChoices
 from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.bitwise_check import other_rows
+from outrider.models.runtimes.bitwise_check import blocks_needed, other_rows
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_cache import (
     BLOCK_SIZE,
@@ -127,9 +127,14 @@ class TorchPagedRuntime(TorchCache):
         """Raises ConfigError for a model whose rows depend on what else is in a step."""
         why = "has attention of its own, which no step leaves bitwise equal"
         if self._is_packed:
-            if self.num_blocks < 2:
-                return  # no text is ever beside another
-            company = other_rows(self.forward, self.limits.vocab_size, has_trees=self.why_no_trees is None)
+            from outrider.models.runtimes.triton_attention import TILE
+
+            before = min(TILE + 1, self.limits.max_positions // 2)  # in its second tile of keys
+            if self.num_blocks < blocks_needed(before, BLOCK_SIZE):
+                raise ConfigError(f"{self.num_blocks} blocks of keys and values are too few for --exact bitwise")
+            company = other_rows(
+                self.forward, self.limits.vocab_size, BLOCK_SIZE, before=before, has_trees=self.why_no_trees is None
+            )
             if company is None:
                 return
             why = f"computes a row in other bits {company}, so its texts would differ"

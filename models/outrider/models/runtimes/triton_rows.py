@@ -26,7 +26,9 @@ _COLUMNS: Final = 64
 _STRIDE: Final = 64
 """Numbers of a row that one sum adds at a time, in a product."""
 _WIDE: Final = 1024
-"""The same in a mean, a norm or a softmax."""
+"""The same in a sum, a norm or a softmax."""
+_FEW: Final = 16
+"""Numbers of a sum that is made of whole tensors."""
 
 
 @triton.jit
@@ -203,12 +205,18 @@ def sum_of(
     """The sum or mean of floats over some dimensions, or all; in float64 if it is of that dtype, else in float32."""
     axes = sorted(each % values.dim() for each in dims) if dims else list(range(values.dim()))
     kept = [each for each in range(values.dim()) if each not in axes]
-    read = values.permute(*kept, *axes).contiguous()
+    read = values.permute(*kept, *axes)
     shape = [1 if each in axes else size for each, size in enumerate(values.shape)]
     size = math.prod(values.shape[each] for each in axes)
     out = values.new_empty(shape, dtype=dtype)
-    if out.numel():
-        in_float64 = torch.float64 in (values.dtype, out.dtype)
+    in_float64 = torch.float64 in (values.dtype, out.dtype)
+    if size <= _FEW and len(axes) == 1:  # experts, say: whole tensors are added, one after the other
+        total = torch.zeros(read.shape[:-1], dtype=torch.float64 if in_float64 else torch.float32, device=out.device)
+        for part in read.unbind(-1):
+            total += part
+        out.copy_((total / size if is_mean else total).view(shape))
+    elif out.numel():
+        read = read.contiguous()
         launch: Any = _sum[(out.numel(),)]
         launch(read, out, size, size if is_mean else 1, WIDE=_WIDE, IN=tl.float64 if in_float64 else tl.float32)
     return out if keepdim else out.view([values.shape[each] for each in kept])
