@@ -303,7 +303,9 @@ def test_thresholds_are_the_same_by_each_search(pairs: list[tuple[int, int]], wa
     expected = min(enough, default=2**31 - 1)
     assert int(reach_by_bisection(keys, weights, goal)) == expected
     assert int(reach_by_sorting(keys, weights, goal)) == expected
-    assert narrowing_torch._reach_by_digits(keys[0], weights[0], [wanted]) == expected
+    beside = torch.cat([goal, torch.ones_like(goal)])  # another row with another goal
+    found = narrowing_torch._reach_by_digits(keys.repeat(2, 1), weights.repeat(2, 1), beside)
+    assert int(found[0]) == expected and torch.equal(found[1:], reach_by_sorting(keys, weights, beside[1:]))
 
 
 def test_terms_are_those_of_the_scalar_functions() -> None:

@@ -34,7 +34,7 @@ class Terms:
     the drafted one, or after the draft of its hints. probe: drafted tokens that each of its steps
     verifies, whatever they are, to measure steps; None for real sequences. owner: a hash of the key or address that
     sent the request; client: of that and the salt. priority: higher ones go first. grammar: the number by which the
-    workers know it. The rest is as in GenerateRequest.
+    workers know it. is_slim: what changes rows is left out of `processors`. The rest is as in GenerateRequest.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")
@@ -53,6 +53,7 @@ class Terms:
     num_logprobs: int | None = None
     stop_ids: frozenset[int] = frozenset()
     grammar: int | None = None
+    is_slim: bool = False
 
     @property
     def is_probe(self) -> bool:
@@ -62,12 +63,14 @@ class Terms:
     @property
     def changes_rows(self) -> bool:
         """Whether rows of logits may change before the pick."""
-        return self.processors.changes_rows or self.grammar is not None
+        return self.is_slim or self.processors.changes_rows or self.grammar is not None
 
     @property
     def slim(self) -> Terms:
         """The same without what changes rows: for the scheduler, and for a worker once it has a text's states."""
-        return replace(self, processors=self.processors.narrowing_only) if self.processors.changes_rows else self
+        if not self.processors.changes_rows:
+            return self
+        return replace(self, processors=self.processors.narrowing_only, is_slim=True)
 
     def extra_args(self) -> dict[str, str]:
         """The form that vLLM carries. One text: lists would take up to 1 MB in each process that they go through."""

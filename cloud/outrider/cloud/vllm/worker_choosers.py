@@ -198,7 +198,7 @@ class RequestChoosers:
         for index, each in enumerate(asked):
             if each.is_dropped or each.terms is None:
                 continue
-            if each.key in self._texts or each.terms.changes_rows:
+            if each.terms.changes_rows:
                 path = self._path(each, each.terms, vocab_size)
                 if path is not None:
                     paths[index] = path

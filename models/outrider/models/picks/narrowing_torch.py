@@ -129,8 +129,7 @@ def _reach(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> t
         return reach_by_bisection(keys, weights, wanted)
     if keys.shape[1] <= _FEW:
         return reach_by_sorting(keys, weights, wanted)
-    each = [_reach_by_digits(*row) for row in zip(keys, weights, wanted.tolist(), strict=True)]
-    return torch.tensor(each, dtype=torch.int32).unsqueeze(1)
+    return _reach_by_digits(keys, weights, wanted)
 
 
 def reach_by_bisection(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -154,21 +153,25 @@ def reach_by_sorting(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Te
     return torch.where(place < keys.shape[1], found, _MOST)
 
 
-def _reach_by_digits(keys: torch.Tensor, weights: torch.Tensor, wanted: list[float]) -> int:
-    """See `_reach`, for one row of many keys, on a CPU: finds the key's bits from above, among ever fewer keys."""
-    (left,) = wanted
-    keys, weights, found = keys ^ _LEAST, weights.double(), 0
+def _reach_by_digits(keys: torch.Tensor, weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """See `_reach`, for many keys, on a CPU: finds a key's bits from above, among ever fewer keys."""
+    count = len(keys)
+    row = torch.arange(count).repeat_interleave(keys.shape[1])
+    keys, weights = (keys ^ _LEAST).flatten(), weights.flatten().double()
+    left, found = wanted.squeeze(1).clone(), torch.zeros(count, dtype=torch.int64)
+    never = torch.zeros(count, dtype=torch.bool)
     for shift, bits in _DIGITS:
         digits = (keys >> shift).bitwise_and_((1 << bits) - 1)
-        mass_to = torch.bincount(digits, weights).cumsum(0)
-        if shift == _DIGITS[0][0] and mass_to[-1] < left:
-            return _MOST
-        digit = min(int(torch.searchsorted(mass_to, left)), len(mass_to) - 1)
+        mass_to = torch.bincount((row << bits) + digits, weights, count << bits).view(count, -1).cumsum(1)
+        if shift == _DIGITS[0][0]:
+            never = mass_to[:, -1] < left
+        digit = (mass_to < left.unsqueeze(1)).sum(1).clamp_(max=(1 << bits) - 1)
         found = found << bits | digit
-        left -= float(mass_to[digit - 1]) if digit else 0.0
-        is_it = digits == digit
-        keys, weights = keys[is_it], weights[is_it]
-    return found + _LEAST
+        before = mass_to.gather(1, (digit - 1).clamp_(min=0).unsqueeze(1)).squeeze(1)
+        left -= before.where(digit > 0, 0.0)
+        is_it = digits == digit[row]
+        keys, weights, row = keys[is_it], weights[is_it], row[is_it]
+    return (found + _LEAST).masked_fill_(never, _MOST).int().unsqueeze(1)
 
 
 def _nucleus(weights: torch.Tensor, top_p: torch.Tensor, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
