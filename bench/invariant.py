@@ -237,6 +237,7 @@ def main() -> int:
             "--max-tokens": option(64),
             "--workers": option(8, "texts at once"),
             "--widen": option(0.0, "MB of the widened target; 0: as it is, which is faster"),
+            "--target": option(type=Path, help="another target bundle of the embedded engine, such as one for torch"),
             "--draft": option(type=Path, help="another draft bundle; it may have another tokenizer"),
             "--emulate-npu": option(False, "the draft is an NPU's, and runs on the CPU"),
             "--kv-cache-mb": option(4, "of the cloud; small, so that sequences are preempted"),
@@ -262,7 +263,7 @@ def main() -> int:
     )
     draft = options.draft or pair.draft
     choice = DraftChoice(emulate_npu=options.emulate_npu)
-    with open_lab(pair.target, draft, choice, cloud_options, verifier.python) as lab:
+    with open_lab(options.target or pair.target, draft, choice, cloud_options, verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console, verifier)
         with ServerClock(lab.url) as clock:
