@@ -46,7 +46,9 @@ def test_the_sampler_and_the_texts_are_compared(made: Path, tmp_path: Path) -> N
     assert found["texts_f32"]["reference target"]["texts"] == 1
     assert found["shapes_f32"]["2 sequences, 8 tokens each"]["max_over_std"] < 1e-4
     assert found["shapes_bf16"]["2 sequences, 8 tokens each"]["greedy"] == 8
+    drafted = found["bitwise"].pop("drafted tokens")
     assert found["bitwise"] == {"tokens": 42, "with trees of drafts": 0, "alone": 0}
+    assert drafted["accepted"] > 0 and drafted["rejected"] > 0
     assert found["device"] == {"kind": "cpu", "is_hardware": False}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.tiny_models import make_tiny_tokenizer
 
+from outrider.cloud.server.target import target_identity
 from outrider.models.bundle import bundle as bundles
 from outrider.models.bundle.bundle import Bundle
 from outrider.models.bundle.bundle_writer import BundleWriter
@@ -28,6 +29,7 @@ from outrider.models.bundle.manifest import (
     Source,
 )
 from outrider.models.errors import BundleError
+from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.text.tokenizer import Tokenizer
 
 
@@ -350,3 +352,16 @@ def test_a_bundle_that_an_earlier_exporter_made_wrong_is_refused(
     stage.name = "prefill, beyond the window of 80"
     if family != "gemma2":
         bundles._refuse_misread(tmp_path, manifest)  # type: ignore[arg-type]
+
+
+def test_a_bundle_with_heads_of_an_older_version_opens_and_is_the_same_target() -> None:
+    """What it says of them is written again as it was."""
+    model = FileEntry(path="openvino_model.bin", size=1, sha256="0" * 64)
+    heads = FileEntry(path="draft_heads/heads.safetensors", size=1, sha256="1" * 64)
+    plain = make_manifest((model,), "0" * 64)
+    told = {"file": heads.path, "hidden_size": 8, "acceptance": [{"rate": 0.5}]}
+    given = make_manifest((model, heads), "0" * 64).model_dump(mode="json") | {"draft_heads": told}
+    old = Manifest.model_validate_json(json.dumps(given))
+    assert json.loads(old.model_dump_json())["draft_heads"] == told
+    assert target_identity(old, RuntimeOptions()) == target_identity(plain, RuntimeOptions())
+    assert "draft_heads" not in plain.model_dump(mode="json")

@@ -91,6 +91,37 @@ def changed_rows(
     return paths, expected
 
 
+def paths_to(parents: Sequence[int]) -> list[list[int]]:
+    """Of each node of a tree, those from its root to itself."""
+    found: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        found.append([*(found[parent] if parent >= 0 else ()), node])
+    return found
+
+
+def assert_walked_as_lines(text: TextRows, drafted: Sequence[int], parents: Sequence[int]) -> None:
+    """Each row of a tree is that of its own path alone, or is there in neither."""
+    tree, before = text.walk(drafted, parents), text.length
+    for node, path in enumerate(paths_to(parents)):
+        alone = text.walk([drafted[each] for each in path])
+        here, there = tree.rows.get(node + 1), alone.rows.get(len(path))
+        assert (here is None) == (there is None)
+        if here is not None and there is not None:
+            for name in ("mask", "ids", "counts", "bad", "stops"):
+                assert np.array_equal(getattr(here, name), getattr(there, name)), name
+    assert list(tree.rows) == sorted(tree.rows) and text.length == before
+
+
+_trees = st.lists(st.tuples(st.integers(0, VOCAB - 1), st.integers(0, 7)), max_size=8)
+
+
+@settings(max_examples=60)
+@given(plans(), _tokens, _trees)
+def test_a_tree_is_walked_as_its_paths(plan: ProcessorPlan, prompt: list[int], nodes: list[tuple[int, int]]) -> None:
+    parents = [parent % (node + 1) - 1 for node, (_, parent) in enumerate(nodes)]
+    assert_walked_as_lines(TextRows(plan, prompt, VOCAB), [token for token, _ in nodes], parents)
+
+
 @settings(max_examples=60)
 @given(st.lists(_texts, min_size=1, max_size=5), st.integers(0, 1 << 30))
 def test_rows_change_to_the_bit_as_one_by_one(texts: list[Text], seed: int) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.test_rows_torch import assert_walked_as_lines
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
@@ -181,3 +182,15 @@ def test_guesses_cost_and_give_nothing_back(compiler: GrammarCompiler, monkeypat
         cost._free_s = -1.0
         with pytest.raises(TookTooLong):
             text.walk([one])
+
+
+def test_a_tree_is_walked_as_its_paths_inside_a_grammar(compiler: GrammarCompiler) -> None:
+    """Some branches end with the text, some before a token that the grammar forbids; the others go on."""
+    plan = plan_of(compiler, GrammarSpec("regex", "(ab?){1,4}"))
+    text = TextRows(plan, (), compiler._vocabulary.tokenizer.size)
+    known = [encoded(compiler, each)[0] for each in "abc"] + [next(iter(plan.stop_ids))]
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        count = int(rng.integers(1, 12))
+        parents = [int(rng.integers(-1, node)) if node else -1 for node in range(count)]
+        assert_walked_as_lines(text, [known[each] for each in rng.integers(0, 4, count)], parents)

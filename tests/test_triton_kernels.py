@@ -363,6 +363,6 @@ def test_a_model_whose_rows_depend_on_their_company_is_refused(
     monkeypatch.setattr(triton_rows, "matmul", in_halves)
     before = torch.nn.functional.linear(torch.ones(9, 4), torch.ones(2, 4))
     options = RuntimeOptions(kv_cache_bytes=1 << 20, is_batch_invariant=True)
-    with pytest.raises(ConfigError, match="other bits in one step with the tokens before, so its texts would differ"):
+    with pytest.raises(ConfigError, match="other logits in one step with all before than token by token"):
         TorchPagedRuntime(tiny_model("llama"), options)
     assert torch.equal(torch.nn.functional.linear(torch.ones(9, 4), torch.ones(2, 4)), before)

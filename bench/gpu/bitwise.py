@@ -5,6 +5,7 @@ A part of `bench.gpu.exact`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -43,18 +44,28 @@ def count_differences(run: Run) -> list[str]:
         batched = texts_of(runtime, prompts, sizes.tokens, largest)
         told: dict[str, Any] = {"tokens": sum(map(len, batched))}
         few = max(1, largest // 4)
-        told["with trees of drafts"] = _different(batched, texts_of(runtime, prompts, sizes.tokens, few, batched))
+        counts = Counter(accepted=0, rejected=0)
+        drafted = texts_of(runtime, prompts, sizes.tokens, few, batched, counts)
+        told["with trees of drafts"] = _different(batched, drafted)
         alone = texts_of(runtime, prompts[: sizes.prompts], sizes.tokens, 1)
         told["alone"] = _different(batched[: sizes.prompts], alone)
-    run.note("bitwise", told)
+    run.note("bitwise", told | {"drafted tokens": dict(counts)})
+    missed = [f"bitwise: no drafted token was {name}" for name, count in counts.items() if not count]
     wrong = {name: number for name, number in told.items() if name != "tokens" and number}
-    return [f"bitwise: other tokens {name}: {number}" for name, number in wrong.items()] if run.is_cuda else []
+    return [*missed, *(f"bitwise: other tokens {name}: {number}" for name, number in wrong.items() if run.is_cuda)]
 
 
 def texts_of(
-    runtime: BatchRuntime, prompts: Sequence[tuple[int, ...]], length: int, at_once: int, drafted: Texts | None = None
+    runtime: BatchRuntime,
+    prompts: Sequence[tuple[int, ...]],
+    length: int,
+    at_once: int,
+    drafted: Texts | None = None,
+    counts: Counter[str] | None = None,
 ) -> Texts:
-    """Sampled texts of so many sequences at once. drafted: what they are drafted from, with wrong guesses beside."""
+    """Sampled texts of so many sequences at once. drafted: what they are drafted from, with wrong guesses beside.
+    counts: gets the drafted tokens that were accepted, and those that were not.
+    """
     engine = Engine(
         runtime,
         EngineConfig(max_running=at_once, max_queue=len(prompts), policy=Policy.VERIFY, form=TreeForm.TREE),
@@ -67,6 +78,9 @@ def texts_of(
         def sink(event: Event, index: int = index) -> None:
             if isinstance(event, CommitEvent):
                 texts[index] += event.tokens
+                if counts is not None:
+                    counts["accepted"] += event.accepted
+                    counts["rejected"] += event.proposed - event.accepted
 
         params = SamplingParams(temperature=0.8, seed=index)
         numbers[index] = engine.submit(flat_request(prompt, params, length, patience_ms=0.0), sink)

@@ -2,10 +2,10 @@
 
     python -m bench.gpu.host [--runs N]
 
-Needs no GPU: layouts and all that picks need are made here as for one, and what would be launched is counted on torch's
-meta device. A launch is an operation or a copy of torch's, or a kernel of Triton's; a recorded pass is one. The
-engine's own time is `bench.server_overhead`'s. Exits 1 over 1 ms of processor time, or where plain picks
-need 40 launches.
+Needs no GPU: layouts and what picks need, but for grammars' masks, are made here as for one, and what would be
+launched is counted on torch's meta device. A launch is an operation or a copy of torch's, or a kernel of Triton's; a
+recorded pass is one. The engine's own time is `bench.server_overhead`'s. Exits 1 over 1 ms of processor time, or where
+plain picks need 40 launches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Annotated, Any, Final
 from unittest.mock import patch
@@ -77,18 +78,20 @@ class _Kernel:
         return launch
 
 
-def asked_for(kind: str, parents: Sequence[int]) -> list[AskedRows]:
+def texts_of(kind: str) -> list[TextRows | None]:
+    """What follows each sequence's text, where rules change its rows; it is made once."""
+    _, options, _ = KINDS[kind]
+    if options is None:
+        return [None] * SEQUENCES
+    return [TextRows(ProcessorPlan(options), range(number, number + 200), NUM_IDS) for number in range(SEQUENCES)]
+
+
+def asked_for(kind: str, texts: Sequence[TextRows | None], parents: Sequence[int]) -> list[AskedRows]:
     """The rows of a step, each sequence with the same tree of drafted tokens."""
-    params, options, num_logprobs = KINDS[kind]
+    params, _, num_logprobs = KINDS[kind]
     positions = [CONTEXT, *(CONTEXT + depth for depth in depths(parents))]
-    found = []
-    for number in range(SEQUENCES):
-        path = None
-        if options is not None:
-            text = TextRows(ProcessorPlan(options), range(number, number + 200), NUM_IDS)
-            path = text.walk(range(len(parents)), parents)
-        found.append(AskedRows(params, positions, None, path, num_logprobs))
-    return found
+    paths = [None if text is None else text.walk(range(len(parents)), parents) for text in texts]
+    return [AskedRows(params, positions, None, path, num_logprobs) for path in paths]
 
 
 def layout(device: torch.device, parents: Sequence[int]) -> Callable[[], Any]:
@@ -137,7 +140,7 @@ def _counting() -> Iterator[_Launches]:
 def launches(kind: str, parents: Sequence[int]) -> int:
     """Of a step, outside its graph, which counts as one, with the copies back."""
     device = torch.device("meta")
-    step, asked = layout(device, parents), asked_for(kind, parents)
+    step, asked = layout(device, parents), asked_for(kind, texts_of(kind), parents)
     logits = torch.empty((SEQUENCES * (1 + len(parents)), NUM_IDS), device=device)
     with _counting() as counter:
         step()
@@ -164,8 +167,10 @@ def main(runs: Annotated[int, typer.Option(min=1, help="steps to time")] = 300) 
     for parents in TREES:
         layout_ms = host_ms(layout(host, parents), runs)
         for kind in KINDS:
-            asked = asked_for(kind, parents)
-            picks_ms = host_ms(lambda asked=asked: StepChoices(asked, NUM_IDS, host), runs)  # type: ignore[misc]
+            texts = texts_of(kind)
+
+            prepared = partial(lambda *given: StepChoices(asked_for(*given), NUM_IDS, host), kind, texts, parents)
+            picks_ms = host_ms(prepared, runs)
             count = launches(kind, parents)
             missed |= layout_ms + picks_ms > MOST_MS or (kind == PLAIN and count >= MOST_LAUNCHES)
             table.add_row(str(len(parents)), kind, f"{layout_ms:.2f}", f"{picks_ms:.2f}", str(count))

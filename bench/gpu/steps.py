@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from bench.beside import target_options
 from bench.gpu.place import Run
-from bench.load import CONTEXT
 from tests.requests import flat_request
 
 from outrider.cloud.engine import Engine, EngineConfig
@@ -27,6 +26,8 @@ from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
 
+CONTEXT = 1024
+"""Of each sequence; less where the model has no room for it."""
 _HEADS = 8
 """Of keys and values, as Llama 3 8B; 4 times as many of queries, each of 128."""
 _MOST_SHOWN = 25
@@ -39,7 +40,7 @@ def measure(run: Run) -> list[str]:
     """The part. Returns what is under the bounds of issue 28, on a GPU: no GPU has run this product yet."""
     bandwidth = _bandwidth(run)
     run.note("bandwidth_gb_s", bandwidth)
-    tokens = CONTEXT + 8 * run.sizes.steps + 64
+    tokens = CONTEXT + run.sizes.steps + max(run.sizes.sessions) + 64
     path = _random_model(run)
     options = RuntimeOptions(device=run.device, properties={"dtype": "bf16" if run.is_cuda else "f32"})
     near = _steps(run, "8B shape", path, options, bandwidth["read"], tokens)
@@ -163,11 +164,12 @@ def _steps(
         for num in sizes.sessions:
             if not run.has_time(f"{name}: {num} sequences"):
                 continue
+            context = min(CONTEXT, runtime.limits.max_positions - num - sizes.steps - 1)
             tables = [list(range(i * per, (i + 1) * per)) for i in range(num)]
             for table in tables:
-                runtime.forward([SequenceSlice([1] * CONTEXT, 0, table, 1)])
-            batch = [SequenceSlice([1], CONTEXT, table, 1) for table in tables]
-            asked = [AskedRows(SamplingParams(temperature=0.8, seed=i), [CONTEXT]) for i in range(num)]
+                runtime.forward([SequenceSlice([1] * context, 0, table, 1)])
+            batch = [SequenceSlice([1], context, table, 1) for table in tables]
+            asked = [AskedRows(SamplingParams(temperature=0.8, seed=i), [context]) for i in range(num)]
 
             picked = partial(runtime.forward_picks, batch, partial(list, asked))
             whole = partial(runtime.forward, batch)
@@ -175,9 +177,9 @@ def _steps(
             whole()
             picked_ms = _timed_ms(picked, sizes.steps, run.is_cuda)
             whole_ms = _timed_ms(whole, sizes.steps, run.is_cuda)
-            kv_bytes = num * (CONTEXT + 1) * block_bytes // 32
+            kv_bytes = num * (context + 1) * block_bytes // 32
             floor_ms = (weights + kv_bytes) / read_gb_s / 1e6
-            rate = _engine_rate(runtime, num, 2 + sizes.steps)
+            rate = _engine_rate(runtime, num, context, num + sizes.steps)
             told["sessions"][str(num)] = {
                 "picks_ms": picked_ms,
                 "steps_per_s": 1e3 / picked_ms,
@@ -192,9 +194,9 @@ def _steps(
     return sessions
 
 
-def _engine_rate(runtime: TorchPagedRuntime, num: int, count: int) -> float:
+def _engine_rate(runtime: TorchPagedRuntime, num: int, context: int, count: int) -> float:
     """Tokens per second of the engine, from when all sequences decode to when the first has `count` tokens."""
-    engine = Engine(runtime, EngineConfig(share_prefixes=False))
+    engine = Engine(runtime, EngineConfig(max_running=num, step_tokens=2 * CONTEXT, share_prefixes=False))
     committed = [0] * num
 
     def sink(index: int, event: Event) -> None:
@@ -202,7 +204,7 @@ def _engine_rate(runtime: TorchPagedRuntime, num: int, count: int) -> float:
 
     for index in range(num):
         params = SamplingParams(temperature=0.8, seed=index)
-        engine.submit(flat_request(tuple(range(1, CONTEXT + 1)), params, count), partial(sink, index))
+        engine.submit(flat_request(tuple(1 + at % 512 for at in range(context)), params, count), partial(sink, index))
     while not all(committed):  # prompts
         engine.step()
     before, started_s = sum(committed), time.perf_counter()

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Final, cast
+from typing import cast
 
-from outrider.cloud.engine.runner import Rows, Share
+from outrider.cloud.engine.runner import Rows, Share, python_soon
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.processors.chooser import AcceptanceChooser, PickedChooser, Row, TokenChooser, summaries
 from outrider.models.processors.processor_plan import ProcessorPlan
-
-_USUAL_S: Final = sys.getswitchinterval()
-_SOON_S: Final = 0.0005
-"""How long another thread may keep Python from the engine's while rows are chosen. Each call of numpy gives Python
-away, some ten a row: beside a busy event loop, at 5 ms each, a step of 70 ms took 200."""
 
 
 def chooser_of(
@@ -49,8 +43,7 @@ def choosing(shares: Sequence[Share], rows: Rows) -> Iterator[None]:
     if not any(choosers):
         yield
         return
-    sys.setswitchinterval(_SOON_S)
-    try:
+    with python_soon():
         asking: defaultdict[int, list[tuple[TokenChooser, Row]]] = defaultdict(list)  # by tokens to report
         ends = accumulate(share.num_rows for share in shares)
         for share, chooser, end in zip(shares, choosers, ends, strict=True):
@@ -62,5 +55,3 @@ def choosing(shares: Sequence[Share], rows: Rows) -> Iterator[None]:
             for (chooser, _), known in zip(pairs, summaries([row for _, row in pairs], count), strict=True):
                 chooser.known = known
         yield
-    finally:
-        sys.setswitchinterval(_USUAL_S)

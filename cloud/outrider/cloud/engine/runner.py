@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,22 @@ from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, Sequence
 
 Rows = NDArray[np.float32] | list[PickedRow]
 """Logits [rows, V], or what the runtime picked."""
+
+
+_USUAL_S: Final = sys.getswitchinterval()
+_SOON_S: Final = 0.0005
+"""How long another thread may keep Python from the engine's while rows are chosen. Each call of numpy gives Python
+away, some ten a row: beside a busy event loop, at 5 ms each, a step of 70 ms took 200."""
+
+
+@contextmanager
+def python_soon() -> Iterator[None]:
+    """Has the engine's thread get Python back sooner, inside."""
+    sys.setswitchinterval(_SOON_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(_USUAL_S)
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -127,7 +145,12 @@ class ModelRunner:
         """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
         num_rows = sum(share.num_rows for share in shares)
         slices = [share.as_slice() for share in shares]
-        return self._run(slices, num_rows, lambda: [share.asked() for share in shares if share.num_rows])
+
+        def ask() -> list[AskedRows]:
+            with python_soon() if any(share.sequence.chooser for share in shares) else nullcontext():
+                return [share.asked() for share in shares if share.num_rows]
+
+        return self._run(slices, num_rows, ask)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves keys and values of an accepted branch into place. Raises what the runtime raises."""

@@ -81,7 +81,9 @@ def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = E
         "device": re.sub(r"[.:]\d+$", "", options.device.lower()),
         "arithmetic": sorted(options.properties.items()),
         "kv_cache": "auto",
-        "is_batch_invariant": options.is_batch_invariant is not False,
+        "is_batch_invariant": (
+            manifest.runtime == "openvino" if options.is_batch_invariant is None else options.is_batch_invariant
+        ),
         "engine": engine,
     }
     if manifest.runtime == "torch" and options.device.startswith("cuda"):

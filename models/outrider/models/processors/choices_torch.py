@@ -18,6 +18,8 @@ from outrider.models.processors.rows_torch import RowChanges
 
 _NONE: Final = -1
 _SLACK: Final = 1e-3
+_TOGETHER: Final = 1 << 21
+"""Listed logits that are picked from at a time."""
 
 
 class RowChoices:
@@ -57,7 +59,8 @@ class RowChoices:
         for each, terms, values in zip(self._lists, self._of_lists, found, strict=True):
             picks = torch.empty(len(values), dtype=torch.int64)
             for part in terms.parts:
-                picks[part.rows] = _best(values[part.rows], each.ids[part.rows], part)
+                for piece in part.pieces(max(1, _TOGETHER // values.shape[1])):
+                    picks[piece.rows] = _best(values[piece.rows], each.ids[piece.rows], piece)
             is_fine = values.amax(1).isfinite()
             if is_finite is not None:
                 is_fine &= is_finite[each.rows]

@@ -65,7 +65,8 @@ class TextPath:
         """What comes of picking `token` from a row that is reached, after `depth` drafted tokens; None: nothing."""
         if row in self.errors:
             return self.errors[row]
-        return None if self.rows[row].allows(token) else excluded(token, self.length + depth)
+        change = self.rows.get(row)  # a row that no path should reach has none
+        return None if change is not None and change.allows(token) else excluded(token, self.length + depth)
 
     def few(self, row: int) -> _Ids | None:
         """The ids that a row's mask allows, ascending, where they are few; None where options and a grammar make it."""

@@ -255,7 +255,8 @@ class RuntimeOptions:
     cache_dir: where compiled models are stored; None: not stored.
     is_batch_invariant: OpenVINO on CPU with an f32 cache, or torch on CUDA, BatchRuntime: a token's logits are the
       same, bit for bit, however its sequence is cut into steps and whatever else those steps hold. Costs a few per cent
-      of a step at short contexts, more for a long prompt. On OpenVINO it does not cover steps with a tree mask.
+      of a step at short contexts, more for a long prompt. On OpenVINO it does not cover steps with a tree mask. None:
+      as the runtime is served by default, which is True for OpenVINO and False for torch.
     max_positions: shortens the longest sequence, and with it a SequenceRuntime's cache; 0: the model's own.
     num_sequences: sequences that a SequenceRuntime's model may hold at a time, where it can hold several.
     static_shapes: the shapes that an NPU's model is compiled for; other devices ignore it.

@@ -125,21 +125,25 @@ class TorchPagedRuntime(TorchCache):
 
     def _require_bitwise(self) -> None:
         """Raises ConfigError for a model whose rows depend on what else is in a step."""
-        why = "has attention of its own, which no step leaves bitwise equal"
+        why: str | None = "has attention of its own, which no step leaves bitwise equal"
         if self._is_packed:
-            from outrider.models.runtimes.triton_attention import TILE
+            from outrider.models.runtimes.triton_attention import SPLIT, TILE
 
-            before = min(TILE + 1, self.limits.max_positions // 2)  # in its second tile of keys
+            # Past the first part of a context; on Triton's interpreter, past the first tile of keys.
+            wanted = 1 + (SPLIT if self._device.type == "cuda" else TILE)
+            before = min(wanted, self.limits.max_positions // 2)
+            company = None
             if self.num_blocks < blocks_needed(before, BLOCK_SIZE):
-                raise ConfigError(f"{self.num_blocks} blocks of keys and values are too few for --exact bitwise")
-            company = other_rows(
-                self.forward, self.limits.vocab_size, BLOCK_SIZE, before=before, has_trees=self.why_no_trees is None
-            )
-            if company is None:
-                return
-            why = f"computes a row in other bits {company}, so its texts would differ"
-        self.close()
-        raise ConfigError(f"the model in {self._path} {why}; leave out --exact bitwise")
+                why = f"has {self.num_blocks} blocks of keys and values, too few to try it: raise --kv-cache-mb"
+            else:
+                has_trees = self.why_no_trees is None
+                company = other_rows(
+                    self.forward, self.limits.vocab_size, BLOCK_SIZE, before=before, has_trees=has_trees
+                )
+                why = company and f"gives other logits {company} than token by token, so its texts would differ"
+        if why is not None:
+            self.close()
+            raise ConfigError(f"the model in {self._path} {why}; leave out --exact bitwise")
 
     def _load(self, dtype: torch.dtype) -> AttentionPlan:
         """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
@@ -183,6 +187,8 @@ class TorchPagedRuntime(TorchCache):
         )
         try:
             _, plan = self._run(first)
+        except ConfigError:
+            raise
         except ModelFault as error:
             raise _Unfit(str(error)) from error
         except Exception as error:  # an architecture may raise anything for unknown arguments

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.models.errors import ModelFault
+from outrider.models.errors import ConfigError
 
 _ROWS: Final = 64
 """Rows of a tile of a product: what Hopper's tensor cores take at least; fewer new tokens waste arithmetic only."""
@@ -62,8 +62,9 @@ def _multiply(
     begin = tile * ROWS
     if GROUPS > 0:
         each = tl.arange(0, GROUPS)
-        end = tl.load(ends + each, mask=each < num_groups, other=0)
-        counts = tl.where(each < num_groups, end - tl.load(ends + each - 1, mask=each > 0, other=0), 0)
+        is_group = each < num_groups
+        end = tl.load(ends + each, mask=is_group, other=0)
+        counts = tl.where(is_group, end - tl.load(ends + each - 1, mask=is_group & (each > 0), other=0), 0)
         tiles = (counts + ROWS - 1) // ROWS
         group = tl.minimum(tl.sum((tl.cumsum(tiles, axis=0) <= tile).to(tl.int32), axis=0), num_groups - 1)
         begin = tl.sum(tl.where(each < group, counts, 0), axis=0).to(tl.int64)
@@ -273,7 +274,7 @@ def row_by_row(key: str) -> Iterator[None]:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         if left.dim() != 2 or right.dim() != 3 or offs is None or bias is not None:
-            raise ModelFault("it multiplies groups in a way that --exact bitwise does not have")
+            raise ConfigError("the model multiplies groups in a way that --exact bitwise does not have; leave it out")
         return grouped_matmul(left, right, offs).to(out_dtype or left.dtype)
 
     def addmm(
