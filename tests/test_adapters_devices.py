@@ -23,6 +23,7 @@ from tests.serving import (
     serve_fake,
     target_tokens,
 )
+from tests.test_adapters import ADAPTERS, PROMPT
 from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.metrics import Metrics
@@ -43,9 +44,6 @@ from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.models.bundle.bundle_writer import BundleWriter
 from outrider.models.client.client import ClientOptions, VerifierClient
 from outrider.models.client.errors import EndpointUnfit, ProtocolBroken
-
-ADAPTERS = {"sql": "5" * 16, "law/v2": "6" * 16}
-PROMPT = [5, 17, 80, 12]
 
 
 @pytest.fixture
