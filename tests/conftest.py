@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# The same for Triton, whose kernels run on its interpreter here.
-os.environ["TRITON_INTERPRET"] = "1"
+# The same for Triton, whose kernels run on its interpreter here; tests/test_on_gpu.py wants 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A slow machine is no fault. With Hypothesis' own deadline an example that takes 200 ms would be one.
 settings.register_profile("outrider", deadline=None)

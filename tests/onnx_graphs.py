@@ -16,7 +16,7 @@ from tools.tiny_sources import make_tiny_tokenizer
 from outrider.export.convert.onnx_builder import CONFIG_FILE, build_with_genai
 from outrider.export.convert.onnx_quantize import quantize_weights
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
-from outrider.models.runtimes.torch_paged import load_causal_lm
+from outrider.models.runtimes.torch_loading import load_causal_lm
 
 VOCAB = 331  # odd, and no multiple of a block
 RNG = np.random.default_rng(11)

@@ -41,7 +41,7 @@ from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import load_paged_model
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-from outrider.models.runtimes.torch_paged import load_causal_lm
+from outrider.models.runtimes.torch_loading import load_causal_lm
 
 XML = "openvino_model.xml"
 NPU = RuntimeOptions(

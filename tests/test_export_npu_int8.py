@@ -19,7 +19,7 @@ from outrider.models.bundle.manifest import StaticShapes
 from outrider.models.picks.sampling import SamplingParams, pick
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
-from outrider.models.runtimes.torch_paged import load_causal_lm
+from outrider.models.runtimes.torch_loading import load_causal_lm
 
 XML = "openvino_model.xml"
 NPU = RuntimeOptions(

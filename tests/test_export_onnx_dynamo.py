@@ -26,7 +26,7 @@ from outrider.export.recipes import ExportOptions
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
-from outrider.models.runtimes.torch_paged import load_causal_lm
+from outrider.models.runtimes.torch_loading import load_causal_lm
 
 OPTIONS = RuntimeOptions(num_threads=1, max_positions=128)
 # Odd sizes: heads of 20 and 12, widths that no block divides.
@@ -162,7 +162,7 @@ from pathlib import Path
 import torch
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
 from outrider.export.convert.onnx_quantize import quantize_weights
-from outrider.models.runtimes.torch_paged import load_causal_lm
+from outrider.models.runtimes.torch_loading import load_causal_lm
 plain, small = Path(sys.argv[2]) / "plain", Path(sys.argv[2]) / "small"
 plain.mkdir(parents=True)
 small.mkdir()

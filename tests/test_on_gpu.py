@@ -1,7 +1,12 @@
-"""Checks exports for a GPU on the GPU; skipped, with the reason, on a machine without one."""
+"""Checks exports for a GPU on the GPU; skipped, with the reason, on a machine without one.
+
+TRITON_INTERPRET=0 python -m pytest tests/test_on_gpu.py    # else the kernels run on Triton's interpreter
+"""
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,23 @@ GPU_RECIPES = [
 ]
 
 
+def _torch_with_cuda() -> Any:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if os.environ["TRITON_INTERPRET"] != "0":
+        pytest.skip("Triton's kernels are interpreted: set TRITON_INTERPRET=0")
+    return torch
+
+
+def _forbid_waits(mode: str) -> None:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @pytest.mark.parametrize(("role", "runtime", "precision"), GPU_RECIPES)
 def test_an_export_for_a_gpu_passes_its_check_there(
     role: Role, runtime: RuntimeName, precision: Precision, tmp_path: Path
@@ -49,9 +71,7 @@ def test_an_export_for_a_gpu_passes_its_check_there(
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])  # Mistral's window is shorter than the text
 def test_a_tree_on_cuda_has_the_logits_of_its_lines(family: str, tmp_path: Path) -> None:
     """Two branches in one step, then the second one moved into place: each row is that of its line."""
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    _torch_with_cuda()
     path = make_tiny_model(family, tmp_path / family, vocab_size=96)
     options = RuntimeOptions(device="cuda", kv_cache_bytes=1 << 20, properties={"dtype": "f32"})
     runtime = open_batch_runtime("torch", path, options)
@@ -69,9 +89,7 @@ def test_a_tree_on_cuda_has_the_logits_of_its_lines(family: str, tmp_path: Path)
 
 def test_a_vllm_workers_step_on_cuda_waits_for_nothing() -> None:
     """Picks, rules and logprobs of all rows: the CPU's, and no operation waits for the device before they are read."""
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    torch = _torch_with_cuda()
     size, rng = 5000, np.random.default_rng(0)
     rules = ProcessorOptions(
         repetition_penalty=1.3,
@@ -99,7 +117,7 @@ def test_a_vllm_workers_step_on_cuda_waits_for_nothing() -> None:
         torch.cuda.synchronize()
         for mode in ("default", "error"):  # the first makes kernels, and reserves memory
             rows = own.clone()
-            torch.cuda.set_sync_debug_mode(mode)
+            _forbid_waits(mode)
             try:
                 drafted = DraftedRows([each.drafted for each in asked], 3, device)
                 choices = choosers.prepare(asked, size, device)
@@ -107,7 +125,7 @@ def test_a_vllm_workers_step_on_cuda_waits_for_nothing() -> None:
                 choices.report_faults(picks)
                 committed = drafted.committed(picks)
             finally:
-                torch.cuda.set_sync_debug_mode("default")
+                _forbid_waits("default")
             tokens = [[token for token in row if token >= 0] for row in committed.tolist()]
             found = choosers.settle({each.key: row for each, row in zip(asked, tokens, strict=True)})
         return tokens, found

@@ -13,7 +13,7 @@ import torch
 from tests.conftest import TINY_VOCAB
 
 from outrider.models.errors import BundleError
-from outrider.models.runtimes import torch_paged
+from outrider.models.runtimes import torch_loading, torch_paged
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_cache import BLOCK_SIZE
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
@@ -37,7 +37,7 @@ def test_the_second_way_to_load_begins_without_the_first_copy(
 ) -> None:
     """Where the attention interface does not reach each layer, a model is loaded again; two copies may not fit."""
     copies: list[weakref.ref[Any]] = []
-    load = torch_paged.load_causal_lm
+    load = torch_loading.load_causal_lm
 
     def loads(*given: Any) -> Any:
         assert not any(copy() is not None for copy in copies), "the first copy is still held"

@@ -23,7 +23,7 @@ from outrider.models.runtimes import open_sequence_runtime, openvino_npu, sequen
 from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.openvino_graph import run_request
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
-from outrider.models.runtimes.torch_paged import load_causal_lm
+from outrider.models.runtimes.torch_loading import load_causal_lm
 
 # Weights and cache in f16: at most 0.004 on logits of +-4; a stale or shifted slot is off by 0.5 or more.
 TOLERANCE = 0.01

@@ -31,7 +31,7 @@ from outrider.models.runtimes.base import (
     TreeRuntime,
 )
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-from outrider.models.runtimes.torch_paged import load_causal_lm
+from outrider.models.runtimes.torch_loading import load_causal_lm
 
 # Logits of the tiny models span about +-4.
 TOLERANCE = 1e-4

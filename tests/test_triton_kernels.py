@@ -175,6 +175,9 @@ def test_a_token_attends_the_same_bits_in_any_company(kind: Heads, data: st.Data
     query, keys, values, sinks = kind.tensors(length)
     whole = SequenceSlice([0] * length, 0, blocks, 0)
     alone = attend([whole], kind, query, keys, values, sinks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "_MANY", 1)  # each program joins the parts of its contexts
+        assert torch.equal(attend([whole], kind, query, keys, values, sinks), alone)
 
     cut = data.draw(st.integers(1, length - 1))
     parts = [SequenceSlice([0] * cut, 0, blocks, 0), SequenceSlice([0] * (length - cut), cut, blocks, 0)]
@@ -331,12 +334,15 @@ def not_recorded(run: Callable[[], torch.Tensor]) -> Any:
 def test_a_models_rows_are_the_same_bits_in_any_company(
     tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, has_graphs: bool
 ) -> None:
-    """Tried when it is loaded. Gemma 2 has sliding windows and soft caps; products of experts are grouped."""
+    """Tried when it is loaded. Gemma 2 has sliding windows and soft caps; products of experts are grouped. A text may
+    begin behind position 0.
+    """
     monkeypatch.setattr(torch_paged, "has_kernels", lambda device: True)
     record = played_back if has_graphs else not_recorded
     monkeypatch.setattr(torch_graphs.KernelSteps.__init__, "__kwdefaults__", {"record": record})
     options = RuntimeOptions(kv_cache_bytes=1 << 20, is_batch_invariant=True)
-    text = SequenceSlice([int(token) for token in np.random.default_rng(0).integers(0, 96, 12)], 0, [3], 12)
+    tokens = [int(token) for token in np.random.default_rng(0).integers(0, 96, 12)]
+    text = SequenceSlice(tokens, 0, [3], 12, range(40, 52))
     with closing(TorchPagedRuntime(tiny_model(family), options)) as runtime:
         assert ("as CUDA graphs" in runtime.description) is has_graphs
         assert "attention in Triton" in runtime.description and "in one order; 1 MB for" in runtime.description

@@ -264,7 +264,9 @@ def make_tiny_model(
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
             for parameter in model.parameters():
-                if parameter.dim() == 1:  # biases and norms begin as zeros and ones, which hide mistakes
+                # Biases and norms begin as zeros and ones, which hide mistakes; some routers as zeros, where all
+                # experts are equally good and each device takes others.
+                if parameter.dim() == 1 or not parameter.any():
                     parameter.data += 0.1 * torch.randn_like(parameter)
         model.generation_config.eos_token_id = config.eos_token_id
         directory.mkdir(parents=True, exist_ok=True)

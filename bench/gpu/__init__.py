@@ -1,1 +1,5 @@
-"""Measures the product on a bare CUDA machine: `python -m bench.gpu`, see `__main__`."""
+"""Measures this checkout on a bare CUDA machine: `python -m bench.gpu`, see `__main__`."""
+
+from bench.gpu.needs import use_checkout
+
+use_checkout()

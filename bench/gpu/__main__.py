@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.needs import MAKES_DRAFT, download, is_enough, look, report, use_checkout
+from bench.gpu.needs import MAKES_DRAFT, download, is_enough, look, report
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -48,7 +48,6 @@ def main(given: Sequence[str] | None = None) -> int:
     print(report(found), flush=True)
     if options.needs or not is_enough(found):
         return 0 if is_enough(found) else 2
-    use_checkout()
 
     from bench.gpu.place import SMALL, Run, Sizes, make_draft
 

@@ -63,6 +63,7 @@ NEEDS: Final = (
     Need("typing-inspection", "typing_inspection", "0.4.5"),
     Need("platformdirs", "platformdirs", "4.14.7"),
     Need("fastapi", "fastapi", "0.165.0"),
+    Need("opentelemetry-api", "opentelemetry", "1.45.2"),  # of fastapi
     Need("starlette", "starlette", "1.10.0"),
     Need("uvicorn", "uvicorn", "0.54.0"),
     Need("httptools", "httptools", "0.9.0"),

@@ -6,7 +6,7 @@ Knows numpy only.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -67,8 +67,8 @@ def tails_of(step: RaggedStep, slots: NDArray[np.integer]) -> tuple[_Ids, _Ids]:
 class PageArrays:
     """Where a step's T new tokens find their keys, on the host.
 
-    positions, sequences: [T], of each token. tables: [B, most blocks]. tail_begins, tail_slots: as `tails_of`.
-    tiles: as `tiles_of`, by tokens of a tile. num_splits: parts of the longest context.
+    positions: [T], of each token in its text, from 0. sequences: [T]. tables: [B, most blocks]. tail_begins,
+    tail_slots: as `tails_of`. tiles: as `tiles_of`, by tokens of a tile. num_splits: parts of the longest context.
     """
 
     positions: NDArray[np.integer]
@@ -88,6 +88,9 @@ class PageArrays:
     def of(cls, step: RaggedStep, slots: NDArray[np.integer], tile_tokens: Iterable[int], split: int) -> PageArrays:
         """slots: [T], of the new tokens. tile_tokens: that the layers want. split: positions of a part of a context."""
         num_new, num_blocks = np.diff(step.subsequence_begins), np.diff(step.block_indices_begins)
+        # A text may begin behind position 0, as one of the exporter's check does. Keys are found by place in the text.
+        first, past = (np.repeat(each, num_new) for each in (step.subsequence_begins[:-1], step.past_lens))
+        step = replace(step, position_ids=step.position_ids - step.position_ids[first] + past)
         tables = np.zeros((len(num_new), int(num_blocks.max())), np.int32)
         tables[np.arange(tables.shape[1]) < num_blocks[:, None]] = step.block_indices
         return cls(

@@ -208,6 +208,8 @@ def attend(
     if attention_mask is not None:
         raise ModelFault("it makes attention masks of its own")
     plan = _PLAN.get()
+    if module.layer_idx in plan.attended:  # as two halves of the values: one of them would be lost
+        raise ModelFault(f"layer {module.layer_idx} attends more than once")
     plan.note(module.layer_idx, key, value)
     plan.heads.add((query.shape[1], value.shape[1]))
     repeats = query.shape[1] // value.shape[1]

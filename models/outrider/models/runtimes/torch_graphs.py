@@ -2,15 +2,19 @@
 
 A step is padded to the next size: the tokens behind its own are one more sequence, whose keys go to the slot behind the
 last block, where nobody else reads. Rows do not meet, so padding changes none of them. What cannot be recorded, such as
-rotary embeddings that look at the positions on the host, goes on without graphs. Not run on CUDA hardware.
+rotary embeddings that look at the positions on the host, goes on without graphs.
+
+A transformer's layer in transformers' code is some 40 small kernels beside its products, which take a third of an 8B
+model's step. torch's compiler joins them (`fused`), unless the order of sums is promised.
 """
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,8 +24,10 @@ from outrider.models.runtimes.page_layout import PageArrays
 from outrider.models.runtimes.ragged import RaggedStep
 from outrider.models.runtimes.triton_attention import StepPages, layout_of, tokens_of_a_tile
 
-SIZES: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""New tokens of a recorded step; larger ones are prompts, whose kernels take longer than their launches."""
+SIZES: Final = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""New tokens of a recorded step; larger ones are prompts, whose kernels take longer than their launches. None of 1, for
+which torch's compiler would make kernels of their own.
+"""
 _MOST_TAIL: Final = 64
 """Levels of a tree below the last committed token; deeper trees go without graphs."""
 
@@ -68,17 +74,24 @@ def padded(step: RaggedStep, size: int, scratch_block: int) -> RaggedStep:
     )
 
 
-def on_cuda(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """A `Recorder`. Raises RuntimeError for what cannot be recorded."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # compiles kernels, and lets libraries allocate what they keep
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph.replay, out
+class CudaRecorder:
+    """A `Recorder`, whose graphs share memory: they run one after the other."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Raises RuntimeError for what cannot be recorded."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()  # compiles kernels, and lets libraries allocate what they keep
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = run()
+        return graph.replay, out
 
 
 @dataclass(slots=True)
@@ -93,9 +106,10 @@ class _Recorded:
 class KernelSteps:
     """A model's steps through the kernels in Triton, those of few tokens as recorded passes.
 
-    These are kept by size, parts of the longest context (a power of 2) and whether there are trees, and made when a
-    step first needs one. block_size, num_blocks: of the cache, whose slot behind the last block is free to be written.
-    max_blocks: of the longest sequence. heads: of queries and values, as layers have them.
+    These are kept by size, parts of the longest context (a power of 4) and whether there are trees, and made when a
+    step first needs one. fused: the same as `run` with fewer kernels, for recorded steps. block_size, num_blocks: of
+    the cache, whose slot behind the last block is free to be written. max_blocks: of the longest sequence. heads: of
+    queries and values, as layers have them.
     """
 
     def __init__(
@@ -107,10 +121,12 @@ class KernelSteps:
         num_blocks: int,
         max_blocks: int,
         heads: Iterable[tuple[int, int]],
-        record: Recorder = on_cuda,
+        fused: Pass | None = None,
+        record: Recorder | None = None,
     ) -> None:
         self._run = run
-        self._record = record
+        self._fused = fused
+        self._record = record or CudaRecorder()
         self._device = device
         self._block_size, self._num_blocks, self._max_blocks = block_size, num_blocks, max_blocks
         self._tile_tokens = tuple({tokens_of_a_tile(*each) for each in heads})
@@ -121,6 +137,11 @@ class KernelSteps:
     def most_recorded(self) -> int:
         """New tokens of the largest step that is recorded; 0 where none is."""
         return SIZES[-1] if self._has_graphs else 0
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether torch's compiler made the recorded steps."""
+        return self._has_graphs and self._fused is not None
 
     @torch.inference_mode()
     def logits(self, step: RaggedStep) -> torch.Tensor:
@@ -144,7 +165,7 @@ class KernelSteps:
         arrays = layout_of(whole, slots, self._tile_tokens)
         if arrays.tail_slots.shape[1] > _MOST_TAIL:
             return None
-        splits = 1 << (arrays.num_splits - 1).bit_length()
+        splits = 4 ** (((arrays.num_splits - 1).bit_length() + 1) // 2)
         rows = np.zeros(size, np.int64)
         rows[: len(step.logit_rows)] = step.logit_rows
         packed = np.stack([whole.input_ids, whole.position_ids, slots, rows])
@@ -179,5 +200,16 @@ class KernelSteps:
         host.numpy()[:] = packed
         on_device = host.to(self._device)
         inputs = StepInputs(on_device[0], on_device[1], on_device[2], on_device[3], pages)
-        replay, logits = self._record(lambda: self._run(inputs))
+        replay, logits = self._recorded_pass(inputs)
         return _Recorded(pages, host, on_device, replay, logits)
+
+    def _recorded_pass(self, inputs: StepInputs) -> tuple[Callable[[], None], torch.Tensor]:
+        if (fused := self._fused) is not None:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # advice to compute FP32 in fewer bits
+                    return self._record(lambda: fused(inputs))
+            except Exception as error:  # a compiler may raise anything for code that it does not know
+                self._fused = None
+                _log.warning("recorded steps run without fused kernels: %s", str(error).splitlines()[0])
+        return self._record(lambda: self._run(inputs))

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,11 +30,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
+from outrider.models.cache_folder import default_cache_dir
+from outrider.models.errors import BundleError, ConfigError, ModelFault
 from outrider.models.processors.chooser import PickedRow
 from outrider.models.processors.step_choices import StepChoices
 from outrider.models.processors.text_rows import AskedRows
-from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.bitwise_check import blocks_needed, other_rows
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_cache import (
@@ -45,12 +48,12 @@ from outrider.models.runtimes.torch_cache import (
     carried_out,
     has_kernels,
 )
+from outrider.models.runtimes.torch_loading import device_of, dtype_of, load_causal_lm, max_positions_of, may_slide
 
 if TYPE_CHECKING:
     from outrider.models.runtimes.torch_graphs import KernelSteps, StepInputs
 
 _PROBE_TOKENS: Final = 3
-_DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
 
 
@@ -70,8 +73,8 @@ class TorchPagedRuntime(TorchCache):
         ConfigError for an option out of range, RuntimeUnavailable when the device is missing.
         """
         self._path = path
-        self._device = _device(options.device)
-        dtype = _dtype(options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
+        self._device = device_of(options.device)
+        dtype = dtype_of(options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         self.faults_last = self._device.type == "cuda"  # an error in a kernel stays for the process's life
@@ -91,11 +94,13 @@ class TorchPagedRuntime(TorchCache):
             # Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does.
             why = f"the model in {path} has attention of its own, which may go by slots; use --tree line"
             self.why_no_trees = why
-        self.limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
+        self.limits = ModelLimits(config.vocab_size, max_positions_of(self._model.config, options))
         if has_kernels(self._device) and self._is_packed:
             self._kernels = self._with_kernels(plan)
         if self._is_bitwise:
             self._require_bitwise()
+        elif self._kernels is not None:  # compiles: nobody waits yet
+            self.forward([SequenceSlice([0], 0, [0], 1)])
 
     @property
     def description(self) -> str:
@@ -106,7 +111,8 @@ class TorchPagedRuntime(TorchCache):
         else:
             ways.append("attention in Triton")
             if self._kernels.most_recorded:
-                ways.append(f"steps of up to {self._kernels.most_recorded} tokens as CUDA graphs")
+                fused = " of fused kernels" if self._kernels.is_fused else ""
+                ways.append(f"steps of up to {self._kernels.most_recorded} tokens as CUDA graphs{fused}")
             if self._is_bitwise:
                 ways.append("each row's sums in one order")
         return f"{', '.join(ways)}; {self.num_blocks * self.block_bytes / 1e6:.0f} MB for keys and values"
@@ -121,7 +127,15 @@ class TorchPagedRuntime(TorchCache):
             num_blocks=self.num_blocks,
             max_blocks=-(-self.limits.max_positions // BLOCK_SIZE),
             heads=plan.heads,
+            fused=None if self._is_bitwise or self._device.type != "cuda" else self._fused(),
         )
+
+    def _fused(self) -> Callable[[StepInputs], torch.Tensor]:
+        """The pass by torch's compiler, which joins the small operations between products and attention. What it makes
+        is kept in the user's cache folder, not in one that others may write to.
+        """
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "torch"))
+        return partial(self._pass, model=torch.compile(self._model.forward, dynamic=True))
 
     def _require_bitwise(self) -> None:
         """Raises ConfigError for a model whose rows depend on what else is in a step."""
@@ -150,7 +164,9 @@ class TorchPagedRuntime(TorchCache):
 
         Returns what the layers noted. Raises BundleError if neither way reaches every layer.
         """
-        transformers.AttentionInterface.register(_ATTENTION, attend)
+        # The compiler of `_fused` leaves attention as it is.
+        plain = torch.compiler.disable(attend) if has_kernels(self._device) else attend  # type: ignore[no-untyped-call]
+        transformers.AttentionInterface.register(_ATTENTION, plain)
         self._is_packed = True
         try:
             return self._try_load(dtype, _ATTENTION)
@@ -175,7 +191,7 @@ class TorchPagedRuntime(TorchCache):
         self._model = model.to(self._device).eval()
         self._arguments = set(inspect.signature(model.forward).parameters)
         config: Any = model.config.get_text_config()
-        if not self._is_packed and _slides(config):
+        if not self._is_packed and may_slide(config):
             raise _Unfit("it may slide, which our masks would replace")
         tokens = [0] * _PROBE_TOKENS
         first = lay_out(
@@ -246,15 +262,19 @@ class TorchPagedRuntime(TorchCache):
         return self._run_packed(plan, rows, ids, positions), plan
 
     def _run_packed(
-        self, plan: AttentionPlan, rows: torch.Tensor, input_ids: torch.Tensor, position_ids: torch.Tensor
+        self,
+        plan: AttentionPlan,
+        rows: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        model: Callable[..., Any] | None = None,
     ) -> torch.Tensor:
         with carried_out(plan):
-            logits = self._forward(rows, input_ids=input_ids[None], position_ids=position_ids[None])
-        return logits
+            return self._forward(rows, model, input_ids=input_ids[None], position_ids=position_ids[None])
 
-    def _pass(self, inputs: StepInputs) -> torch.Tensor:
+    def _pass(self, inputs: StepInputs, model: Callable[..., Any] | None = None) -> torch.Tensor:
         plan = AttentionPlan(self._layers, inputs.new_slots, [], inputs.pages)
-        logits = self._run_packed(plan, inputs.rows, inputs.input_ids, inputs.position_ids)
+        logits = self._run_packed(plan, inputs.rows, inputs.input_ids, inputs.position_ids, model)
         self._require_all(plan)
         return logits
 
@@ -281,15 +301,15 @@ class TorchPagedRuntime(TorchCache):
         order = np.argsort(np.concatenate(places), kind="stable")  # the rows of a step are in the order of its tokens
         return torch.cat(pieces)[self._tensor(order)]
 
-    def _forward(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """Runs the model; the logits of `rows` of its tokens, all sequences one after the other: [R, vocab_size]."""
+    def _forward(self, rows: torch.Tensor, model: Callable[..., Any] | None = None, **arguments: Any) -> torch.Tensor:
+        """The logits of `rows` of the tokens, all sequences one after the other: [R, vocab_size]. model: to be run."""
         given = {
             name: self._tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
         }
         given.setdefault("use_cache", False)
         if given["input_ids"].shape[0] == 1 and "logits_to_keep" in self._arguments:
             given["logits_to_keep"] = rows
-        logits: torch.Tensor = self._model(**given).logits
+        logits: torch.Tensor = (model or self._model)(**given).logits
         flat = logits.flatten(0, 1)
         return (flat if "logits_to_keep" in given else flat[rows]).float()
 
@@ -337,63 +357,6 @@ class TorchPagedRuntime(TorchCache):
         self._model = self._kernels = None
         self._layers = {}
         self._until_closed.close()
-
-
-def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
-    """The model of a Hugging Face directory, on CPU, in evaluation mode: safetensors only, never remote code.
-
-    Raises BundleError when transformers cannot load it.
-    """
-    progress = transformers.utils.logging
-    was_enabled = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()  # a library does not print to its user's terminal
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=False,
-            use_safetensors=True,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
-        raise BundleError(f"transformers cannot load {path}: {error}") from error
-    finally:
-        if was_enabled:
-            progress.enable_progress_bar()
-    return model.eval()
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name.lower())
-    except RuntimeError as error:
-        raise ConfigError(f"device is {name!r}; expected a torch device such as cpu or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise RuntimeUnavailable(f"torch {torch.__version__} sees no CUDA device for {name!r}")
-    return device
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype is {name!r}; the torch runtime takes {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _max_positions(config: Any, options: RuntimeOptions) -> int:
-    """The longest sequence: the exporter's, else the model's own, cut to `options.max_positions`."""
-    promised = getattr(config, PROMISED_POSITIONS, None)
-    own = promised or getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_positions
-    if not own:
-        raise ConfigError("the model's config.json does not give max_position_embeddings; set max_positions")
-    return min(int(own), options.max_positions or int(own))
-
-
-def _slides(config: Any) -> bool:
-    """Whether some layers attend a window: a mask from outside would replace theirs, or be one too many."""
-    kinds = str([getattr(config, name, None) for name in ("layer_types", "attention_layers", "attention_types")])
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return any(word in kinds for word in ("sliding", "chunked", "local")) or any(windows)
 
 
 def _unfit(path: Path, why: str) -> str:

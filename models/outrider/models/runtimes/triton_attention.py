@@ -29,10 +29,14 @@ from outrider.models.runtimes.ragged import RaggedStep
 
 ROWS: Final = 16
 """Rows of a program: the fewest that tensor cores take. Tokens of a sequence and heads that share keys fill them."""
-TILE: Final = 64
-"""Positions of a tile of keys."""
-SPLIT: Final = 1024
-"""Positions of a part of a long context: a program each."""
+TILE: Final = 128
+"""Positions of a tile of keys, at most."""
+_TILE_BYTES: Final = 32 << 10
+"""Of a tile's keys: two tiles of keys and of values fit a GPU's fast memory."""
+SPLIT: Final = 256
+"""Positions of a part of a long context: a program each, where there are few others."""
+_MANY: Final = 1024
+"""Programs that need no more beside them: some for each of a GPU's processors."""
 
 
 @triton.jit
@@ -64,10 +68,114 @@ def _read(cache, slot, kv_head, at, KV_HEADS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _join(peak, weight, total, own_peak, own_weight, own_total):
+    """The parts so far, and one more: peaks and weights [rows], totals [rows, width]. In one order of roundings, given
+    by `fma`, in each kernel that joins.
+    """
+    higher = tl.maximum(peak, own_peak)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    shrink, grow = tl.exp(peak - safe), tl.exp(own_peak - safe)
+    weight = tl.fma(weight, shrink, own_weight * grow)
+    total = tl.fma(total, tl.broadcast_to(shrink[:, None], total.shape), own_total * grow[:, None])
+    return higher, weight, total
+
+
+@triton.jit
 def _attend_part(
+    part,
+    queries,
+    key_cache,
+    value_cache,
+    tables,
+    tail_begin,
+    tail_slots,
+    position,
+    is_row,
+    of_token,
+    last,
+    sequence,
+    kv_head,
+    first,
+    count,
+    scale,
+    softcap,
+    table_width,
+    tail_width,
+    KV_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_TREE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """A part of the contexts of a tile's rows: peak [ROWS], weight [ROWS], total [ROWS, VALUE_WIDTH] float32."""
+    key_at, value_at = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+    begin = part * SPLIT
+    if WINDOW > 0:  # tiles before every row's window add exact zeros: left out
+        least = tl.min(tl.where(is_row, position, 2147483647), axis=0) - WINDOW + 1
+        begin = tl.maximum(begin, least // TILE * TILE)
+    for at in range(begin, tl.minimum(part * SPLIT + SPLIT, last + 1), TILE):
+        place = at + tl.arange(0, TILE)
+        seen = (place[None, :] <= position[:, None]) & is_row[:, None]
+        if WINDOW > 0:
+            seen = seen & (position[:, None] - place[None, :] < WINDOW)
+        is_place = place <= last
+        block = tl.load(tables + sequence * table_width + place // BLOCK, mask=is_place, other=0)
+        slot = tl.where(is_place, block.to(tl.int64) * BLOCK + place % BLOCK, -1)
+        is_shared = True
+        if HAS_TREE:
+            is_shared = at + TILE <= tail_begin
+        if is_shared:
+            keys = _read(key_cache, slot, kv_head, key_at, KV_HEADS, KEY_SIZE).to(queries.dtype)
+            scores = _tile_scores(queries, keys, scale, softcap, HAS_CAP)
+        else:
+            scores = tl.zeros([ROWS, TILE], tl.float32)
+            for index in range(TOKENS):
+                own = _own_slots(tail_slots, first, index, count, tail_width, tail_begin, place, slot, is_place)
+                keys = _read(key_cache, own, kv_head, key_at, KV_HEADS, KEY_SIZE).to(queries.dtype)
+                of_own = _tile_scores(queries, keys, scale, softcap, HAS_CAP)
+                scores = tl.where((of_token == index)[:, None], of_own, scores)
+        scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp(peak - safe)
+        parts = tl.exp(scores - safe[:, None])
+        weight = tl.fma(weight, shrink, tl.sum(parts, axis=1))
+        peak = higher
+        likely = parts.to(queries.dtype)
+        # The product begins with what is there. Added afterwards, the compiler joined both for a line and not for a
+        # tree, whose last bits then differed.
+        before = total * shrink[:, None]
+        if is_shared:
+            values = _read(value_cache, slot, kv_head, value_at, KV_HEADS, VALUE_SIZE).to(queries.dtype)
+            total = tl.dot(likely, values, before, input_precision="ieee")
+        else:
+            total = before
+            for index in range(TOKENS):
+                own = _own_slots(tail_slots, first, index, count, tail_width, tail_begin, place, slot, is_place)
+                values = _read(value_cache, own, kv_head, value_at, KV_HEADS, VALUE_SIZE).to(queries.dtype)
+                of_own = tl.dot(likely, values, before, input_precision="ieee")
+                total = tl.where((of_token == index)[:, None], of_own, total)
+    return peak, weight, total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "table_width", "tail_width"])
+def _attend(
     query,
     key_cache,
     value_cache,
+    sinks,
+    out,
     sums,
     peaks,
     weights,
@@ -93,14 +201,17 @@ def _attend_part(
     VALUE_WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_TREE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A part of the contexts of a tile's rows: sums [parts, T, HEADS, VALUE_SIZE], peaks and weights [parts, T, HEADS].
+    """A tile's rows attend, out [T, HEADS, VALUE_SIZE]. IS_WHOLE: each program joins the parts of its contexts; else it
+    makes one, for `_join_parts`: sums [parts, T, HEADS, VALUE_SIZE], peaks and weights [parts, T, HEADS].
 
     A row is a token and one of the GROUP heads that share keys, which are cut into CHUNKS of at most ROWS. *_WIDTH:
     sizes, padded to a power of 2.
@@ -116,8 +227,13 @@ def _attend_part(
     head = kv_head * GROUP + in_group
     position = tl.load(positions + token, mask=is_row, other=-1)
     last = tl.max(position, axis=0)
-    begin = part * SPLIT
-    if begin <= last:
+    begin, end = part, part + 1
+    if IS_WHOLE:
+        begin, end = 0, last // SPLIT + 1
+        if WINDOW > 0:  # parts before every row's window change nothing
+            least = tl.min(tl.where(is_row, position, 2147483647), axis=0) - WINDOW + 1
+            begin = tl.maximum(least, 0) // SPLIT
+    if begin * SPLIT <= last:
         sequence = tl.load(sequences + first)
         tail_begin = tl.load(tail_begins + sequence)
         key_at, value_at = tl.arange(0, KEY_WIDTH), tl.arange(0, VALUE_WIDTH)
@@ -126,63 +242,69 @@ def _attend_part(
             mask=is_row[:, None] & (key_at < KEY_SIZE)[None, :],
             other=0.0,
         )
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        weight = tl.zeros([ROWS], tl.float32)
-        total = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-        if WINDOW > 0:  # tiles before every row's window add exact zeros: left out
-            least = tl.min(tl.where(is_row, position, 2147483647), axis=0) - WINDOW + 1
-            begin = tl.maximum(begin, least // TILE * TILE)
-        for at in range(begin, tl.minimum(part * SPLIT + SPLIT, last + 1), TILE):
-            place = at + tl.arange(0, TILE)
-            seen = (place[None, :] <= position[:, None]) & is_row[:, None]
-            if WINDOW > 0:
-                seen = seen & (position[:, None] - place[None, :] < WINDOW)
-            is_place = place <= last
-            block = tl.load(tables + sequence * table_width + place // BLOCK, mask=is_place, other=0)
-            slot = tl.where(is_place, block.to(tl.int64) * BLOCK + place % BLOCK, -1)
-            is_shared = True
-            if HAS_TREE:
-                is_shared = at + TILE <= tail_begin
-            if is_shared:
-                keys = _read(key_cache, slot, kv_head, key_at, KV_HEADS, KEY_SIZE).to(queries.dtype)
-                scores = _tile_scores(queries, keys, scale, softcap, HAS_CAP)
+        peak, weight, total = _no_part(sinks, head, is_row, HAS_SINKS & IS_WHOLE, ROWS, VALUE_WIDTH)
+        for at in range(begin, end):
+            own_peak, own_weight, own_total = _attend_part(
+                at,
+                queries,
+                key_cache,
+                value_cache,
+                tables,
+                tail_begin,
+                tail_slots,
+                position,
+                is_row,
+                of_token,
+                last,
+                sequence,
+                kv_head,
+                first,
+                count,
+                scale,
+                softcap,
+                table_width,
+                tail_width,
+                KV_HEADS,
+                KEY_SIZE,
+                VALUE_SIZE,
+                KEY_WIDTH,
+                VALUE_WIDTH,
+                WINDOW,
+                HAS_CAP,
+                HAS_TREE,
+                TOKENS,
+                BLOCK,
+                TILE,
+                SPLIT,
+                ROWS,
+            )
+            if IS_WHOLE:
+                peak, weight, total = _join(peak, weight, total, own_peak, own_weight, own_total)
             else:
-                scores = tl.zeros([ROWS, TILE], tl.float32)
-                for index in range(TOKENS):
-                    own = _own_slots(tail_slots, first, index, count, tail_width, tail_begin, place, slot, is_place)
-                    keys = _read(key_cache, own, kv_head, key_at, KV_HEADS, KEY_SIZE).to(queries.dtype)
-                    of_own = _tile_scores(queries, keys, scale, softcap, HAS_CAP)
-                    scores = tl.where((of_token == index)[:, None], of_own, scores)
-            scores = tl.where(seen, scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, axis=1))
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            shrink = tl.exp(peak - safe)
-            parts = tl.exp(scores - safe[:, None])
-            weight = weight * shrink + tl.sum(parts, axis=1)
-            peak = higher
-            likely = parts.to(queries.dtype)
-            if is_shared:
-                values = _read(value_cache, slot, kv_head, value_at, KV_HEADS, VALUE_SIZE).to(queries.dtype)
-                added = tl.dot(likely, values, input_precision="ieee")
-            else:
-                added = tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
-                for index in range(TOKENS):
-                    own = _own_slots(tail_slots, first, index, count, tail_width, tail_begin, place, slot, is_place)
-                    values = _read(value_cache, own, kv_head, value_at, KV_HEADS, VALUE_SIZE).to(queries.dtype)
-                    of_own = tl.dot(likely, values, input_precision="ieee")
-                    added = tl.where((of_token == index)[:, None], of_own, added)
-            total = total * shrink[:, None] + added
-        at_row = (part * num_tokens + token) * HEADS + head
-        tl.store(peaks + at_row, peak, mask=is_row)
-        tl.store(weights + at_row, weight, mask=is_row)
-        tl.store(
-            sums + at_row[:, None] * VALUE_SIZE + value_at[None, :],
-            total,
-            mask=is_row[:, None] & (value_at < VALUE_SIZE)[None, :],
-        )
+                peak, weight, total = own_peak, own_weight, own_total
+        is_value = is_row[:, None] & (value_at < VALUE_SIZE)[None, :]
+        if IS_WHOLE:
+            at_out = (token * HEADS + head)[:, None] * VALUE_SIZE + value_at[None, :]
+            tl.store(out + at_out, total / tl.where(is_row, weight, 1.0)[:, None], mask=is_value)
+        else:
+            at_row = (part * num_tokens + token) * HEADS + head
+            tl.store(peaks + at_row, peak, mask=is_row)
+            tl.store(weights + at_row, weight, mask=is_row)
+            tl.store(sums + at_row[:, None] * VALUE_SIZE + value_at[None, :], total, mask=is_value)
 
 
 @triton.jit
+def _no_part(sinks, head, is_head, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """Peak, weight and total of rows before their first part."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:  # a logit without a value
+        peak = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
+        weight = weight + 1.0
+    return peak, weight, tl.zeros([ROWS, VALUE_WIDTH], tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def _join_parts(
     sums,
     peaks,
@@ -203,22 +325,13 @@ def _join_parts(
     head, value_at = tl.arange(0, HEAD_WIDTH), tl.arange(0, VALUE_WIDTH)
     is_head = head < HEADS
     is_in = is_head[:, None] & (value_at < VALUE_SIZE)[None, :]
-    peak = tl.full([HEAD_WIDTH], float("-inf"), tl.float32)
-    weight = tl.zeros([HEAD_WIDTH], tl.float32)
-    if HAS_SINKS:  # a logit without a value
-        peak = tl.load(sinks + head, mask=is_head, other=0.0).to(tl.float32)
-        weight = weight + 1.0
-    total = tl.zeros([HEAD_WIDTH, VALUE_WIDTH], tl.float32)
+    peak, weight, total = _no_part(sinks, head, is_head, HAS_SINKS, HEAD_WIDTH, VALUE_WIDTH)
     for part in range(tl.load(positions + token) // SPLIT + 1):
         at_row = (part * num_tokens + token) * HEADS + head
-        own = tl.load(peaks + at_row, mask=is_head, other=0.0)
-        higher = tl.maximum(peak, own)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink, grow = tl.exp(peak - safe), tl.exp(own - safe)
-        weight = weight * shrink + tl.load(weights + at_row, mask=is_head, other=1.0) * grow
-        added = tl.load(sums + at_row[:, None] * VALUE_SIZE + value_at[None, :], mask=is_in, other=0.0)
-        total = total * shrink[:, None] + added * grow[:, None]
-        peak = higher
+        own_peak = tl.load(peaks + at_row, mask=is_head, other=0.0)
+        own_weight = tl.load(weights + at_row, mask=is_head, other=1.0)
+        own_total = tl.load(sums + at_row[:, None] * VALUE_SIZE + value_at[None, :], mask=is_in, other=0.0)
+        peak, weight, total = _join(peak, weight, total, own_peak, own_weight, own_total)
     at_out = (token * HEADS + head)[:, None] * VALUE_SIZE + value_at[None, :]
     tl.store(out + at_out, total / weight[:, None], mask=is_in)
 
@@ -226,6 +339,11 @@ def _join_parts(
 def tokens_of_a_tile(heads: int, kv_heads: int) -> int:
     """New tokens of a program."""
     return ROWS // int(min(ROWS, triton.next_power_of_2(heads // kv_heads)))
+
+
+def tile_of(width: int, element_size: int) -> int:
+    """Positions of a tile of keys and values with so many bytes each."""
+    return min(TILE, max(16, _TILE_BYTES // (width * element_size)))
 
 
 def layout_of(step: RaggedStep, slots: NDArray[np.int64], tile_tokens: Iterable[int]) -> PageArrays:
@@ -274,19 +392,26 @@ class StepPages:
         """
         num_tokens, heads, key_size = query.shape
         kv_heads, value_size = values.shape[1:]
-        group, parts = heads // kv_heads, self._num_splits
-        chunks = triton.cdiv(group, ROWS)
-        tokens = tokens_of_a_tile(heads, kv_heads)
+        group = heads // kv_heads
+        chunks, tokens = triton.cdiv(group, ROWS), tokens_of_a_tile(heads, kv_heads)
         tiles = self._tiles[tokens]
-        sums = query.new_empty((parts, num_tokens, heads, value_size), dtype=torch.float32)
-        peaks, weights = query.new_empty((2, parts, num_tokens, heads), dtype=torch.float32)
         out = query.new_empty((num_tokens, heads, value_size))
-        value_width = max(16, triton.next_power_of_2(value_size))
-        launch: Any = _attend_part[(tiles.shape[1], kv_heads * chunks, parts)]
+        key_width, value_width = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
+        programs = tiles.shape[1], kv_heads * chunks
+        # Enough programs keep a GPU busy, and parts of all contexts would take much memory.
+        is_whole = self._num_splits == 1 or math.prod(programs) >= _MANY
+        parts = 1 if is_whole else self._num_splits
+        sums = peaks = weights = out  # not used
+        if not is_whole:
+            sums = query.new_empty((parts, num_tokens, heads, value_size), dtype=torch.float32)
+            peaks, weights = query.new_empty((2, parts, num_tokens, heads), dtype=torch.float32)
+        launch: Any = _attend[(*programs, parts)]
         launch(
             query.contiguous(),
             keys,
             values,
+            out if sinks is None else sinks,
+            out,
             sums,
             peaks,
             weights,
@@ -308,31 +433,35 @@ class StepPages:
             CHUNKS=chunks,
             KEY_SIZE=key_size,
             VALUE_SIZE=value_size,
-            KEY_WIDTH=max(16, triton.next_power_of_2(key_size)),
+            KEY_WIDTH=key_width,
             VALUE_WIDTH=value_width,
             WINDOW=window or 0,
             HAS_CAP=softcap is not None,
+            HAS_SINKS=sinks is not None,
             HAS_TREE=self._has_tree,
+            IS_WHOLE=is_whole,
             TOKENS=tokens,
             BLOCK=self._block_size,
-            TILE=TILE,
+            TILE=tile_of(max(key_width, value_width), query.element_size()),
             SPLIT=SPLIT,
             ROWS=ROWS,
+            num_stages=2,
         )
-        join: Any = _join_parts[(num_tokens,)]
-        join(
-            sums,
-            peaks,
-            weights,
-            out if sinks is None else sinks,
-            self._positions,
-            out,
-            num_tokens,
-            HEADS=heads,
-            HEAD_WIDTH=triton.next_power_of_2(heads),
-            VALUE_SIZE=value_size,
-            VALUE_WIDTH=value_width,
-            HAS_SINKS=sinks is not None,
-            SPLIT=SPLIT,
-        )
+        if not is_whole:
+            join: Any = _join_parts[(num_tokens,)]
+            join(
+                sums,
+                peaks,
+                weights,
+                out if sinks is None else sinks,
+                self._positions,
+                out,
+                num_tokens,
+                HEADS=heads,
+                HEAD_WIDTH=triton.next_power_of_2(heads),
+                VALUE_SIZE=value_size,
+                VALUE_WIDTH=value_width,
+                HAS_SINKS=sinks is not None,
+                SPLIT=SPLIT,
+            )
         return out

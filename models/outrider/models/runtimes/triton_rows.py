@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -22,16 +23,15 @@ from outrider.models.errors import ConfigError
 
 _ROWS: Final = 64
 """Rows of a tile of a product: what Hopper's tensor cores take at least; fewer new tokens waste arithmetic only."""
-_COLUMNS: Final = 64
-_STRIDE: Final = 64
-"""Numbers of a row that one sum adds at a time, in a product."""
+_TILES: Final = {2: (32, 128), 4: (64, 64)}
+"""Columns of a tile of a product, and numbers of a row that one sum adds at a time, by bytes of a number."""
 _WIDE: Final = 1024
 """The same in a sum, a norm or a softmax."""
 _FEW: Final = 16
 """Numbers of a sum that is made of whole tensors."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply(
     left,
     right,
@@ -118,7 +118,8 @@ def _product(
     if not out.numel():
         return out
     tiles = triton.cdiv(num_rows, _ROWS) + num_groups  # a group's last tile may have one row
-    launch: Any = _multiply[(triton.cdiv(num_columns, _COLUMNS), tiles)]
+    columns, stride = _TILES[max(2, left.element_size())]
+    launch: Any = _multiply[(triton.cdiv(num_columns, columns), tiles)]
     launch(
         left,
         right,
@@ -135,10 +136,20 @@ def _product(
         HAS_BIAS=bias is not None,
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0,
         ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        STRIDE=_STRIDE,
+        COLUMNS=columns,
+        STRIDE=stride,
+        num_stages=_stages(left.device),
     )
     return out
+
+
+@lru_cache
+def _stages(device: torch.device) -> int:
+    """Tiles of a product that are on their way at once: what fits a GPU's fast memory."""
+    if device.type != "cuda":
+        return 3
+    facts: Any = torch.cuda.get_device_properties(device)
+    return 4 if facts.shared_memory_per_block_optin >= 100 << 10 else 3
 
 
 @triton.jit
