@@ -251,8 +251,15 @@ def grouped(rows: torch.Tensor, multiply: Callable[..., torch.Tensor]) -> torch.
     return found
 
 
+SCALE = WEIGHT.abs().amax(dim=1) / 127
+INTEGERS = (WEIGHT / SCALE[:, None]).round().to(torch.int8)
+
 OPERATIONS: dict[str, tuple[Rows, Rows]] = {
     "product": (lambda rows: triton_rows.matmul(rows, WEIGHT.t(), BIAS), linear),
+    "product of integers": (
+        lambda rows: triton_rows.matmul(rows, INTEGERS.t(), scale=SCALE),
+        lambda rows: rows @ (INTEGERS.to(rows.dtype) * SCALE.to(rows.dtype)[:, None]).t(),
+    ),
     "grouped product": (
         lambda rows: grouped(rows, triton_rows.grouped_matmul),
         lambda rows: grouped(rows, one_by_one),

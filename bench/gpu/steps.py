@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from bench.beside import target_options
 from bench.gpu.place import Run
@@ -21,46 +22,49 @@ from tests.requests import flat_request
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.seam import CommitEvent, Event
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.reference import target_dir
 
 CONTEXT = 1024
 """Of each sequence; less where the model has no room for it."""
 _HEADS = 8
 """Of keys and values, as Llama 3 8B; 4 times as many of queries, each of 128."""
 _MOST_SHOWN = 25
+PLAIN, WRONG, JSON = "plain", "always wrong", "json"
+OTHERS = (WRONG, JSON)
 LEAST_OF_FLOOR = 0.75
 LEAST_TOKENS_PER_S = 2500
 LEAST_BITWISE = 0.6
+LEAST_OVER_PLAIN = {WRONG: 0.97, JSON: 0.85}
 
 
 def measure(run: Run) -> list[str]:
     """The part. Returns what is under the bounds of issue 28, on a GPU: no GPU has run this product yet."""
     bandwidth = _bandwidth(run)
     run.note("bandwidth_gb_s", bandwidth)
-    tokens = CONTEXT + run.sizes.steps + max(run.sizes.sessions) + 64
     path = _random_model(run)
     options = RuntimeOptions(device=run.device, properties={"dtype": "bf16" if run.is_cuda else "f32"})
-    near = _steps(run, "8B shape", path, options, bandwidth["read"], tokens)
-    _free(run)
+    near = _steps(run, "8B shape", path, options, bandwidth["read"], OTHERS)
     missed = _under(near) if run.is_cuda else []
     if run.is_cuda and run.has_time("8B shape, bitwise", 0.5):
-        bitwise = _steps(
-            run, "8B shape, bitwise", path, replace(options, is_batch_invariant=True), bandwidth["read"], tokens
-        )
-        _free(run)
+        bitwise = _steps(run, "8B shape, bitwise", path, replace(options, is_batch_invariant=True), bandwidth["read"])
         missed += [
             f"{num} sequences, bitwise: {bitwise[num]['steps_per_s'] / each['steps_per_s']:.2f} of near's steps/s"
             for num, each in near.items()
             if num in bitwise and bitwise[num]["steps_per_s"] < LEAST_BITWISE * each["steps_per_s"]
         ]
+    if run.has_time("8B shape, INT8", 0.6):
+        _steps(run, "8B shape, INT8", path, replace(options, properties={"dtype": "i8"}), bandwidth["read"])
     shutil.rmtree(path)
     if run.has_time("widened target", 0.6):
         path = run.target()
-        _steps(run, "widened target", path, target_options(Bundle.open(path)), bandwidth["read"], tokens)
-        _free(run)
+        _steps(run, "widened target", path, target_options(Bundle.open(path)), bandwidth["read"])
     return missed
 
 
@@ -70,6 +74,12 @@ def _under(told: dict[str, dict[str, Any]]) -> list[str]:
         missed.append(f"one sequence: {share:.2f} of the steps/s that the memory allows, under {LEAST_OF_FLOOR}")
     if "32" in told and (rate := 32 * told["32"]["engine_steps_per_s"]) < LEAST_TOKENS_PER_S:
         missed.append(f"32 sequences: {rate:.0f} tokens/s, under {LEAST_TOKENS_PER_S}")
+    missed += [
+        f"{num} sequences, {kind}: {found:.2f} of plain's tokens/s, under {LEAST_OVER_PLAIN[kind]}"
+        for num, each in told.items()
+        for kind, found in each["over_plain"].items()
+        if found < LEAST_OVER_PLAIN[kind]
+    ]
     return missed
 
 
@@ -146,14 +156,16 @@ def _free(run: Run) -> None:
 
 
 def _steps(
-    run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: float, tokens: int
+    run: Run, name: str, path: Path, options: RuntimeOptions, read_gb_s: float, others: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Steps of one token per sequence: with picks on the device, with logits copied out, and by the engine.
+    """Steps of one token per sequence: with picks on the device, with logits copied out, and by the engine; and of a
+    prompt. others: kinds of requests beside plain ones.
 
     Returns what was found by the number of sequences.
     """
     started_s = time.perf_counter()
     sizes = run.sizes
+    tokens = CONTEXT + 3 * sizes.steps + max(sizes.sessions) + 64
     block_bytes = _block_bytes(path, options)
     per = -(-tokens // 32)
     needed = max(sizes.sessions) * per * block_bytes
@@ -164,7 +176,7 @@ def _steps(
         for num in sizes.sessions:
             if not run.has_time(f"{name}: {num} sequences"):
                 continue
-            context = min(CONTEXT, runtime.limits.max_positions - num - sizes.steps - 1)
+            context = min(CONTEXT, runtime.limits.max_positions - num - 3 * sizes.steps - 1)
             tables = [list(range(i * per, (i + 1) * per)) for i in range(num)]
             for table in tables:
                 runtime.forward([SequenceSlice([1] * context, 0, table, 1)])
@@ -177,40 +189,65 @@ def _steps(
             whole()
             picked_ms = _timed_ms(picked, sizes.steps, run.is_cuda)
             whole_ms = _timed_ms(whole, sizes.steps, run.is_cuda)
+            prompt = [SequenceSlice([1] * context, 0, tables[0], 1)]
+            prompt_ms = _timed_ms(partial(runtime.forward, prompt), 3, run.is_cuda)
             kv_bytes = num * (context + 1) * block_bytes // 32
             floor_ms = (weights + kv_bytes) / read_gb_s / 1e6
-            rate = _engine_rate(runtime, num, context, num + sizes.steps)
+            kinds = (PLAIN, *others)
+            rates = {kind: _engine_rate(runtime, num, context, num + 3 * sizes.steps, kind) for kind in kinds}
+            rate = rates[PLAIN]
             told["sessions"][str(num)] = {
                 "picks_ms": picked_ms,
                 "steps_per_s": 1e3 / picked_ms,
                 "logits_ms": whole_ms,
+                "prompt_tokens_per_s": 1e3 * context / prompt_ms,
                 "engine_steps_per_s": rate / num,
+                "over_plain": {kind: each / rate for kind, each in rates.items() if kind != PLAIN},
                 "floor_ms": floor_ms,
                 "over_floor": picked_ms / floor_ms,
                 "profile": _profile(picked, sizes.steps, run.is_cuda),
             }
             run.note(name, told)
+    _free(run)
     sessions: dict[str, dict[str, Any]] = told["sessions"]
     return sessions
 
 
-def _engine_rate(runtime: TorchPagedRuntime, num: int, context: int, count: int) -> float:
-    """Tokens per second of the engine, from when all sequences decode to when the first has `count` tokens."""
+def _engine_rate(runtime: TorchPagedRuntime, num: int, context: int, count: int, kind: str) -> float:
+    """Tokens per second of the engine, from when all sequences decode to when the first has `count` tokens.
+
+    kind: PLAIN; WRONG, where a tree of four wrong guesses is drafted for each token; JSON, a string with no end.
+    """
     engine = Engine(runtime, EngineConfig(max_running=num, step_tokens=2 * CONTEXT, share_prefixes=False))
-    committed = [0] * num
+    committed, numbers = [0] * num, []
+    asked: dict[str, Any] = {"grammar": _endless_string(runtime.limits.vocab_size)} if kind == JSON else {}
+    rng = np.random.default_rng(0)
 
     def sink(index: int, event: Event) -> None:
         committed[index] += len(event.tokens) if isinstance(event, CommitEvent) else 0
 
     for index in range(num):
         params = SamplingParams(temperature=0.8, seed=index)
-        engine.submit(flat_request(tuple(1 + at % 512 for at in range(context)), params, count), partial(sink, index))
+        prompt = tuple(1 + at % 512 for at in range(context))
+        numbers.append(engine.submit(flat_request(prompt, params, count, **asked), partial(sink, index)))
     while not all(committed):  # prompts
         engine.step()
-    before, started_s = sum(committed), time.perf_counter()
+    before, took_s = sum(committed), 0.0
     while max(committed) < count:
+        # Not timed: a server takes drafts in while the model runs.
+        for number, at in zip(numbers, committed, strict=True) if kind == WRONG else ():
+            engine.draft(number, at, rng.integers(0, runtime.limits.vocab_size, (4, 1)).tolist())
+        started_s = time.perf_counter()
         engine.step()
-    return (sum(committed) - before) / (time.perf_counter() - started_s)
+        took_s += time.perf_counter() - started_s
+    return (sum(committed) - before) / took_s
+
+
+@cache
+def _endless_string(vocab_size: int) -> CompiledGrammar:
+    tokenizer = Tokenizer.from_dir(target_dir())
+    compiler = GrammarCompiler(tokenizer, vocab_size, tokenizer.eos_token_ids)
+    return compiler.compile(GrammarSpec("json_schema", '{"type": "string", "minLength": 5000}'))
 
 
 def _block_bytes(path: Path, options: RuntimeOptions) -> int:
@@ -228,7 +265,7 @@ def _read_bytes(runtime: TorchPagedRuntime) -> int:
     model = runtime._model
     head = model.get_output_embeddings().weight
     table = model.get_input_embeddings().weight
-    total = sum(each.numel() * each.element_size() for each in model.parameters())
+    total = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
     return int(total if head is table else total - table.numel() * table.element_size())
 
 

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from outrider.models.bundle.manifest import Device, Format, Precision, Role, StaticShapes
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.base import TORCH_DTYPES, RuntimeOptions
 
 RuntimeName = Literal["openvino", "onnxruntime", "torch"]
 RECIPES: Final[dict[tuple[Role, Device, RuntimeName], tuple[Precision, ...]]] = {
@@ -22,12 +22,11 @@ RECIPES: Final[dict[tuple[Role, Device, RuntimeName], tuple[Precision, ...]]] = 
     ("draft", "gpu", "onnxruntime"): ("int4", "fp16"),
     ("target", "cpu", "openvino"): ("int8", "fp32"),
     ("target", "cpu", "torch"): ("fp32", "bf16", "fp16"),
-    ("target", "gpu", "torch"): ("bf16", "fp16"),
+    ("target", "gpu", "torch"): ("bf16", "fp16", "int8"),
     ("target", "gpu", "openvino"): ("fp16",),
 }
 """Precisions by role, device and runtime. The first runtime of a role and a device is the default."""
 
-_TORCH_DTYPES: Final[dict[Precision, str]] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 _FORMATS: Final[dict[RuntimeName, Format]] = {
     "openvino": "openvino-ir",
     "onnxruntime": "onnx",
@@ -106,6 +105,12 @@ class ExportOptions:
         return self.precision or RECIPES[self.role, self.device, self.resolved_runtime][0]
 
     @property
+    def stored_precision(self) -> Precision:
+        """Of the bundle's weights: the torch runtime quantizes what it loads."""
+        is_quantized_later = (self.resolved_runtime, self.resolved_precision) == ("torch", "int8")
+        return "bf16" if is_quantized_later else self.resolved_precision
+
+    @property
     def label(self) -> str:
         """Short label of this export, such as "onnxruntime int4"."""
         return f"{self.resolved_runtime} {self.resolved_precision}"
@@ -147,7 +152,7 @@ class ExportOptions:
 
     def runtime_options(self, device: str, *, emulate_npu: bool = False) -> RuntimeOptions:
         """The options with which the check opens the result on `device`, as the runtime names it."""
-        dtype = {"dtype": _TORCH_DTYPES[self.resolved_precision]} if self.resolved_runtime == "torch" else {}
+        dtype = {"dtype": TORCH_DTYPES[self.resolved_precision]} if self.resolved_runtime == "torch" else {}
         return RuntimeOptions(
             device=device,
             num_threads=self.num_threads,

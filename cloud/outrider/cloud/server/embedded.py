@@ -22,7 +22,7 @@ from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import ConfigError
 from outrider.models.process.extras import require_packages
 from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import DescribedRuntime, RuntimeOptions
+from outrider.models.runtimes.base import TORCH_DTYPES, DescribedRuntime, RuntimeOptions
 
 
 def export_reference_target() -> Path:
@@ -43,7 +43,6 @@ def export_reference_target() -> Path:
 
 _CUDA_STEP_TOKENS: Final = 2048
 """A prompt's chunk. A GPU computes some hundred tokens in the time that it reads the weights in."""
-_TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 
 
 class BundleTarget(Target):
@@ -127,7 +126,7 @@ def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
         is_batch_invariant=_is_batch_invariant(options, kind, device),
         cache_dir=str(compiled) if kind == "openvino" and device != "CPU" else None,  # where compiling takes long
         # torch loads safetensors in any type; the export was checked in this one.
-        properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
+        properties={"dtype": TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
     )
 
 

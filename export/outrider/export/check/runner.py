@@ -203,9 +203,12 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth, source: So
     computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
     elsewhere = advise(options, source.shape.facts).elsewhere
     advice = Advice(elsewhere, elsewhere)  # the graph is wrong in any precision
+    precision: Precision = "fp32" if computes_fp32 else "fp16"
+    if options.resolved_runtime == "torch":
+        precision = options.stored_precision
+        options = replace(options, precision=precision)
     with _opened(directory, options, source) as (steps, runtime):
         try:
-            precision: Precision = "fp32" if computes_fp32 else "fp16"
             check_parity(
                 steps,
                 truth.reference,

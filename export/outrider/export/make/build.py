@@ -151,9 +151,15 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
         case "torch":
             job.let_go()
             job.tell("convert")
-            cast_weights(job.source.weight_files, job.directory, job.options.resolved_precision)
-            quantization = None
+            cast_weights(job.source.weight_files, job.directory, job.options.stored_precision)
+            is_int8 = job.options.resolved_precision == "int8"
+            quantization = _WHEN_LOADED if is_int8 else None
     return Truth.load(place), quantization
+
+
+_WHEN_LOADED: Final = Quantization(
+    tool=f"outrider {outrider_version()}", scheme="int8 symmetric, when loaded", granularity="output, LM head in bf16"
+)
 
 
 def build_twin(job: Job) -> Path | None:
@@ -163,10 +169,13 @@ def build_twin(job: Job) -> Path | None:
     """
     if job.options.resolved_precision not in QUANTIZED:
         return None
-    graph = _ir(job) if job.options.resolved_runtime == "openvino" else _onnx_graph(job)
     twin = job.scratch / "twin"
     twin.mkdir()
-    place_files(graph, twin)
+    if job.options.resolved_runtime == "torch":
+        for path in job.directory.glob("model*"):
+            link_or_copy(path, twin / path.name)
+    else:
+        place_files(_ir(job) if job.options.resolved_runtime == "openvino" else _onnx_graph(job), twin)
     return twin
 
 
@@ -326,12 +335,12 @@ _TRUTH_ROWS: Final = 2 * 70 + 6 * 24
 
 def finished_bytes(source: SourceModel, options: ExportOptions) -> float:
     """Bytes of the bundle of `source`."""
-    return source.architecture.parameters * _BYTES_PER_WEIGHT[options.resolved_precision]
+    return source.architecture.parameters * _BYTES_PER_WEIGHT[options.stored_precision]
 
 
 def widened_bytes(options: ExportOptions) -> float:
     """Bytes that widening adds: a temporary copy in FP32, and the bundle's growth."""
-    copies = 1.0 + _BYTES_PER_WEIGHT[options.resolved_precision] / _BYTES_PER_WEIGHT["fp32"]
+    copies = 1.0 + _BYTES_PER_WEIGHT[options.stored_precision] / _BYTES_PER_WEIGHT["fp32"]
     return 1e6 * options.widen_mb * copies if options.widen_mb is not None else 0.0
 
 

@@ -118,7 +118,7 @@ def stage_export(
         progress(StageEvent(options.role, "read"))
         origin = source.describe()
         require_room((place, finished_bytes(source, options) + widened_bytes(options)))
-        require_range(source.weight_files, options.resolved_precision)
+        require_range(source.weight_files, options.stored_precision)
         scratch = writer.directory / "work"
         scratch.mkdir()
         built = source
@@ -180,7 +180,7 @@ def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) ->
     config = source.runtime_config
     if options.format == "safetensors":
         promised = {PROMISED_POSITIONS: source.architecture.max_positions}
-        config = config_for(source.config, options.resolved_precision) | promised
+        config = config_for(source.config, options.stored_precision) | promised
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8", newline="\n")
     for name in TOKENIZER_FILES:

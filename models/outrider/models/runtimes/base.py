@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from outrider.models.processors.chooser import PickedRow
     from outrider.models.processors.text_rows import AskedRows
 
+TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "i8"}
+"""The torch runtime's `properties["dtype"]`, by a bundle's precision."""
 PROMISED_POSITIONS: Final = "outrider_max_positions"
 """Key of an exported config.json: the longest sequence that the bundle supports, whatever the model's own is."""
 FIRST_POSITIONS: Final = 2048

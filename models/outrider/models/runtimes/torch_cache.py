@@ -216,14 +216,15 @@ def attend(
     if plan.layers is None:  # the logits of this step are of no use
         return value.repeat_interleave(repeats, dim=1).transpose(1, 2).contiguous(), None
     layer = plan.layers[module.layer_idx]
-    layer.write(plan.new_slots, key, value)
     packed = query[0].transpose(0, 1)  # [T, heads, key size]
     scale = scaling or packed.shape[2] ** -0.5
     if plan.pages is not None:
+        plan.pages.write(layer.keys, layer.values, plan.new_slots, key[0], value[0])
         found = plan.pages.attend(
             packed, layer.keys, layer.values, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
         )
         return found[None], None
+    layer.write(plan.new_slots, key, value)
     attended = packed.new_empty((*packed.shape[:2], value.shape[3]))
     for group in plan.groups:
         queries = packed[group.rows].reshape(group.num_sequences, -1, *packed.shape[1:])

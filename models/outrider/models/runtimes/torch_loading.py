@@ -11,7 +11,9 @@ import transformers
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes.base import PROMISED_POSITIONS, RuntimeOptions
 
-_DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+INT8: Final = "i8"
+_DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, INT8: torch.bfloat16}
+"""What is computed in; with INT8, what linear layers multiply their integers in."""
 
 
 def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:

@@ -48,7 +48,15 @@ from outrider.models.runtimes.torch_cache import (
     carried_out,
     has_kernels,
 )
-from outrider.models.runtimes.torch_loading import device_of, dtype_of, load_causal_lm, max_positions_of, may_slide
+from outrider.models.runtimes.torch_int8 import quantize
+from outrider.models.runtimes.torch_loading import (
+    INT8,
+    device_of,
+    dtype_of,
+    load_causal_lm,
+    max_positions_of,
+    may_slide,
+)
 
 if TYPE_CHECKING:
     from outrider.models.runtimes.torch_graphs import KernelSteps, StepInputs
@@ -67,14 +75,16 @@ class TorchPagedRuntime(TorchCache):
     _model: Any
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
-        """Loads the model; `options.properties["dtype"]` is "f32", "bf16" or "f16", by default f32 on CPU, else bf16.
+        """Loads the model; `options.properties["dtype"]` is "f32", "bf16", "f16", or "i8" for linear layers of INT8 in
+        a model of bf16; by default f32 on CPU, else bf16.
 
         Raises BundleError when transformers cannot load the directory or this runtime does not support its attention,
         ConfigError for an option out of range, RuntimeUnavailable when the device is missing.
         """
         self._path = path
         self._device = device_of(options.device)
-        dtype = dtype_of(options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
+        name = options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16")
+        dtype, self._is_int8 = dtype_of(name), name == INT8
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         self.faults_last = self._device.type == "cuda"  # an error in a kernel stays for the process's life
@@ -105,7 +115,7 @@ class TorchPagedRuntime(TorchCache):
     @property
     def description(self) -> str:
         """Device, kernels, graphs, and memory of the cache."""
-        ways = [f"torch on {self._device}"]
+        ways = [f"torch on {self._device}", *["linear layers in INT8"] * self._is_int8]
         if self._kernels is None:
             ways.append("attention through SDPA" if self._is_packed else "attention of the model's own")
         else:
@@ -188,6 +198,8 @@ class TorchPagedRuntime(TorchCache):
             model = load_causal_lm(self._path, dtype, attention)
         except KeyError as error:  # some families look the name up in a table of their own
             raise _Unfit("it has its own table of attention functions") from error
+        if self._is_int8:
+            quantize(model, self._device, in_order=self._is_bitwise)
         self._model = model.to(self._device).eval()
         self._arguments = set(inspect.signature(model.forward).parameters)
         config: Any = model.config.get_text_config()

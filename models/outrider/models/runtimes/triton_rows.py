@@ -23,8 +23,8 @@ from outrider.models.errors import ConfigError
 
 _ROWS: Final = 64
 """Rows of a tile of a product: what Hopper's tensor cores take at least; fewer new tokens waste arithmetic only."""
-_TILES: Final = {2: (32, 128), 4: (64, 64)}
-"""Columns of a tile of a product, and numbers of a row that one sum adds at a time, by bytes of a number."""
+_TILES: Final = {1: (32, 128), 2: (32, 128), 4: (64, 64)}
+"""Columns of a tile of a product, and numbers of a row that one sum adds at a time, by bytes of a weight."""
 _WIDE: Final = 1024
 """The same in a sum, a norm or a softmax."""
 _FEW: Final = 16
@@ -36,6 +36,7 @@ def _multiply(
     left,
     right,
     bias,
+    scale,
     ends,
     out,
     num_rows,
@@ -48,12 +49,13 @@ def _multiply(
     right_group,
     num_groups,
     HAS_BIAS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STRIDE: tl.constexpr,
 ):
-    """A tile of left [M, K] times right [K, N], plus bias [N]: out [M, N], contiguous.
+    """A tile of left [M, K] times right [K, N], times scale [N], plus bias [N]: out [M, N], contiguous.
 
     GROUPS: not 0 where groups of rows have a `right` each, and `ends` says where each group's rows end: as many, padded
     to a power of 2. Each group has tiles of its own, so that a row's place in its tile is all that the others change.
@@ -86,7 +88,9 @@ def _multiply(
             mask=(inner < size)[:, None] & (column < num_columns)[None, :],
             other=0.0,
         )
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = tl.dot(a, b.to(a.dtype), total, input_precision="ieee")
+    if HAS_SCALE:
+        total *= tl.load(scale + column, mask=column < num_columns, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
     tl.store(
@@ -96,9 +100,14 @@ def _multiply(
     )
 
 
-def matmul(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """left [M, K] times right [K, N], plus bias [N] if given: [M, N] of left's dtype; sums in float32."""
-    return _product(left, right, None if bias is None else bias.contiguous(), None)
+def matmul(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None, scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """left [M, K] times right [K, N], plus bias [N] if given: [M, N] of left's dtype; sums in float32.
+
+    scale: float32 [N], of a `right` of int8.
+    """
+    return _product(left, right, None if bias is None else bias.contiguous(), None, scale)
 
 
 def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -110,7 +119,11 @@ def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) 
 
 
 def _product(
-    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None
+    left: torch.Tensor,
+    right: torch.Tensor,
+    bias: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     (num_rows, size), num_columns = left.shape, right.shape[-1]
     num_groups = 0 if ends is None else len(ends)
@@ -118,12 +131,13 @@ def _product(
     if not out.numel():
         return out
     tiles = triton.cdiv(num_rows, _ROWS) + num_groups  # a group's last tile may have one row
-    columns, stride = _TILES[max(2, left.element_size())]
+    columns, stride = _TILES[right.element_size()]
     launch: Any = _multiply[(triton.cdiv(num_columns, columns), tiles)]
     launch(
         left,
         right,
         out if bias is None else bias,
+        out if scale is None else scale,
         out if ends is None else ends,
         out,
         num_rows,
@@ -134,6 +148,7 @@ def _product(
         right.stride(0),
         num_groups,
         HAS_BIAS=bias is not None,
+        HAS_SCALE=scale is not None,
         GROUPS=triton.next_power_of_2(num_groups) if num_groups else 0,
         ROWS=_ROWS,
         COLUMNS=columns,
