@@ -304,6 +304,23 @@ def test_compiling_takes_turns_and_has_a_bound(compiler: GrammarCompiler) -> Non
     assert asyncio.run(compiler.compile_for(flood[-1], "flood")).spec == flood[-1]
 
 
+async def test_requests_for_one_grammar_wait_for_one_compilation(compiler: GrammarCompiler) -> None:
+    """More than may wait for grammars of their own; also where the first of them leaves, or the grammar is none."""
+    wanted, many = GrammarSpec("regex", "joined+"), 8 * MAX_WAITING
+    first = asyncio.ensure_future(compiler.compile_for(wanted, "many"))
+    others = [asyncio.ensure_future(compiler.compile_for(wanted, "many")) for _ in range(many)]
+    await asyncio.sleep(0)  # all have asked
+    first.cancel()
+    found = await asyncio.gather(*others)
+    assert len({id(each.matchers) for each in found}) == 1
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    wrong = [compiler.compile_for(GrammarSpec("regex", "(broken"), "many") for _ in range(many)]
+    refused = await asyncio.gather(*wrong, return_exceptions=True)
+    assert {type(each) for each in refused} == {RequestError}
+    assert {each.code for each in refused if isinstance(each, RequestError)} == {"invalid_grammar"}
+
+
 async def test_one_client_behind_an_owner_does_not_stop_the_others(compiler: GrammarCompiler) -> None:
     """A cascade's middle sends a salt for each of its clients. What one uses up another still has; not for ever."""
     flood = [GrammarSpec("regex", f"salted{i}+") for i in range(MAX_WAITING + 4)]

@@ -216,7 +216,7 @@ def test_a_dead_engine_is_asked_for_nothing(tokenizer: Tokenizer, workers: Worke
 
 def test_one_grammar_asked_for_by_many_is_built_once(compiler: GrammarCompiler, workers: Workers) -> None:
     async def run() -> list[Any]:
-        return await asyncio.gather(*(compiler.compile_for(regex(0), b"one") for _ in range(4)))
+        return await asyncio.gather(*(compiler.compile_for(regex(0), b"one") for _ in range(32)))
 
     assert len({number_of(each) for each in asyncio.run(run())}) == len(workers.compiled) == 1
 

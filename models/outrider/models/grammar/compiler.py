@@ -7,8 +7,9 @@ import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -72,6 +73,8 @@ MAX_COSTLY: Final = 8
 HELD_RETRY_S: Final = 5
 LARGE_TEXT: Final = 8192
 MAX_WAITING: Final = 4
+MAX_JOINED: Final = 256
+"""Requests of a client that wait for a grammar which is being compiled for another of its requests."""
 SLOW_COMPILE_S: Final = 0.5
 
 
@@ -127,6 +130,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of these
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
+        self._asked: dict[tuple[Client, str], asyncio.Future[CompiledGrammar | Exception | None]] = {}
         self._turns: dict[Hashable, asyncio.Semaphore] = {}
         self._strikes = Strikes()
         self._costly: dict[Hashable, WeakSet[Matchers | Elsewhere]] = {}
@@ -170,41 +174,77 @@ class GrammarCompiler:
             )
         if found := self.find(spec, *client):
             return self._held(found, client)
-        keys = limits_of(client, MAX_WAITING)
-        if full := next((key for key, limit in keys if self._waiting[key] > limit), None):
+        key = client, spec.hash
+        while (asked := self._asked.get(key)) is not None:  # one compilation serves all who ask for it meanwhile
+            with self._counted(client, MAX_JOINED):
+                outcome = await asyncio.shield(asked)
+            if isinstance(outcome, CompiledGrammar):
+                return self._held(outcome, client)
+            if outcome is not None:
+                try:
+                    raise outcome.with_traceback(None)
+                finally:
+                    del outcome, asked  # with them the error would be a cycle
+        asked = self._asked[key] = asyncio.get_running_loop().create_future()
+        try:
+            found = await self._compile_in_turn(spec, client)
+            asked.set_result(found)
+            return found
+        except Exception as error:
+            asked.set_result(error)
+            raise
+        finally:
+            if not asked.done():  # this client has left: another of them begins anew
+                asked.set_result(None)
+            del self._asked[key], asked
+
+    @contextmanager
+    def _counted(self, client: Client, most: int) -> Iterator[None]:
+        """One more request of the client that waits. Raises RequestError `too_many_grammars`."""
+        keys = limits_of(client, most)
+        if full := next((key for key, limit in keys if self._waiting[most, key] > limit), None):
             raise RequestError(
                 "too_many_grammars",
-                f"{self._waiting[full]} grammars of this {'client' if full == client else 'key'} are being compiled; "
-                "try again later",
+                f"{self._waiting[most, full]} grammars of this {'client' if full == client else 'key'} are being "
+                "compiled; try again later",
                 status=429,
                 retry_after_s=1,
             )
-        self._waiting.update(key for key, _ in keys)
+        self._waiting.update((most, key) for key, _ in keys)
         try:
-            num_at_once = 1 if self._elsewhere is None else MAX_WAITING
-            async with self._turns.setdefault(owner, asyncio.Semaphore(num_at_once)):
-                # Shielded: a client that leaves does not free its turn before the work is done.
-                work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, client)))
-                try:
-                    found = await asyncio.shield(work)
-                    try:
-                        return self._held(found, client)
-                    except RequestError:
-                        with self._lock:
-                            self._known.pop((client, spec.hash), None)
-                        raise
-                except asyncio.CancelledError:
-                    await asyncio.wait([work])
-                    raise
-                finally:
-                    del work  # with its error it would be a cycle, which holds what the library had built
+            yield
         finally:
-            for key, _ in keys:
-                self._waiting[key] -= 1
-                if not self._waiting[key]:
-                    del self._waiting[key]
-            if (owner,) not in self._waiting:
+            self._waiting.subtract((most, key) for key, _ in keys)
+            for each in [(most, key) for key, _ in keys if not self._waiting[most, key]]:
+                del self._waiting[each]
+
+    async def _compile_in_turn(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
+        owner = client[0]
+        try:
+            with self._counted(client, MAX_WAITING):
+                num_at_once = 1 if self._elsewhere is None else MAX_WAITING
+                async with self._turns.setdefault(owner, asyncio.Semaphore(num_at_once)):
+                    return await self._compile_now(spec, client)
+        finally:
+            if (MAX_WAITING, (owner,)) not in self._waiting:
                 self._turns.pop(owner, None)
+
+    async def _compile_now(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
+        # Shielded: a client that leaves does not free its turn before the work is done.
+        work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, client)))
+        try:
+            found = await asyncio.shield(work)
+            try:
+                return self._held(found, client)
+            except RequestError:
+                with self._lock:
+                    self._known.pop((client, spec.hash), None)
+                raise
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
+        finally:
+            del work  # with its error it would be a cycle, which holds what the library had built
 
     def close(self) -> None:
         """Ends the thread; grammars that exist stay usable."""
