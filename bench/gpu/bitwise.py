@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 from bench.gpu.place import Run
@@ -25,6 +24,7 @@ from outrider.reference import load_prompts, target_dir
 
 Texts = list[list[int]]
 _AHEAD = 4
+WITH_TREES, ALONE = "with trees of drafts", "alone"
 
 
 def count_differences(run: Run) -> list[str]:
@@ -34,24 +34,27 @@ def count_differences(run: Run) -> list[str]:
     given = [tuple(tokenizer.encode(prompt.text)[:64]) for prompt in load_prompts(sizes.prompts * 4)]
     count = -(-sizes.bitwise_tokens // sizes.tokens)
     prompts = [given[number % len(given)] for number in range(count)]
+    largest = max(sizes.sessions)
     options = RuntimeOptions(
         device=run.device,
         is_batch_invariant=True if run.is_cuda else None,  # the kernels need a GPU
         properties={"dtype": "bf16" if run.is_cuda else "f32"},
     )
     with closing(open_batch_runtime("torch", target_dir(), options)) as runtime:
-        largest = max(sizes.sessions)
-        batched = texts_of(runtime, prompts, sizes.tokens, largest)
-        told: dict[str, Any] = {"tokens": sum(map(len, batched))}
-        few = max(1, largest // 4)
-        counts = Counter(accepted=0, rejected=0)
-        drafted = texts_of(runtime, prompts, sizes.tokens, few, batched, counts)
-        told["with trees of drafts"] = _different(batched, drafted)
+        told, counts = Counter[str](), Counter(accepted=0, rejected=0)
         alone = texts_of(runtime, prompts[: sizes.prompts], sizes.tokens, 1)
-        told["alone"] = _different(batched[: sizes.prompts], alone)
-    run.note("bitwise", told | {"drafted tokens": dict(counts)})
-    missed = [f"bitwise: no drafted token was {name}" for name, count in counts.items() if not count]
-    wrong = {name: number for name, number in told.items() if name != "tokens" and number}
+        for first in range(0, count, largest):
+            if not run.has_time(f"bitwise: {count - first} texts", 0.95):
+                break
+            group = prompts[first : first + largest]
+            batched = texts_of(runtime, group, sizes.tokens, largest, first=first)
+            drafted = texts_of(runtime, group, sizes.tokens, max(1, largest // 2), batched, counts, first)
+            told["tokens"] += sum(map(len, batched))
+            told[WITH_TREES] += _different(batched, drafted)
+            told[ALONE] += 0 if first else _different(alone, batched[: sizes.prompts])
+            run.note("bitwise", dict(told) | {"drafted tokens": dict(counts)})
+    missed = [f"bitwise: no drafted token was {name}" for name, number in counts.items() if not number]
+    wrong = {name: told[name] for name in (WITH_TREES, ALONE) if told[name]}
     return [*missed, *(f"bitwise: other tokens {name}: {number}" for name, number in wrong.items() if run.is_cuda)]
 
 
@@ -62,9 +65,10 @@ def texts_of(
     at_once: int,
     drafted: Texts | None = None,
     counts: Counter[str] | None = None,
+    first: int = 0,
 ) -> Texts:
     """Sampled texts of so many sequences at once. drafted: what they are drafted from, with wrong guesses beside.
-    counts: gets the drafted tokens that were accepted, and those that were not.
+    counts: gets the drafted tokens that were accepted, and those that were not. first: the seed of the first text.
     """
     engine = Engine(
         runtime,
@@ -82,7 +86,7 @@ def texts_of(
                     counts["accepted"] += event.accepted
                     counts["rejected"] += event.proposed - event.accepted
 
-        params = SamplingParams(temperature=0.8, seed=index)
+        params = SamplingParams(temperature=0.8, seed=first + index)
         numbers[index] = engine.submit(flat_request(prompt, params, length, patience_ms=0.0), sink)
     while engine.has_work:
         engine.step()

@@ -11,7 +11,7 @@ is not finite would still reach the sum (0 * NaN is NaN). Layers may attend a sl
 This needs transformers' attention interface, which most families use. A family with attention of its own (GPT-J,
 Falcon, Nemotron) runs each group of sequences as a batch, with transformers' `Cache` over the same slots. Models that
 fit neither (recurrent layers; Bloom and GPT-Neo, which make masks by themselves) are detected when they are loaded, and
-refused. Not run on CUDA hardware.
+refused.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ slots of its own ancestors (`page_layout.tails_of`), so that a token attends the
 when its path is a line. What is masked adds exact zeros.
 
 The softmax over tiles is that of Milakov and Gimelshein 2018 (arXiv 1805.02867), the split over long contexts that of
-Flash-Decoding (Dao et al. 2023). `torch_cache.attend` through SDPA is the twin that tests compare with. Not run on CUDA
-hardware; on the CPU it runs on Triton's interpreter.
+Flash-Decoding (Dao et al. 2023). `torch_cache.attend` through SDPA is the twin that tests compare with. On the
+CPU it runs on Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 cuBLAS and torch choose kernels, tiles and split sums by a step's number of tokens, so a row's last bits change with its
 company. Here every sum has one order: tiles of a fixed size, one after the other, no split-K. `row_by_row` puts these
 kernels in the place of torch's own on a device, so that any model's code uses them (the way of He et al. 2025,
-"Defeating Nondeterminism in LLM Inference"). Not run on CUDA hardware; on the CPU it runs on Triton's interpreter.
+"Defeating Nondeterminism in LLM Inference"). On the CPU it runs on Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outrider.models.errors import ConfigError
 
 _ROWS: Final = 64
 """Rows of a tile of a product: what Hopper's tensor cores take at least; fewer new tokens waste arithmetic only."""
-_TILES: Final = {1: (32, 128), 2: (32, 128), 4: (64, 64)}
+_TILES: Final = {1: (64, 64), 2: (32, 128), 4: (64, 64)}
 """Columns of a tile of a product, and numbers of a row that one sum adds at a time, by bytes of a weight."""
 _WIDE: Final = 1024
 """The same in a sum, a norm or a softmax."""
