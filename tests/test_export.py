@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from filelock import FileLock
 from tests.export_cli import run_export
@@ -36,7 +37,7 @@ from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ExportError, OutriderError, TokenizerMismatch
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import TORCH_DTYPES, RuntimeOptions
+from outrider.models.runtimes.base import TORCH_DTYPES, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.torch_paged import TorchPagedRuntime
 
 
@@ -131,6 +132,17 @@ def test_a_torch_target_is_cast_and_checked_in_its_precision(
     assert json.loads((bundle.path / "config.json").read_text())["dtype"] == "bfloat16"
     assert max(stage.max_delta for stage in bundle.manifest.report.parity.stages) > 1e-3
     assert bundle.model_file == bundle.path
+
+
+def test_int8_leaves_a_mixtures_router(tmp_path: Path) -> None:
+    """DeepSeek V2 reads its router's weights without calling it; rounded, it would choose other experts."""
+    path = make_tiny_model("deepseek_v2", tmp_path / "model", vocab_size=320)
+    rows = []
+    for dtype in ("bf16", "i8"):
+        loading = RuntimeOptions(kv_cache_bytes=1 << 20, properties={"dtype": dtype})
+        with closing(TorchPagedRuntime(path, loading)) as runtime:
+            rows.append(runtime.forward([SequenceSlice(list(range(40)), 0, [0, 1], 40)]).copy())
+    assert 0 < np.abs(rows[0] - rows[1]).mean() < 0.05
 
 
 def test_int8_that_would_change_nothing_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from outrider.models.grammar import state as state_module
 from outrider.models.grammar.compiler import (
     MAX_CACHED_PER_OWNER,
     MAX_CLIENTS,
+    MAX_JOINED,
     MAX_STRIKES,
     MAX_WAITING,
     STRIKE_S,
@@ -319,6 +320,11 @@ async def test_requests_for_one_grammar_wait_for_one_compilation(compiler: Gramm
     refused = await asyncio.gather(*wrong, return_exceptions=True)
     assert {type(each) for each in refused} == {RequestError}
     assert {each.code for each in refused if isinstance(each, RequestError)} == {"invalid_grammar"}
+    assert len({id(each) for each in refused}) == many  # each with its own frames
+    flood = [compiler.compile_for(GrammarSpec("regex", "flooded+"), "many") for _ in range(MAX_JOINED + 9)]
+    outcomes = await asyncio.gather(*flood, return_exceptions=True)
+    late = [each for each in outcomes if isinstance(each, RequestError)]
+    assert [each.code for each in late] == ["too_many_grammars"] * 7
 
 
 async def test_one_client_behind_an_owner_does_not_stop_the_others(compiler: GrammarCompiler) -> None:

@@ -73,7 +73,7 @@ MAX_COSTLY: Final = 8
 HELD_RETRY_S: Final = 5
 LARGE_TEXT: Final = 8192
 MAX_WAITING: Final = 4
-MAX_JOINED: Final = 256
+MAX_JOINED: Final = 64
 """Requests of a client that wait for a grammar which is being compiled for another of its requests."""
 SLOW_COMPILE_S: Final = 0.5
 
@@ -112,7 +112,8 @@ class GrammarCompiler:
 
     vocab_size: ids of the model's logits. stop_ids: those that end a text. elsewhere: None builds here, one grammar at
     a time. An owner has one in work (elsewhere `MAX_WAITING`), and `MAX_CACHED_PER_OWNER` kept. A client may have
-    `MAX_WAITING` waiting and `MAX_COSTLY` in use; an owner, `MAX_CLIENTS` times as many.
+    `MAX_WAITING` waiting and `MAX_COSTLY` in use, and `MAX_JOINED` requests that wait for a grammar of another one of
+    its requests; an owner, `MAX_CLIENTS` times as many.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of these
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
-        self._asked: dict[tuple[Client, str], asyncio.Future[CompiledGrammar | Exception | None]] = {}
+        self._asked: dict[tuple[Client, str], asyncio.Future[CompiledGrammar | BaseException | None]] = {}
         self._turns: dict[Hashable, asyncio.Semaphore] = {}
         self._strikes = Strikes()
         self._costly: dict[Hashable, WeakSet[Matchers | Elsewhere]] = {}
@@ -181,21 +182,19 @@ class GrammarCompiler:
             if isinstance(outcome, CompiledGrammar):
                 return self._held(outcome, client)
             if outcome is not None:
-                try:
-                    raise outcome.with_traceback(None)
-                finally:
-                    del outcome, asked  # with them the error would be a cycle
+                raise _again(outcome)
         asked = self._asked[key] = asyncio.get_running_loop().create_future()
         try:
             found = await self._compile_in_turn(spec, client)
             asked.set_result(found)
             return found
-        except Exception as error:
+        except asyncio.CancelledError:
+            asked.set_result(None)  # this client has left: another of them begins anew
+            raise
+        except BaseException as error:  # a library may raise anything
             asked.set_result(error)
             raise
         finally:
-            if not asked.done():  # this client has left: another of them begins anew
-                asked.set_result(None)
             del self._asked[key], asked
 
     @contextmanager
@@ -205,8 +204,8 @@ class GrammarCompiler:
         if full := next((key for key, limit in keys if self._waiting[most, key] > limit), None):
             raise RequestError(
                 "too_many_grammars",
-                f"{self._waiting[most, full]} grammars of this {'client' if full == client else 'key'} are being "
-                "compiled; try again later",
+                f"{self._waiting[most, full]} requests of this {'client' if full == client else 'key'} wait for "
+                "grammars that are being compiled; try again later",
                 status=429,
                 retry_after_s=1,
             )
@@ -313,6 +312,13 @@ class GrammarCompiler:
         with self._lock:
             for key in [key for key, kept in self._known.items() if key[0] == client and kept.is_costly]:
                 del self._known[key]
+
+
+def _again(error: BaseException) -> BaseException:
+    """The error for one more request, without the frames of the first."""
+    if isinstance(error, RequestError):
+        return RequestError(error.code, str(error), status=error.status, retry_after_s=error.retry_after_s)
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _delimiters(spec: GrammarSpec, vocabulary: Vocabulary) -> tuple[int | None, int | None]:

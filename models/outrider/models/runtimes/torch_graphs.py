@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from outrider.models.runtimes.page_layout import PageArrays
 from outrider.models.runtimes.ragged import RaggedStep
-from outrider.models.runtimes.triton_attention import StepPages, layout_of, tokens_of_a_tile
+from outrider.models.runtimes.triton_attention import SPLIT, StepPages, layout_of, tokens_of_a_tile
 
 SIZES: Final = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """New tokens of a recorded step; larger ones are prompts, whose kernels take longer than their launches. None of 1, for
@@ -89,8 +89,12 @@ class CudaRecorder:
             run()  # compiles kernels, and lets libraries allocate what they keep
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = run()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = run()
+        except BaseException:
+            self._pool = None  # it may still be recorded into
+            raise
         return graph.replay, out
 
 
@@ -129,6 +133,7 @@ class KernelSteps:
         self._record = record or CudaRecorder()
         self._device = device
         self._block_size, self._num_blocks, self._max_blocks = block_size, num_blocks, max_blocks
+        self._most_splits = -(-max_blocks * block_size // SPLIT)
         self._tile_tokens = tuple({tokens_of_a_tile(*each) for each in heads})
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._has_graphs = True  # until one cannot be recorded
@@ -146,6 +151,12 @@ class KernelSteps:
     @torch.inference_mode()
     def logits(self, step: RaggedStep) -> torch.Tensor:
         """The step's logits, [R, V] float32, valid until the next step."""
+        logits = self._logits(step)
+        if not len(logits) and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # nobody waits for rows; the next step writes over what this one reads
+        return logits
+
+    def _logits(self, step: RaggedStep) -> torch.Tensor:
         slots = step.slots(self._block_size, step.past_lens, np.diff(step.subsequence_begins))
         if self._has_graphs and len(step.input_ids) <= SIZES[-1]:
             found = self._recorded_logits(step, slots)
@@ -165,7 +176,7 @@ class KernelSteps:
         arrays = layout_of(whole, slots, self._tile_tokens)
         if arrays.tail_slots.shape[1] > _MOST_TAIL:
             return None
-        splits = 4 ** (((arrays.num_splits - 1).bit_length() + 1) // 2)
+        splits = min(4 ** (((arrays.num_splits - 1).bit_length() + 1) // 2), self._most_splits)
         rows = np.zeros(size, np.int64)
         rows[: len(step.logit_rows)] = step.logit_rows
         packed = np.stack([whole.input_ids, whole.position_ids, slots, rows])
@@ -173,7 +184,7 @@ class KernelSteps:
         if key not in self._recorded:
             try:
                 self._recorded[key] = self._made(arrays, splits, packed)
-            except RuntimeError as error:
+            except Exception as error:  # Triton's own are no RuntimeError
                 self._has_graphs = False
                 _log.warning("steps run without CUDA graphs: %s", str(error).splitlines()[0])
                 return None

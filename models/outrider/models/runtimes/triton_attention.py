@@ -37,6 +37,8 @@ SPLIT: Final = 256
 """Positions of a part of a long context: a program each, where there are few others."""
 _MANY: Final = 1024
 """Programs that need no more beside them: some for each of a GPU's processors."""
+_MOST_BYTES: Final = 256 << 20
+"""Of the parts of all contexts; where they would take more, each program joins its own."""
 
 
 def tokens_of_a_tile(heads: int, kv_heads: int) -> int:
@@ -131,8 +133,8 @@ class StepPages:
         out = query.new_empty((num_tokens, heads, value_size))
         key_width, value_width = (max(16, triton.next_power_of_2(size)) for size in (key_size, value_size))
         programs = tiles.shape[1], kv_heads * chunks
-        # Enough programs keep a GPU busy, and parts of all contexts would take much memory.
-        is_whole = self._num_splits == 1 or math.prod(programs) >= _MANY
+        of_parts = 4 * self._num_splits * num_tokens * heads * value_size
+        is_whole = self._num_splits == 1 or math.prod(programs) >= _MANY or of_parts > _MOST_BYTES
         parts = 1 if is_whole else self._num_splits
         sums = peaks = weights = out  # not used
         if not is_whole:

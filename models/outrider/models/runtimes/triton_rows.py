@@ -131,7 +131,7 @@ def _product(
     if not out.numel():
         return out
     tiles = triton.cdiv(num_rows, _ROWS) + num_groups  # a group's last tile may have one row
-    columns, stride = _TILES[right.element_size()]
+    columns, stride = _TILES.get(right.element_size(), _TILES[4])
     launch: Any = _multiply[(triton.cdiv(num_columns, columns), tiles)]
     launch(
         left,
