@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.intake import Intake
@@ -55,7 +54,7 @@ class Engine(Intake):
         passes, faults = self._totals.passes, self._totals.faults
         self._moved_s = 0.0
         try:
-            rows = self._runner.forward(shares, partial(self._prepare, shares))
+            rows = self._runner.forward(shares)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a runtime may raise anything, such as a Rust panic
@@ -78,14 +77,6 @@ class Engine(Intake):
         elif self._totals.faults > faults and self.health.fault is None:
             self._probe()
         return 0.0
-
-    def _prepare(self, shares: Sequence[Share]) -> None:
-        """Takes from the time between two steps what does not depend on the picks."""
-        for share in shares:
-            if share.is_complete:
-                share.sequence.drafts.settle()
-                crowding = self._scheduler.owners.crowding(share.sequence)
-                self._drafting.prepare(share.sequence.drafts, crowding=crowding)
 
     def _run_apart(self, shares: Sequence[Share], error: BaseException) -> list[tuple[Share, BaseException]]:
         """Runs shares again that failed together with `error`: by halves, without drafts. Commits those that succeed.

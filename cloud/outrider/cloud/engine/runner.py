@@ -141,19 +141,14 @@ class ModelRunner:
         self._health = health
         self._clock = clock
 
-    def forward(self, shares: Sequence[Share], meanwhile: Callable[[], None] = lambda: None) -> Rows:
-        """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing.
-
-        meanwhile: called while the model runs, where the runtime picks and so asks what for.
-        """
+    def forward(self, shares: Sequence[Share]) -> Rows:
+        """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
         num_rows = sum(share.num_rows for share in shares)
         slices = [share.as_slice() for share in shares]
 
         def ask() -> list[AskedRows]:
             with python_soon() if any(share.sequence.chooser for share in shares) else nullcontext():
-                asked = [share.asked() for share in shares if share.num_rows]
-            meanwhile()
-            return asked
+                return [share.asked() for share in shares if share.num_rows]
 
         return self._run(slices, num_rows, ask)
 
