@@ -44,7 +44,7 @@ def _torch_with_cuda() -> Any:
     return torch
 
 
-def _forbid_waits(mode: str) -> None:
+def _judge_waits(mode: str) -> None:
     import torch
 
     with warnings.catch_warnings():
@@ -117,7 +117,7 @@ def test_a_vllm_workers_step_on_cuda_waits_for_nothing() -> None:
         torch.cuda.synchronize()
         for mode in ("default", "error"):  # the first makes kernels, and reserves memory
             rows = own.clone()
-            _forbid_waits(mode)
+            _judge_waits(mode)
             try:
                 drafted = DraftedRows([each.drafted for each in asked], 3, device)
                 choices = choosers.prepare(asked, size, device)
@@ -125,7 +125,7 @@ def test_a_vllm_workers_step_on_cuda_waits_for_nothing() -> None:
                 choices.report_faults(picks)
                 committed = drafted.committed(picks)
             finally:
-                _forbid_waits("default")
+                _judge_waits("default")
             tokens = [[token for token in row if token >= 0] for row in committed.tolist()]
             found = choosers.settle({each.key: row for each, row in zip(asked, tokens, strict=True)})
         return tokens, found

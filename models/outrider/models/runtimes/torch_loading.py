@@ -42,6 +42,7 @@ def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
 
 
 def device_of(name: str) -> torch.device:
+    """The device. Raises ConfigError for no device's name, RuntimeUnavailable where it is not here."""
     try:
         device = torch.device(name.lower())
     except RuntimeError as error:
@@ -52,6 +53,7 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str) -> torch.dtype:
+    """What is computed in, by a name of `properties["dtype"]`. Raises ConfigError for another."""
     if name not in _DTYPES:
         raise ConfigError(f"dtype is {name!r}; the torch runtime takes {', '.join(_DTYPES)}")
     return _DTYPES[name]
