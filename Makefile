@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-ray test-vllm lint types wheel check docs release format clean
+.PHONY: demo test test-ray test-vllm bench bench-full lint types wheel check docs release format clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo $(ARGS)
@@ -25,6 +25,13 @@ test-ray: $(STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 	OUTRIDER_INTERPRET=1 PYTHONPATH=tests/vllm/interpreted $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_v2.py tests/vllm/test_heads.py $(ARGS)
+
+# Writes docs/results.md, its plot and README's table from what the benches find; the second takes hours, and goes on.
+bench: $(STAMP)
+	$(BIN)/python -m bench.page
+
+bench-full: $(STAMP)
+	$(BIN)/python -m bench.page --full
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ COLOURS: Final = ("#1f83c4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e
 GREY: Final = "#8f959c"
 """For the drafts that are not recommended."""
 
-_INK: Final = "#010203"  # a colour that nothing else has; becomes the page's
+INK: Final = "#010203"  # a colour that nothing else has; becomes the page's
 _NUM_POINTS: Final = 201
 _WAITING: Final = "stop-and-wait"
 _WIDTH_IN: Final = 4.8  # 346 SVG units: on a screen of 360 pixels a unit is nearly a pixel
@@ -31,16 +31,16 @@ _STYLE: Final = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 11.5,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
     "axes.titlesize": 12,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "grid.color": "#8a8a8a",
     "grid.alpha": 0.3,
     "legend.frameon": False,
@@ -69,7 +69,7 @@ def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: 
     """
     curves = [(item, item.forecast) for item in drafts if item.forecast is not None]
     shown = next((item for item, _ in curves if item.label == best), curves[0][0])
-    with _drawing(4.9, "predicted speed-up by round trip") as drawn:
+    with drawing(4.9, "predicted speed-up by round trip") as drawn:
         axes = drawn.figure.subplots()
         last_ms = max((*marks_ms, *(_last_of_interest(forecast) for _, forecast in curves)))
         round_trips = [last_ms * index / (_NUM_POINTS - 1) for index in range(_NUM_POINTS)]
@@ -102,12 +102,12 @@ def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: 
                 ("tree", [point.tree for point in points], "^", COLOURS[3]),
             ):
                 axes.plot([point.rtt_ms for point in points], speeds, shape, color=colour, markersize=5, label=words)
-        axes.axhline(1.0, color=_INK, linewidth=1.0, label="cloud-only streaming")
+        axes.axhline(1.0, color=INK, linewidth=1.0, label="cloud-only streaming")
         _mark(axes, "o", shown.forecast.fades_ms, shown.forecast, streams=True)
         _mark(axes, "s", shown.forecast.breaks_even_ms, shown.forecast, streams=False)
         for index, mark_ms in enumerate(marks_ms):
             axes.axvline(
-                mark_ms, color=_INK, linewidth=0.8, linestyle=":", label="" if index else "round trips compared"
+                mark_ms, color=INK, linewidth=0.8, linestyle=":", label="" if index else "round trips compared"
             )
         axes.set(xlabel="round trip, ms", ylabel="speed-up, times", xlim=(0.0, last_ms))
         axes.set_ylim(bottom=0.0)
@@ -123,7 +123,7 @@ def acceptance_plot(drafts: Sequence[Item], best: str | None = None) -> str:
     grey, at the temperature that decides.
     """
     colours = _colours(drafts, best)
-    with _drawing(6.4, "acceptance by temperature and depth") as drawn:
+    with drawing(6.4, "acceptance by temperature and depth") as drawn:
         upper, lower = drawn.figure.subplots(2, 1)
         temperatures = [found.temperature for found in drafts[0].manifest.report.acceptance]
         width = 0.8 / len(drafts)
@@ -132,7 +132,7 @@ def acceptance_plot(drafts: Sequence[Item], best: str | None = None) -> str:
             rates, errors = [row.rate for row in found], [row.error for row in found]
             places = [place - 0.4 + width * (index + 0.5) for place in range(len(found))]
             upper.bar(places, rates, 0.92 * width, color=colour)
-            upper.errorbar(places, rates, errors, fmt="none", ecolor=_INK, linewidth=0.9)
+            upper.errorbar(places, rates, errors, fmt="none", ecolor=INK, linewidth=0.9)
         upper.set(title="acceptance", xlabel="temperature", ylim=(0.0, 1.0))
         upper.set_xticks(range(len(temperatures)), [f"{temperature:g}" for temperature in temperatures])
         upper.grid(visible=True, axis="y")
@@ -158,7 +158,7 @@ def acceptance_plot(drafts: Sequence[Item], best: str | None = None) -> str:
 
 def cost_plot(items: Sequence[Item], best: str | None = None) -> str:
     """Two panels of bars: megabytes, and ms per token. best: as in `acceptance_plot`."""
-    with _drawing(1.3 + 0.6 * len(items), "size and time per token") as drawn:
+    with drawing(1.3 + 0.6 * len(items), "size and time per token") as drawn:
         panels = drawn.figure.subplots(2, 1)
         places = list(range(len(items)))[::-1]
         times = [item.manifest.report.timing for item in items]
@@ -204,7 +204,7 @@ def _mark(axes: Any, shape: str, at_ms: float | None, forecast: Forecast, *, str
         return
     height = (stream if streams else stop_and_wait)(_setting(forecast, at_ms)).speed_up
     words = f"gains under 5 % from {at_ms:.0f} ms" if streams else f"breaks even at {at_ms:.0f} ms"
-    axes.plot([at_ms], [height], shape, color=_INK, markersize=6, linestyle="none", label=words, zorder=4)
+    axes.plot([at_ms], [height], shape, color=INK, markersize=6, linestyle="none", label=words, zorder=4)
 
 
 def _colours(items: Sequence[Item], best: str | None) -> list[str]:
@@ -221,7 +221,7 @@ class _Drawing:
 
 
 @contextlib.contextmanager
-def _drawing(height_in: float, title: str) -> Iterator[_Drawing]:
+def drawing(height_in: float, title: str) -> Iterator[_Drawing]:
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -245,4 +245,4 @@ def _inline(svg: str, title: str) -> str:
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     opening = f'<svg {names} viewBox="\\1" role="img" aria-label="{title}">'
     svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, svg, count=1)
-    return svg.replace(_INK, "currentColor")
+    return svg.replace(INK, "currentColor")
