@@ -110,10 +110,10 @@ class _Recorded:
 class KernelSteps:
     """A model's steps through the kernels in Triton, those of few tokens as recorded passes.
 
-    These are kept by size, parts of the longest context (a power of 4, or all) and whether there are trees, and made when a
-    step first needs one. fused: the same as `run` with fewer kernels, for recorded steps. block_size, num_blocks: of
-    the cache, whose slot behind the last block is free to be written. max_blocks: of the longest sequence. heads: of
-    queries and values, as layers have them.
+    These are kept by size, parts of the longest context (a power of 4, or all) and whether there are trees, and made
+    when a step first needs one. fused: the same as `run` with fewer kernels, for recorded steps. block_size,
+    num_blocks: of the cache, whose slot behind the last block is free to be written. max_blocks: of the longest
+    sequence. heads: of queries and values, as layers have them.
     """
 
     def __init__(
