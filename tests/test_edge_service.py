@@ -160,7 +160,7 @@ def test_each_system_has_its_manager(monkeypatch: pytest.MonkeyPatch, config: Pa
     assert [each.system for each in found.values()] == ["systemd", "launchd", "windows"]
     assert {each.config for each in found.values()} == {config}
     assert "<UserId>HOME\\me</UserId>" in found["win32"].content.decode("utf-16")
-    assert f"ExecStart={sys.executable} -m outrider.edge.cli serve\n" in found["linux"].content.decode()
+    assert f"ExecStart={sys.executable} -P -m outrider.edge.cli serve\n" in found["linux"].content.decode()
     for each in found.values():
         commands = (*each.turn_on, *each.turn_off, each.ask)
         assert {command[0] for command in commands} == {

@@ -207,10 +207,10 @@ def service_here(module: str, platform: str = sys.platform) -> Service:
     if platform == "win32":
         quiet = python.with_name("pythonw.exe")  # python.exe would open a console window
         domain, name = os.environ.get("USERDOMAIN"), os.environ.get("USERNAME", "")
-        command = (str(quiet if quiet.is_file() else python), "-m", module, "serve")
+        command = (str(quiet if quiet.is_file() else python), "-P", "-m", module, "serve")
         place = platformdirs.user_config_path("outrider", appauthor=False)
         return windows_task(command, chosen, home, f"{domain}\\{name}" if domain else name, place)
-    command = (str(python), "-m", module, "serve")
+    command = (str(python), "-P", "-m", module, "serve")
     if platform == "darwin":
         return launchd_agent(command, chosen, home, str(os.getuid()))
     if platform.startswith("linux"):
