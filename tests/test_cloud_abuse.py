@@ -1,24 +1,21 @@
-"""Tests that hostile requests cost little: one error each, memory in proportion to the body, no slot lost."""
+"""Tests that hostile bodies cost little: one error each, memory in proportion, no text tokenized in vain."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
-from starlette.requests import Request
 from tests.hostile_bodies import (
     CHAT,
     COMPLETIONS,
@@ -31,14 +28,11 @@ from tests.hostile_bodies import (
     HostileBody,
 )
 from tests.serving import (
-    JSON,
     FakeServer,
     StepGate,
     fake_tokenizer,
     read_events,
-    run_session,
     serve_fake,
-    target_tokens,
 )
 
 from outrider.cloud.api import verify as verify_module
@@ -51,24 +45,16 @@ from outrider.models.errors import RequestError
 from outrider.models.http import bodies as requests_module
 from outrider.models.http import openai
 from outrider.models.http.bodies import (
-    LARGE_BODY_BYTES,
-    MAX_BODIES,
     MAX_JSON_COMMAS,
     MAX_JSON_PARTS,
-    MAX_OWN_BODIES,
-    Bodies,
     load,
     parse,
 )
-from outrider.models.http.encoding import Workers, encode_prediction, encode_prompts
+from outrider.models.http.encoding import encode_prediction, encode_prompts
 from outrider.models.http.errors import from_validation
-from outrider.models.http.limits import Slots
-from outrider.models.http.security import KeyRing
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.protocol import DraftRequest, SessionOpen, SessionRequest
-from outrider.models.wire.verify import VerifyAnswer
 
-ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 MESSAGES: dict[str, type[BaseModel]] = {
     COMPLETIONS: openai.CompletionRequest,
     CHAT: openai.ChatRequest,
@@ -77,7 +63,6 @@ MESSAGES: dict[str, type[BaseModel]] = {
     DRAFTS: DraftRequest,
     VERIFY: VerifyEnvelope,
 }
-ITEM = {"prefix": [5, 17, 99, 3]}
 
 
 def named(body: HostileBody) -> str:
@@ -164,27 +149,18 @@ json_values = st.recursive(
 @given(json_values, st.integers(1, 12), st.integers(1, 5), st.integers(1, 8))
 def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int, max_keys: int, max_commas: int) -> None:
     """Marks inside strings do not count, also beside escaped quotes and backslashes."""
-    import json
+    found = Counter(strings=isinstance(value, str))
 
-    def parts(value: Any) -> int:
-        if isinstance(value, dict):
-            return 1 + len(value) + sum(map(parts, value.values()))
-        return 1 + sum(map(parts, value)) if isinstance(value, list) else 0
+    def count(value: Any) -> None:
+        if isinstance(value, dict | list):
+            inside = list(value.values()) if isinstance(value, dict) else value
+            keys = len(value) if isinstance(value, dict) else 0
+            strings = keys + sum(isinstance(each, str) for each in inside)
+            found.update(parts=1 + keys, keys=keys, commas=max(0, len(inside) - 1), strings=strings)
+            for each in inside:
+                count(each)
 
-    def strings(value: Any) -> int:
-        if isinstance(value, dict):
-            return len(value) + sum(map(strings, value.values()))
-        return sum(map(strings, value)) if isinstance(value, list) else isinstance(value, str)
-
-    def commas(value: Any) -> int:
-        inside = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-        return max(0, len(inside) - 1) + sum(map(commas, inside))
-
-    def keys(value: Any) -> int:
-        if isinstance(value, dict):
-            return len(value) + sum(map(keys, value.values()))
-        return sum(map(keys, value)) if isinstance(value, list) else 0
-
+    count(value)
     text = json.dumps(value, ensure_ascii=False)
     is_refused = False
     with pytest.MonkeyPatch.context() as patch:
@@ -196,8 +172,8 @@ def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int, ma
         except RequestError:
             is_refused = True
     most_commas = max(max_commas, len(text.encode()) * max_commas >> 20)
-    are_too_many = parts(value) > limit or strings(value) > limit
-    assert is_refused == (are_too_many or keys(value) > max_keys or commas(value) > most_commas)
+    are_too_many = max(found["parts"], found["strings"]) > limit
+    assert is_refused == (are_too_many or found["keys"] > max_keys or found["commas"] > most_commas)
 
 
 def test_a_prompt_of_short_ids_is_taken_up_to_a_bound() -> None:
@@ -217,41 +193,41 @@ def test_text_full_of_brackets_is_no_structure() -> None:
     assert body.prompt == text
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"])
-@pytest.mark.parametrize("value", [True, "1"])
-@pytest.mark.parametrize("path", [SESSIONS, VERIFY, COMPLETIONS, CHAT])
-def test_booleans_and_strings_are_no_numbers(
-    server_and_session: tuple[FakeServer, str], path: str, name: str, value: Any
-) -> None:
-    """In every route, for every number."""
-    bodies: dict[str, dict[str, Any]] = {
-        SESSIONS: {"prompt": [1], "max_tokens": 1},
-        VERIFY: {"prefix": [1]},
-        COMPLETIONS: {"prompt": "a"},
-        CHAT: {"messages": [{"role": "user", "content": "a"}]},
-    }
-    body = bodies[path] | {name: value}
-    answer = httpx.post(server_and_session[0].url + path, json={"items": [body]} if path == VERIFY else body)
-    error = answer.json()["error"]
-    param = f"items.0.{name}" if path == VERIFY else name
-    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_parameter", param)
+NUMBERS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"), (True, "1")
+)
+MARKS: dict[str, tuple[Any, ...]] = {"ignore_eos": (1, "true")}
 
 
-@pytest.mark.parametrize("value", [1, "true"])
 @pytest.mark.parametrize(
-    ("path", "body", "name"),
+    ("path", "body", "wrong"),
     [
-        (SESSIONS, {"prompt": [1], "max_tokens": 1}, "ignore_eos"),
-        (COMPLETIONS, {"prompt": "a"}, "ignore_eos"),
-        (COMPLETIONS, {"prompt": "a"}, "stream"),
+        (
+            SESSIONS,
+            {"prompt": [1], "max_tokens": 1},
+            {**NUMBERS, **MARKS, "prompt": ([True],), "stop_ids": ([True],), "patience_ms": (True,)}
+            | {"draft_lag_ms": (True,)},
+        ),
+        (VERIFY, {"prefix": [1]}, {**NUMBERS, "prefix": ([True],), "draft": ([True],)}),
+        (
+            COMPLETIONS,
+            {"prompt": "a"},
+            {**NUMBERS, **MARKS, "stream": (1, "true"), "prompt": ([1, True],), "stop_token_ids": ([True],)},
+        ),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}]}, NUMBERS),
     ],
 )
-def test_numbers_and_strings_are_no_booleans(
-    server_and_session: tuple[FakeServer, str], path: str, body: dict[str, Any], name: str, value: Any
+def test_booleans_numbers_and_strings_are_not_each_other(
+    server_and_session: tuple[FakeServer, str], path: str, body: dict[str, Any], wrong: dict[str, tuple[Any, ...]]
 ) -> None:
-    """The other way round."""
-    answer = httpx.post(server_and_session[0].url + path, json=body | {name: value})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+    """In every route, for every field; the error names it."""
+    with httpx.Client(base_url=server_and_session[0].url) as client:
+        for name, value in ((name, value) for name, values in wrong.items() for value in values):
+            sent = body | {name: value}
+            answer = client.post(path, json={"items": [sent]} if path == VERIFY else sent)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "invalid_parameter"), sent
+            assert f"{error['param']}.".startswith(f"items.0.{name}." if path == VERIFY else f"{name}."), sent
 
 
 def test_an_integer_is_a_number_and_a_fraction_is_no_integer() -> None:
@@ -347,357 +323,3 @@ def test_a_refused_text_frees_its_slots() -> None:
         ):
             assert httpx.post(server.url + path, json=body).status_code == 400
         server.wait_until(server.is_empty)
-
-
-# -- workers -----------------------------------------------------------------------------------------------------------
-
-
-class Job:
-    """A function for a thread: says that it runs, and waits until the test lets it end."""
-
-    def __init__(self) -> None:
-        self.has_begun = threading.Event()
-        self._may_end = threading.Event()
-
-    def __call__(self) -> str:
-        self.has_begun.set()
-        assert self._may_end.wait(30)
-        return "done"
-
-    def end(self) -> None:
-        self._may_end.set()
-
-
-async def begun(*jobs: Job) -> None:
-    for job in jobs:
-        assert await asyncio.to_thread(job.has_begun.wait, 30)
-
-
-def test_an_owner_has_one_worker_at_a_time() -> None:
-    """One owner's second job waits, another owner's runs; a third owner waits for a thread."""
-
-    async def run() -> None:
-        workers = Workers(max_threads=2)
-        jobs = [Job() for _ in range(4)]
-        tasks = [asyncio.create_task(workers.run(owner, job)) for owner, job in zip(b"aabc", jobs, strict=True)]  # type: ignore[arg-type]
-        await begun(jobs[0], jobs[2])
-        assert not jobs[1].has_begun.is_set() and not jobs[3].has_begun.is_set()
-        jobs[0].end()
-        assert await tasks[0] == "done"
-        await begun(jobs[3])  # it has waited longer for a thread than the first owner's second job
-        assert not jobs[1].has_begun.is_set()
-        for job in jobs:
-            job.end()
-        assert await asyncio.gather(*tasks) == ["done"] * 4
-        assert not workers.turns.own.num_taken
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_callers_thread_keeps_its_place() -> None:
-    """Clients that leave cannot pile up threads; a caller that has not begun gives its place back at once."""
-
-    async def run() -> None:
-        workers = Workers(max_threads=1)
-        jobs = [Job() for _ in range(3)]
-        first, second, third = (asyncio.create_task(workers.run(b"abc"[k : k + 1], jobs[k])) for k in range(3))
-        await begun(jobs[0])
-        for task in (first, second):
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert not jobs[2].has_begun.is_set()
-        jobs[0].end()
-        await begun(jobs[2])
-        jobs[2].end()
-        assert await third == "done" and not jobs[1].has_begun.is_set()
-        assert not workers.turns.own.num_taken
-
-    asyncio.run(run())
-
-
-def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of large bodies that arrive together one is parsed at a time, with a break in its middle; small ones do not wait;
-    owners alternate.
-    """
-    order: list[str] = []
-
-    breaks_s: list[float] = []
-
-    def read_json(body: bytes) -> str:
-        order.append(chr(body[0]))
-        if len(body) > LARGE_BODY_BYTES:
-            time.sleep(0.02)
-            breaks_s.append(-time.monotonic())
-        return chr(body[0])
-
-    def note(message: type[BaseModel], raw: str) -> None:
-        order.append(f"validated {raw}")
-        if raw != "5":
-            breaks_s[-1] += time.monotonic()
-
-    async def run() -> None:
-        bodies = Bodies(1 << 20)
-        large = 2 * LARGE_BODY_BYTES
-
-        async def read(owner: bytes, body: bytes) -> None:
-            await bodies.parse(owner, SessionRequest, body)
-
-        tasks = [asyncio.create_task(read(b"a", each * large)) for each in (b"1", b"2", b"3")]
-        tasks += [asyncio.create_task(read(b"b", b"4" * large)), asyncio.create_task(read(b"a", b"5"))]
-        await asyncio.gather(*tasks)
-        while bodies.turns.own.num_taken:
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(requests_module, "load", read_json)
-    monkeypatch.setattr(requests_module, "validated", note)
-    asyncio.run(run())
-    assert order[:4] == ["1", "5", "validated 5", "validated 1"]
-    assert order[4:] == ["4", "validated 4", "2", "validated 2", "3", "validated 3"]
-    assert len(breaks_s) == 4 and min(breaks_s) > 0.018  # of 0.02: clocks differ in their last digits
-
-
-def test_a_body_that_is_cancelled_in_its_break_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client has left; the next one's turn comes."""
-
-    async def run() -> None:
-        bodies = Bodies(1 << 20)
-        tasks = [asyncio.create_task(bodies.parse(b"a", SessionRequest, b" " * 2 * LARGE_BODY_BYTES)) for _ in "12"]
-        monkeypatch.setattr(requests_module, "load", lambda body: tasks[0].cancel())
-        monkeypatch.setattr(requests_module, "validated", lambda message, raw: "done")
-        with pytest.raises(asyncio.CancelledError):
-            await tasks[0]
-        assert await tasks[1] == "done"  # type: ignore[comparison-overlap]
-
-    asyncio.run(run())
-
-
-def test_bodies_that_wait_are_bounded() -> None:
-    """Of one owner and in all; what is counted is let go."""
-    body = b" " * 1000
-
-    def is_refused(owner: bytes) -> bool:
-        with pytest.raises(RequestError) as refused, bodies.hold(owner, b"1"):
-            pass
-        return (refused.value.code, refused.value.status) == ("too_many_bytes", 503)
-
-    bodies = Bodies(len(body))
-    owners = [str(number).encode() for number in range(MAX_BODIES // MAX_OWN_BODIES)]
-    with ExitStack() as held:
-        for owner in owners:
-            for _ in range(MAX_OWN_BODIES):
-                held.enter_context(bodies.hold(owner, body))
-            assert is_refused(owner)
-        assert is_refused(b"another")
-    assert bodies.held.total == 0
-    with bodies.hold(b"another", body):
-        assert bodies.held.total == len(body)
-
-
-def test_calls_that_wait_hold_few_bytes() -> None:
-    """Calls to verify that wait for slots are within the bound on bytes; the others are served, and freed."""
-    settings = ServerSettings(max_sessions=1, max_body_bytes=1000)
-    gate = StepGate()
-    body = json.dumps({"items": [ITEM]}).ljust(900).encode()
-    with serve_fake(settings, gate=gate) as server, ThreadPoolExecutor(64) as pool:
-        bodies, most = server.core.bodies, MAX_OWN_BODIES * 1000 // 900
-
-        def call() -> int:
-            return httpx.post(server.url + VERIFY, content=body, headers=JSON, timeout=60, verify=False).status_code
-
-        waiting = [pool.submit(call) for _ in range(most)]
-        server.wait_until(lambda: bodies.held.total == most * 900)
-        assert call() == 503
-        gate.open()
-        assert [each.result() for each in waiting] == [200] * most
-        server.wait_until(lambda: is_idle(server))
-        assert bodies.held.total == 0
-
-
-def test_a_stream_does_not_keep_its_body() -> None:
-    """A megabyte of blanks around a short prompt is gone once it is parsed."""
-    gate = StepGate()
-    body = json.dumps({"prompt": [1], "max_tokens": 4}).ljust(1 << 20).encode()
-    with (
-        serve_fake(gate=gate) as server,
-        httpx.Client(base_url=server.url) as client,
-        client.stream("POST", SESSIONS, content=body, headers=JSON) as response,
-    ):
-        assert isinstance(next(read_events(response)), SessionOpen)
-        kept = [each for each in gc.get_objects() if isinstance(each, Request) and hasattr(each, "_body")]
-        assert [each for each in kept if len(each._body) == len(body)] == []
-        gate.open()
-
-
-# -- slots and /v1/verify ----------------------------------------------------------------------------------------------
-
-
-def is_idle(server: FakeServer) -> bool:
-    """Whether nothing runs or waits, and every slot is free. Held prefixes keep blocks."""
-    stats = server.core.engine.stats()
-    return stats.running == stats.queued == server.core.slots.num_taken == server.core.slots.num_waiting == 0
-
-
-def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
-    """4 calls of 64 items with 3 slots: at most 3 sequences at once, every result in its place."""
-    gate = StepGate()
-    with serve_fake(ServerSettings(max_sessions=3), gate=gate) as server:
-        peak = 0
-        submit = server.core.engine.submit
-
-        def counted(*args: Any) -> int:
-            nonlocal peak
-            peak = max(peak, server.core.slots.num_taken)
-            return submit(*args)
-
-        server.core.engine.submit = counted  # type: ignore[assignment,method-assign]
-
-        def call(n: int) -> VerifyAnswer:
-            items = [{"prefix": [n + 1, k + 1]} for k in range(64)]
-            answer = httpx.post(server.url + VERIFY, json={"items": items}, timeout=60)
-            assert answer.status_code == 200
-            return VerifyAnswer.model_validate_json(answer.content)
-
-        with ThreadPoolExecutor(4) as pool:
-            calls = [pool.submit(call, n) for n in range(4)]
-            server.wait_until(lambda: server.core.slots.num_waiting == 4)
-            assert server.core.slots.num_taken == 3
-            refused = httpx.post(server.url + SESSIONS, json={"prompt": [1], "max_tokens": 1})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
-            gate.open()
-            for n, done in enumerate(calls):
-                tokens = [result.tokens for result in done.result().results]
-                assert tokens == [target_tokens([n + 1, k + 1], 1) for k in range(64)]
-        assert peak == 3
-        server.wait_until(lambda: is_idle(server))
-
-
-def test_waiting_items_do_not_delay_another_key() -> None:
-    """Another owner's session runs while a call's items wait."""
-    gate = StepGate()
-    settings = ServerSettings(keys=KeyRing([ALICE, BOB]), max_sessions=2)
-    alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
-    with serve_fake(settings, gate=gate) as server, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM] * 256}, headers=alice, timeout=60)
-        server.wait_until(lambda: server.core.slots.num_waiting == 1)
-        stats = server.core.engine.stats()
-        assert stats.running + stats.queued <= 2
-        gate.open()
-        with httpx.Client(base_url=server.url, headers=bob) as client:
-            assert run_session(client, {"prompt": [1], "max_tokens": 3, "ignore_eos": True}).tokens
-        assert len(call.result().json()["results"]) == 256
-        server.wait_until(lambda: is_idle(server))
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_client_that_leaves_while_items_wait_frees_everything(is_first: bool) -> None:
-    """Whether its call still waits for its first slot, or for a later one."""
-    gate = StepGate()
-    with serve_fake(ServerSettings(max_sessions=2), gate=gate) as server, httpx.Client(base_url=server.url) as client:
-        slots = server.core.slots
-        with ThreadPoolExecutor(1) as pool:
-            before = None
-            if is_first:
-                before = pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM] * 3}, timeout=60)
-                server.wait_until(lambda: slots.num_waiting == 1)
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(VERIFY, json={"items": [ITEM] * 5}, timeout=0.2)
-            client.close()
-            server.wait_until(lambda: slots.num_waiting == (1 if is_first else 0))
-            gate.open()
-            if before:
-                assert len(before.result().json()["results"]) == 3
-        server.wait_until(lambda: is_idle(server))
-        assert slots.num_waiting == 0
-
-
-def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call beyond the bound is refused with 429; those that wait are served."""
-    monkeypatch.setattr(verify_module, "MAX_WAITING_CALLS", 2)
-    gate = StepGate()
-    with serve_fake(ServerSettings(max_sessions=1), gate=gate) as server, ThreadPoolExecutor(3) as pool:
-        calls = []
-        slots = server.core.slots
-        for _ in range(3):
-            calls.append(pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM]}, timeout=60))
-            server.wait_until(lambda: slots.num_taken + slots.num_waiting == len(calls))
-        refused = httpx.post(server.url + VERIFY, json={"items": [ITEM]})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
-        gate.open()
-        assert [call.result().status_code for call in calls] == [200] * 3
-        server.wait_until(lambda: is_idle(server))
-
-
-def test_a_bad_item_gives_its_slot_to_the_next() -> None:
-    """Good and bad items in turn, with one slot."""
-    with serve_fake(ServerSettings(max_sessions=1)) as server:
-        answer = httpx.post(server.url + VERIFY, json={"items": [{"prefix": [300]}, ITEM, 0, ITEM, {"prefix": []}]})
-        results = VerifyAnswer.model_validate_json(answer.content).results
-        assert [result.error is None for result in results] == [False, True, False, True, False]
-        server.wait_until(lambda: is_idle(server))
-
-
-# What a test does next: wait for a slot, take one at once, free one, cancel a waiting call, let the loop run.
-slot_actions = st.lists(
-    st.tuples(st.sampled_from(["wait", "take", "release", "cancel", "run"]), st.integers(0, 1), st.integers(0, 9)),
-    max_size=60,
-)
-
-
-@given(slot_actions, st.integers(1, 3))
-@example([(each, 0, 0) for each in (*["wait"] * 4, "cancel", "run", "wait", "release", "release")], 2)
-def test_no_slot_is_lost(actions: list[tuple[str, int, int]], max_each: int) -> None:
-    """Whatever is cancelled when: no more slots than allowed are taken, a free slot leaves nobody waiting, turns come
-    in order, and in the end all are free. Who finds a free slot needs no turn, and may go on before one whose turn has
-    come wakes up, as in the example.
-    """
-
-    async def run() -> None:
-        slots = Slots(max_each)
-        held = [0, 0]
-        waiting: list[list[tuple[int, asyncio.Task[None]]]] = [[], []]
-        served: list[list[int]] = [[], []]
-        number = 0
-
-        async def wait(index: int, own: int) -> None:
-            owner = bytes([index])
-            needs_turn = owner in slots._waiting or slots.taken(owner) >= max_each
-            await slots.wait(owner)
-            held[index] += 1
-            if needs_turn:
-                served[index].append(own)
-
-        async def settle() -> None:
-            for _ in range(3):
-                await asyncio.sleep(0)
-            for index in range(2):
-                waiting[index] = [each for each in waiting[index] if not each[1].done()]
-                assert held[index] <= max_each and (not waiting[index] or held[index] == max_each)
-            assert slots.num_taken == sum(held) and slots.num_waiting == sum(map(len, waiting))
-
-        for action, index, which in actions:
-            owner = bytes([index])
-            if action == "wait":
-                waiting[index].append((number, asyncio.create_task(wait(index, number))))
-                number += 1
-            elif action == "take":
-                with suppress(RequestError):
-                    slots.take(owner)
-                    held[index] += 1
-            elif action == "release" and held[index]:
-                slots.release(owner)
-                held[index] -= 1
-            elif action == "cancel" and waiting[index]:
-                waiting[index][which % len(waiting[index])][1].cancel()
-            elif action == "run":
-                await settle()
-        await settle()
-        assert all(each == sorted(each) for each in served)
-        for index in range(2):
-            while held[index]:
-                slots.release(bytes([index]))
-                held[index] -= 1
-                await settle()
-        assert slots.num_taken == slots.num_waiting == 0 and not slots._waiting and not slots._taken
-
-    asyncio.run(run())

@@ -190,6 +190,17 @@ def test_a_tag_decides_what_is_sent(offered: tuple[FakeServer, Path]) -> None:
         "cpu-int8/",
         "./openvino_model.bin",
         "CPU-INT8/openvino_model.bin",
+        "....//secret.txt",
+        "..;/secret.txt",
+        "%252e%252e/secret.txt",
+        "cpu-int8/../../../../../../etc/passwd",
+        *(
+            f"../tokenizer/{name}"
+            for name in (
+                *("", "unlisted.md", "manifest.json", "openvino_model.bin", "./tokenizer.json", "tokenizer.json%00"),
+                *("%2fetc%2fpasswd", "/etc/passwd", "../../../../../../etc/passwd", "..%2fsecret.txt"),
+            )
+        ),
     ],
 )
 def test_only_listed_names_lead_to_files(offered: tuple[FakeServer, Path], path: str) -> None:

@@ -116,6 +116,13 @@ def test_no_answer_names_a_replicas_address(front: RunningFront, group: list[Fak
         assert "location" not in httpx.get(f"{other.url}/v1/models").headers
 
 
+@pytest.mark.parametrize("target", ["", "0" * 16, "f" * 4000, "../../registry-other", "a\tb"])
+def test_a_target_that_no_replica_has_changes_nothing(front: RunningFront, target: str) -> None:
+    """Any client may send the header by which a device goes on with its text."""
+    with httpx.Client(base_url=front.url) as client:
+        assert run_session(client, BODY, {"outrider-target": target}).tokens == target_tokens(PROMPT, 24)
+
+
 def test_clients_share_a_scrape(group: list[FakeReplica], monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ask for metrics at a time, and again within a second: a replica is asked once."""
     asked: list[str] = []

@@ -5,7 +5,6 @@ The server is a raw socket: it writes any bytes, and knows how many of them were
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.agents import MODES, SOON, VOCAB, drafter, generate, whole
+from tests.hostile_answers import BROKEN_ANSWERS, MAX_TOKENS, OK, Broken, broken_streams, event, opened
 from tests.raw_server import Reply, raw_server, silent_after, writes
 from tests.serving import FakeServer, StepGate, read_events, serve_fake, target_tokens
 from tests.waiting import run
@@ -37,34 +37,17 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.wire.protocol import SessionOpen
 
 PROMPT = (5, 6, 7, 8)
-REQUEST = whole(PROMPT, SamplingParams(), 24)
-TRUTH = target_tokens(PROMPT, 24)
-IDENTITY = f"{0:016x}"
+REQUEST = whole(PROMPT, SamplingParams(), MAX_TOKENS)
+TRUTH = target_tokens(PROMPT, MAX_TOKENS)
 HASTY = ClientOptions(keep_alive_s=0.1)
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Making one with certificates takes longer than most of these tests."""
 MOST_TAKEN = 32 << 20
 """Beyond the bounds of the agent: what two sockets buffer."""
 
-OK = b"HTTP/1.1 200 OK\r\n"
-STREAM = OK + b"content-type: text/event-stream\r\n\r\n"
-
-
-def event(**fields: Any) -> bytes:
-    """An event of a session's stream."""
-    return b"data: " + json.dumps(fields).encode() + b"\n\n"
-
 
 def opening(**fields: Any) -> bytes:
-    """A stream's head and its first event."""
-    first = {"type": "open", "session": "s", "model": "m", "target": IDENTITY, "vocab_size": VOCAB, "keep_alive_s": 0.1}
-    return STREAM + event(**(first | fields))
-
-
-def answer(**fields: Any) -> bytes:
-    """An answer to /v1/verify with one result of these fields."""
-    body = json.dumps({"results": [fields], "target": IDENTITY}).encode()
-    return OK + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    return opened(VOCAB, **fields)
 
 
 def write(
@@ -80,103 +63,21 @@ def write(
     return run(generate(clients, REQUEST, drafter(1.0), mode=mode, depth=FixedDepth(2), retry=SOON, **told))
 
 
-BOMB = gzip.compress(b"a" * (1 << 20))
-DIGITS = b"1" * 5000
-USAGE = (
-    b'{"prompt_tokens":4,"completion_tokens":0,"target_passes":0,"accepted_prediction_tokens":0,'
-    b'"rejected_prediction_tokens":0,"waited_ms":1e999}'
-)
-BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
-    "a line without end": (writes(opening() + b"data: ", b"x"), "more than 262144 bytes"),
-    "a comment without end": (writes(opening() + b":", b"x"), "more than 262144 bytes"),
-    "keep-alives without end": (writes(opening(), b":\n\n" * 1000), "more than 1048576 bytes without an event"),
-    "a header without end": (writes(OK + b"x: ", b"x"), "not HTTP"),
-    "headers without end": (writes(OK, b"x: y\r\n"), "not HTTP"),
-    "a status without end": (writes(b"HTTP/1.1 200 ", b"x"), "not HTTP"),
-    "no HTTP": (writes(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"), "not HTTP"),
-    "nesting": (writes(opening() + b"data: " + b"[" * 200_000 + b"\n\n"), "not an event"),
-    "a negative id": (writes(opening() + event(base=0, tokens=[-1])), "id is -1; expected 0 to 299"),
-    "an id beyond the vocabulary": (writes(opening() + event(base=0, tokens=[300])), "id is 300; expected 0 to 299"),
-    "an id of 25 bits": (writes(opening(vocab_size=None) + event(base=0, tokens=[2**24])), "expected 0 to 16777215"),
-    "a vocabulary of 99 bits": (writes(opening(vocab_size=2**99) + event(base=0, tokens=[2**70])), "more than 63 bits"),
-    "an id of 5000 digits": (writes(opening() + b'data: {"base":0,"tokens":[' + DIGITS + b"]}\n\n"), "not an event"),
-    "a base that leaves a gap": (writes(opening() + event(base=3, tokens=[1])), "base is 3; expected 0"),
-    "a negative base": (writes(opening() + event(base=-1, tokens=[1])), "base is -1; expected 0"),
-    "one token too many": (writes(opening() + event(base=0, tokens=[1] * 25)), "25 tokens .* at most 24 in all"),
-    "events without tokens": (writes(opening(), event(base=0, tokens=[])), "0 tokens .* at least 1"),
-    "accepted beyond proposed": (
-        writes(opening() + event(base=0, tokens=[1, 2], accepted=2, proposed=1)),
-        "2 of 1 drafted tokens were accepted",
-    ),
-    "accepted beyond tokens": (
-        writes(opening() + event(base=0, tokens=[1], accepted=9, proposed=9)),
-        "9 of 9 drafted tokens were accepted in a commit of 1",
-    ),
-    "a commit first": (writes(STREAM + event(base=0, tokens=[1])), "begins with 'commit'"),
-    "open twice": (writes(opening(), event(type="open", session="s", model="m")), "'open' twice"),
-    "a session that is a path": (writes(opening(session="../../x?")), "session's id is '../../x[?]'"),
-    "a session of a million characters": (writes(opening(session="s" * 200_000)), "session's id is 'ssss"),
-    "times that are none": (
-        writes(STREAM + b'data: {"session":"s","model":"m","type":"open","step_ms":NaN}\n\n'),
-        "nan",
-    ),
-    "a pace that is none": (
-        writes(STREAM + b'data: {"session":"s","model":"m","type":"open","steady":{"every_ms":NaN}}\n\n'),
-        "not an event",
-    ),
-    "frames that nobody asked for": (writes(opening(steady={})), "no steady session was asked for"),
-    "a negative time in mid-text": (
-        writes(opening() + event(base=0, tokens=[1], draft_token_ms=-1.0)),
-        "draft_token_ms is -1.0; expected a number, at least 0",
-    ),
-    "a wait without end": (
-        writes(opening() + b'data: {"type":"end","reason":"length","usage":' + USAGE + b"}\n\n"),
-        "waited_ms is inf; expected a number",
-    ),
-    "a redirect": (
-        writes(b"HTTP/1.1 307 \r\nlocation: http://elsewhere/\r\n\r\n"),
-        "it redirects to http://elsewhere/",
-    ),
-    "another status": (writes(b"HTTP/1.1 202 \r\ncontent-length: 0\r\n\r\n"), "HTTP 202; expected an event stream"),
-    "a compressed body": (writes(OK + b"content-encoding: gzip\r\n\r\n" + BOMB), "encoded as 'gzip'"),
-    "a compressed error": (writes(b"HTTP/1.1 400 \r\ncontent-encoding: gzip\r\n\r\n" + BOMB), "encoded as 'gzip'"),
-}
-HASH = "0" * 65
-BROKEN_ANSWERS: dict[str, tuple[Reply, str]] = {
-    "an answer without end": (writes(OK + b"\r\n{", b" "), "more than 262144 bytes"),
-    "no JSON": (writes(OK + b"content-length: 2\r\n\r\nno"), "not a VerifyAnswer"),
-    "no result": (writes(OK + b'content-length: 14\r\n\r\n{"results":[]}'), "0 results answer 1 items"),
-    "too many tokens": (writes(answer(tokens=[1] * 9)), "9 tokens answer 2 drafted ones; expected 1 to 3"),
-    "no token": (writes(answer(tokens=[])), "0 tokens answer 2 drafted ones"),
-    "a negative id": (writes(answer(tokens=[-1])), "id is -1; expected 0 to 16777215"),
-    "an id of 5000 digits": (writes(OK + b'\r\n{"results":[{"tokens":[' + DIGITS + b"]}]}"), "number out of range"),
-    "accepted beyond tokens": (writes(answer(tokens=[1], accepted=2)), "2 of 2 drafted tokens were accepted in 1"),
-    "negative accepted": (writes(answer(tokens=[1], accepted=-1)), "-1 of 2 drafted tokens"),
-    "a hash of any size": (writes(answer(tokens=[1], prefix_hash=HASH)), "prefix_hash has more than 64"),
-    "a time that is none": (
-        writes(OK + b'\r\n{"results":[{"tokens":[1]}],"step_ms":1e999}'),
-        "step_ms is inf; expected a number",
-    ),
-    "a redirect": (writes(b"HTTP/1.1 302 \r\nlocation: /x\r\ncontent-length: 0\r\n\r\n"), "it redirects to /x"),
-    "a compressed body": (writes(OK + b"content-encoding: br\r\n\r\n" + BOMB), "encoded as 'br'"),
-}
+BROKEN_STREAMS = broken_streams(VOCAB)
 CASES = [(Mode.STREAM, *case) for case in BROKEN_STREAMS.items()] + [
     (Mode.STOP_AND_WAIT, *case) for case in BROKEN_ANSWERS.items()
 ]
 
 
 @pytest.mark.parametrize(("mode", "case"), [pytest.param(m, case, id=f"{m}: {name}") for m, name, case in CASES])
-def test_a_server_that_breaks_the_protocol_loses_the_text(
-    server: FakeServer, mode: Mode, case: tuple[Reply, str]
-) -> None:
+def test_a_server_that_breaks_the_protocol_loses_the_text(server: FakeServer, mode: Mode, case: Broken) -> None:
     """Another endpoint finishes it, and one sentence says why. Memory stays bounded, nothing of it is used."""
-    reply, what = case
     troubles = list[str]()
-    with raw_server(reply) as hostile:
+    with raw_server(writes(case.data, case.more)) as hostile:
         result = write([hostile.url, server.url], mode, on_trouble=troubles.append)
         assert list(result.tokens) == TRUTH
         assert len(troubles) == 1 and len(troubles[0]) < 2000
-        assert re.fullmatch(f"the server at {hostile.url} broke the protocol: .*{what}.*", troubles[0])
+        assert re.fullmatch(f"the server at {hostile.url} broke the protocol: .*{case.said}.*", troubles[0])
         assert hostile.num_sent < MOST_TAKEN and hostile.num_asked == 1
 
 
@@ -184,7 +85,7 @@ def test_a_server_that_breaks_the_protocol_loses_the_text(
 def test_alone_it_is_a_clear_error_at_once(mode: Mode) -> None:
     """Asking it again would not help."""
     reply = BROKEN_STREAMS["a negative id"] if mode is Mode.STREAM else BROKEN_ANSWERS["a negative id"]
-    with raw_server(reply[0]) as hostile:
+    with raw_server(writes(reply.data)) as hostile:
         with pytest.raises(ProtocolBroken, match=r"id is -1; .*; compare the versions at both ends$"):
             write([hostile.url], mode)
         assert hostile.num_asked == 1

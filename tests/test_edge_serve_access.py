@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,12 +18,12 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 from tests.commands import KEY, Outrider
+from tests.hostile_pages import FOREIGN, ask_as_page
 from tests.local_endpoint import (
     MESSAGES,
     PROMPT,
     LocalEndpoint,
     body,
-    error_of,
     expected,
     local_core,
     serve_local,
@@ -43,22 +44,24 @@ from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import open_socket
 from outrider.models.wire.protocol import RenderAnswer
 
+POSTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": body(),
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/outrider/generate": {"prompt": "a", "max_tokens": 1, "seed": 1},
+    "/v1/outrider/verify": {"id": "cmpl-none"},
+}
 
-@pytest.mark.parametrize(
-    ("headers", "code"),
-    [
-        ({"Host": "rebound.example.com"}, "host_not_allowed"),
-        ({"Origin": "https://page.example.com"}, "origin_not_allowed"),
-        ({"Sec-Fetch-Site": "cross-site"}, "origin_not_allowed"),
-    ],
-)
-def test_a_page_of_another_site_cannot_call(local: LocalEndpoint, headers: dict[str, str], code: str) -> None:
-    """Neither by a name that resolves to this machine, nor from its own origin; no CORS header helps it."""
-    answer = httpx.post(f"{local.url}/v1/completions", json=body(), headers=headers)
-    assert answer.status_code == 403 and error_of(answer)["code"] == code
-    assert "access-control-allow-origin" not in answer.headers
-    plain: dict[str, Any] = {"content": json.dumps(body()), "headers": {"Content-Type": "text/plain"}}
-    assert httpx.post(f"{local.url}/v1/completions", **plain).status_code == 415
+
+@pytest.mark.parametrize(("headers", "status", "code"), FOREIGN)
+def test_a_page_of_another_site_cannot_call(
+    local: LocalEndpoint, headers: dict[str, str], status: int, code: str
+) -> None:
+    """No route, as at the verifier; nor may it read by a name that resolves to this machine."""
+    with httpx.Client() as web:
+        for path, whole in POSTS.items():
+            assert code_of(ask_as_page(web, local.url + path, headers, whole)) == (status, code)
+        for path in ("/v1/models", "/v1/outrider/info", "/metrics", "/") if code == "host_not_allowed" else ():
+            assert web.get(local.url + path, headers=headers).status_code == 403
 
 
 def test_cors_is_for_configured_origins_only(cloud: FakeServer) -> None:
@@ -71,8 +74,10 @@ def test_cors_is_for_configured_origins_only(cloud: FakeServer) -> None:
         asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": named}
         preflight = httpx.options(f"{local.url}/v1/completions", headers={"Origin": origin, **asked})
         assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == origin
-        other = httpx.options(f"{local.url}/v1/completions", headers={"Origin": "https://other.example.com", **asked})
-        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+        for each in ("https://other.example.com", "null", f"{origin}.evil.example", "http://chat.example.com"):
+            other = httpx.options(f"{local.url}/v1/completions", headers={"Origin": each, **asked})
+            assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+            assert code_of(httpx.post(f"{local.url}/v1/completions", json={}, headers={"Origin": each}))[0] == 403
         refused = httpx.post(f"{local.url}/v1/completions", json={}, headers={"Origin": origin})
         assert refused.status_code == 400 and refused.headers["access-control-allow-origin"] == origin
 
@@ -173,6 +178,40 @@ def test_the_system_names_the_owner_of_one_connection(
         with pytest.raises(RequestError, match="another user"):
             call(client, server)
     assert reached == ["/v1/models"]
+
+
+AS_NOBODY = """
+import encodings.idna, os, socket, sys  # the other user may not read the library
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+answers = []
+for count, ends in ((1, False), (1, True), (4, False)):
+    with socket.create_connection(("127.0.0.1", int(sys.argv[1])), 30.0) as connection:
+        connection.sendall(sys.argv[2].encode() * count)
+        if ends:
+            connection.shutdown(socket.SHUT_WR)
+        answers.append(connection.recv(65536)[9:12].decode() or "left")
+print(*answers)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can call as another user")
+@pytest.mark.parametrize(("any_user", "status"), [(False, 403), (True, 200)])
+def test_a_real_other_user_is_refused(cloud: FakeServer, any_user: bool, status: int) -> None:
+    """Plainly, with its writing side closed, and pipelined; with --any-user it is answered, and root always is."""
+    with serve_local(cloud.url, LocalSettings(any_user=any_user)) as local:
+        content, host = json.dumps(body(max_tokens=1)), httpx.URL(local.url)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n"
+        request = f"{head}Content-Type: application/json\r\n\r\n{content}"
+        command = [sys.executable, "-c", AS_NOBODY, str(host.port), request]
+        before = cloud.core.engine.stats().totals
+        done = subprocess.run(command, capture_output=True, text=True)
+        plain, *others = done.stdout.split()
+        assert plain == str(status) and len(others) == 2, done.stderr
+        assert any_user or (set(others) <= {"403", "left"} and cloud.core.engine.stats().totals == before)
+        assert local.post(body(max_tokens=1))["choices"]
+        local.wait_until(local.is_at_rest)
 
 
 def test_a_verifier_that_fails_is_reported(cloud: FakeServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,8 +17,8 @@ from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
 from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests, FaultyProxy
 from tests.fronts import replicas, serve_front
+from tests.raw_client import Raw, post
 from tests.serving import FakeServer, StepGate, read_all_events, serve_fake, target_tokens
-from tests.test_cloud_ingress import Raw, post
 from tests.waiting import TIMEOUT_S, wait_until
 
 from outrider.cloud.api.state import DraftLimits, ServerSettings

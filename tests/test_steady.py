@@ -15,9 +15,9 @@ from tests.agents import VOCAB, asking, drafter, is_at_rest, truth
 from tests.fake_runtime import FakeBatchRuntime
 from tests.faulty_proxy import AgainstLongRequests
 from tests.fronts import replicas, serve_front
+from tests.raw_client import Raw, post
 from tests.serving import FakeServer, StepGate, code_of, serve_fake, target_tokens
 from tests.test_cloud_draft_budget import Streaming, settle
-from tests.test_cloud_ingress import Raw, post
 from tests.test_long_request import PROMPT, ROUTE, SESSION, At, Paced, chunk, long_head, posts, tree
 from tests.waiting import TIMEOUT_S, wait_until
 

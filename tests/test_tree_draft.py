@@ -73,7 +73,14 @@ def test_what_no_device_sends_is_refused() -> None:
         (b"\x00\x20\x0f\x03\x05", "distance 3"),
         (b"\x00\x20\x0f\x00\x05", "distance 0"),
         (b"\xff\xff\xff\xff\xff\x01", "more than 31 bits"),
+        (b"\x00\x00\xf0" + b"\xff\xff\xff\xff\x0f", "at most 2147483647"),
+        (b"\x00\x00\xf0" + b"\x80" * 60_000, "more than 31 bits"),
+        (b"\x00\x00\xf0\x05\xf0\x85", "ends within"),
+        (b"\x00\x00\xf0\x05\xff", "ends within"),
+        (b"\x00\x00\xff\x64\x05", "parent 100 numbers before"),
         (b"\x00\x00" + b"\x00\x05" * (MAX_MESSAGE_NODES + 1), "513 nodes"),
+        (b"\x00\x00" + b"\x00\x05" * (1 << 19), "nodes"),
+        (b"\xff" * 4096, "more than 31 bits"),
     ):
         with pytest.raises(RequestError, match=reason):
             decode_tree(body)

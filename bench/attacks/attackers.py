@@ -254,38 +254,6 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
         time.sleep(1.0)
 
 
-def as_user(report: Any, user: int, port: int, requests: Sequence[bytes]) -> None:
-    """Becomes another user of this machine; sends each request plainly, closed at once, with its writing side closed,
-    and four times on one connection. Reports the four statuses of each; 0: no answer was read.
-    """
-    import encodings.idna  # noqa: F401  # the other user may not read the library
-    import os
-
-    if user:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
-    report.send("begun")
-    report.send([_four_ways(port, request) for request in requests])
-    time.sleep(3600)
-
-
-def _four_ways(port: int, request: bytes) -> list[int]:
-    statuses = [answer_status(port, request, 30.0)]
-    with suppress(OSError), socket.create_connection((HOST, port), 30.0) as connection:
-        connection.sendall(request)
-    statuses.append(0)
-    for shuts, block in ((True, request), (False, request * 4)):
-        status = 0
-        with suppress(OSError), socket.create_connection((HOST, port), 30.0) as connection:
-            connection.sendall(block)
-            if shuts:
-                connection.shutdown(socket.SHUT_WR)
-            status = read_answer(connection)
-        statuses.append(status)
-    return statuses
-
-
 def draft_bytes(port: int, session: str, key: str | None = None) -> bytes:
     """The largest draft message: 8 paths of 64 tokens."""
     body = json.dumps({"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]})

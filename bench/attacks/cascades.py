@@ -1,4 +1,4 @@
-"""Attacks on a cascade: a target's verifier that stops in mid-text, and one client that asks for another's prompt."""
+"""Attacks on a cascade: a target's verifier that stops in mid-text."""
 
 from __future__ import annotations
 
@@ -7,38 +7,20 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from bench.attacks.caches import cached
 from bench.attacks.probes import MAX_HEALTH_S, health_of
 from bench.attacks.subject import KEYS, Crowd, NotMeasured, Row, Subject, prompt_of
 
-FIRST, SECOND = KEYS
 NUM_TEXTS: Final = 32
 STOPPED_S: Final = 5.0
 
 
 def cascades(subject: Subject) -> Iterator[Row]:
     """A mid before a target, both of the reference bundle."""
-    # Its key is no client's: clients of the mid-size verifier are one owner there.
     with subject.serve() as target, subject.serve("--upstream", target.url, keys=KEYS) as mid:
-        prompt = prompt_of(1, 200)
-        found = [cached(mid, prompt, key, 4) for key in (FIRST, SECOND, FIRST)]
-        yield Row(
-            "39",
-            "a cascade: another key's prompt, cached upstream under the same key",
-            f"{found[1]} tokens (the key's own: {found[2]})",
-            "0, and the key's own are cached",
-            found[1] == 0 and found[2] > 0,
-            {"cached": found},
-        )
-        body = {"prompt": prompt, "max_tokens": 8, "provisional": True, "cache_salt": "x" * 65}
-        refused = mid.ask("POST", "/v1/sessions", body, key=FIRST).status
-        yield Row(
-            "39", "a cache_salt of 65 characters", f"status {refused}", "400", refused == 400, {"status": refused}
-        )
         # Sampled: a greedy text may repeat itself, is drafted from itself, and is over before the last has begun.
         texts: dict[str, Any] = {"max_tokens": 900, "temperature": 1.0, "ignore_eos": True}
         bodies = [{"prompt": prompt_of(10 + i, 20), "seed": i, **texts} for i in range(NUM_TEXTS)]
-        with mid.crowd(bodies, key=FIRST) as crowd:
+        with mid.crowd(bodies, key=KEYS[0]) as crowd:
             if not crowd.wait(lambda: crowd.num_running() == NUM_TEXTS, 60.0):
                 raise NotMeasured(f"{crowd.num_running()} of {NUM_TEXTS} texts ran at once, {_ends(crowd)}")
             target.signal(signal.SIGSTOP)

@@ -1,5 +1,5 @@
 """Stands in a verifier's place: a server that attacks its agents with terminal escapes and answers of any size, and a
-relay that is away when told, slow on chosen paths, and counts what passes.
+relay that is slow on chosen paths, and counts what passes at a time.
 """
 
 from __future__ import annotations
@@ -97,31 +97,18 @@ class Relay(ThreadingHTTPServer):
     def __init__(self, port: int) -> None:
         super().__init__((HOST, 0), _PassingOn)
         self.delays: Mapping[str, float] = {}
-        self.seen: Counter[str] = Counter()
         self.at_once: Counter[str] = Counter()
         self.most_at_once: Counter[str] = Counter()
         self.upstream_port = port
         self.url = f"http://{HOST}:{self.server_port}"
         self.lock = threading.Lock()
         self.connections: set[socket.socket] = set()
-        self._is_away = False
 
-    @property
-    def is_away(self) -> bool:
-        """Whether every connection is cut, and new ones at once."""
-        return self._is_away
-
-    @is_away.setter
-    def is_away(self, is_away: bool) -> None:
-        self._is_away = is_away
+    def close_connections(self) -> None:
+        """Ends all of them."""
         with self.lock:
-            cut = list(self.connections) if is_away else []
-        for connection in cut:
-            _end(connection)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether a new connection is served."""
-        return not self._is_away
+            for connection in self.connections:
+                _end(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Connections that break are no news."""
@@ -146,7 +133,6 @@ class _PassingOn(BaseHTTPRequestHandler):
         server, path = self.server, self.path
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         with server.lock:
-            server.seen[path] += 1
             server.at_once[path] += 1
             server.most_at_once[path] = max(server.most_at_once[path], server.at_once[path])
         time.sleep(server.delays.get(path, 0.0))
@@ -191,5 +177,5 @@ def relay_to(port: int) -> Iterator[Relay]:
         try:
             yield relay
         finally:
-            relay.is_away = True
             relay.shutdown()
+            relay.close_connections()

@@ -1,10 +1,7 @@
-"""Attacks by many requests that cost the server little each, by one answer that is large, and by headers that others
-read in another way.
-"""
+"""Attacks by many requests that cost the server little each, and by one answer that is large."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,7 +10,7 @@ from itertools import count
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, fetch
-from bench.attacks.exchange import HOST, answer_status, request_bytes
+from bench.attacks.exchange import request_bytes
 from bench.attacks.local import GENERATE, endpoint_and_idle, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
 from bench.attacks.subject import KEYS, Row, Server, Subject, middle, prompt_of
@@ -127,31 +124,3 @@ def large_answers(subject: Subject) -> Iterator[Row]:
                 is_whole and is_quick and seen.is_small,
                 seen.raw,
             )
-
-
-def strange_headers(subject: Subject) -> Iterator[Row]:
-    """Sends a key in a trailer, a body in two codings, and hosts that are loopback's only at a first look."""
-    with subject.serve(keys=KEYS) as server:
-        body = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
-        chunk = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\n" % HOST.encode()
-        key = f"Authorization: Bearer {ATTACKER}\r\n".encode()
-        chunked, codings = b"Transfer-Encoding: chunked\r\n\r\n", b"Transfer-Encoding: gzip, chunked\r\n\r\n"
-        found = {
-            "a key in a trailer": answer_status(server.port, head + chunked + chunk + key + b"\r\n"),
-            "gzip, chunked": answer_status(server.port, head + key + codings + chunk + b"\r\n"),
-        }
-    expected = {"a key in a trailer": 401, "gzip, chunked": 501}
-    with subject.serve() as server:
-        for host in ("[::1]evil.com", f"localhost:{server.port}:evil.com", "localhost@evil.com", "evil.com"):
-            head = f"GET /v1/models HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
-            found[f"Host: {host}"] = answer_status(server.port, head)
-    wrong = [f"{what}: {status}" for what, status in found.items() if status != expected.get(what, 403)]
-    yield Row(
-        "45",
-        "a key in a trailer, two transfer codings, and four hosts that begin or end like loopback's",
-        "; ".join(wrong) or f"{len(found)} of {len(found)} refused",
-        "401, 501, and 403 for the hosts",
-        not wrong,
-        found,
-    )

@@ -1,5 +1,5 @@
-"""Attacks by what one request may ask for: every rule at its bound, the largest drafts with probabilities and those
-that have none, many choices with logprobs of each token.
+"""Attacks by what one request may ask for: every rule at its bound, the largest drafts with probabilities, many choices
+with logprobs of each token.
 """
 
 from __future__ import annotations
@@ -85,30 +85,12 @@ def largest_items() -> bytes:
     return json.dumps({"items": items}, separators=(",", ":")).encode()
 
 
-def false_distributions(subject: Subject) -> Iterator[Row]:
-    """Sends distributions that are none, then floods the server with the largest drafts, beside another's item."""
+def largest_drafts(subject: Subject) -> Iterator[Row]:
+    """Floods the server with the largest drafts that have probabilities, beside another's item."""
     if subject.engine == VLLM:
         raise NotMeasured("vLLM takes the rules coupled and greedy only")
-    half = WHOLE // 2
-    bad: dict[str, Any] = {
-        "negative": [[1, WHOLE + 1, 2, -1]],
-        "NaN": "[[1, NaN]]",
-        "not 1 in all": [[1, half, 2, half + 1]],
-        "an id twice": [[1, half, 1, half]],
-        "17 ids": [[1, WHOLE] + [number for each in range(2, 18) for number in (each, 0)]],
-        "not drawn from it": [[2, half, 3, half]],
-        "no distribution": [],
-        "beyond the vocabulary": [[1, half, 1 << 24, half]],
-    }
-    codes: dict[str, str] = {}
     with subject.emulated(step_ms=10.0) as server:
         before = _verified(server.port)
-        for name, q in bad.items():
-            text = json.dumps({"items": [ITEM | {"draft_q": "@"}]}).replace(
-                '"@"', q if isinstance(q, str) else json.dumps(q)
-            )
-            answer = server.ask("POST", "/v1/verify", text.encode())
-            codes[name] = f"{answer.status} {json.loads(answer.body).get('error', {}).get('code')}"
         largest = largest_items()
         taken = server.ask("POST", "/v1/verify", largest)
         if taken.status != 200:
@@ -121,16 +103,6 @@ def false_distributions(subject: Subject) -> Iterator[Row]:
         ):
             time.sleep(ATTACK_S)
             during = _verified(server.port)
-    not_refused = sorted(name for name, code in codes.items() if not code.startswith("4"))
-    yield Row(
-        "41",
-        f"distributions that are none, {len(codes)} kinds: refused by name",
-        f"{len(codes) - len(not_refused)} of {len(codes)} with 4xx"
-        + (f"; not: {', '.join(not_refused)}" if not_refused else ""),
-        "all with 4xx",
-        not not_refused,
-        {"codes": codes},
-    )
     yield Row(
         "41",
         f"the largest drafts with probabilities in /v1/verify, {ATTACK_S:g} s: another's token; health; memory",

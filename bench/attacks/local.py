@@ -8,19 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from bench.attacks.subject import COMPLETIONS, KEYS, Crowd, NotMeasured, Server, Subject
+from bench.attacks.subject import KEYS, Crowd, NotMeasured, Server, Subject
 
 CHAT: Final = "/v1/chat/completions"
 GENERATE: Final = "/v1/outrider/generate"
 VERIFY: Final = "/v1/outrider/verify"
-BODIES: Final[dict[str, dict[str, Any]]] = {
-    COMPLETIONS: {"prompt": "a", "max_tokens": 1},
-    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-    GENERATE: {"prompt": "a", "max_tokens": 1, "seed": 1},
-    VERIFY: {"id": "cmpl-none"},
-}
-"""A small body for every POST route."""
-
 ATTACKER, HONEST = KEYS
 STEP_MS: Final = 20.0
 MAX_OWN: Final = 8

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from bench.attacks.false_verifiers import Answers, HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.local import CHAT, GENERATE, text_body
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
 from bench.attacks.subject import COMPLETIONS, NotMeasured, Row, Server, Subject, listed, wait_for
-from bench.attacks.terminal import (
-    ESCAPES,
-    HOSTILE,
-    MODEL,
-    RENDER,
-    USAGE,
-    endless_sessions,
-    facts_of,
-    honest_answers,
-    opened_event,
-    tokens_of,
-)
+from tests.hostile_answers import IDENTITY, MAX_TOKENS, broken_streams
 
+ESCAPES: Final = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\x1b\\", "\x08\x08", "\x7f")
+"""A title, a cleared screen, a question that the terminal answers as if typed, C1 codes, a device string, BS, DEL."""
+MODEL: Final = "/v1/model"
+RENDER: Final = "/v1/render"
+USAGE: Final = {
+    "prompt_tokens": 1,
+    "completion_tokens": 1,
+    "target_passes": 1,
+    "accepted_prediction_tokens": 0,
+    "rejected_prediction_tokens": 0,
+}
+VOCAB_SIZE: Final = 4096
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
 _BIDI: Final = ("\u202e", "\u2066", "\u200f")
-_NAME: Final = f"{HOSTILE}{_MARKUP}{''.join(_BIDI)}"
+_NAME: Final = f"a{'b'.join(ESCAPES)}c{_MARKUP}{''.join(_BIDI)}"
 _ENDS_S: Final = 30.0
 _NUM_CLIENTS: Final = 8
 _NUM_TOKENS: Final = 40
@@ -42,23 +43,19 @@ def local_hostile(subject: Subject) -> Iterator[Row]:
     with _endpoint(subject, facts) as (server, endpoint):
         yield _mixed(subject, server, endpoint)
     with _endpoint(subject, {**facts, "name": _NAME}) as (server, endpoint):
-        yield from _escapes(server, endpoint)
+        yield _escapes(server, endpoint)
 
 
 def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> Iterator[Row]:
     """Answers without end or sense, each to one text; then to the questions around texts."""
     good = honest_answers(facts)
-    forever, text = b'{"name":"' + b"x" * 65536, {"prompt": "def walk(path):", "max_tokens": 200}
+    forever, text = b'{"name":"' + b"x" * 65536, {"prompt": "def walk(path):", "max_tokens": MAX_TOKENS}
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
     huge = json.dumps({"tokens": [5] * 600_000, "model": "m", "target": facts["target"]}).encode()
     kinds: dict[str, tuple[Ways, str, dict[str, Any]]] = {
-        what: (Ways(way.session, way.more, others=good), COMPLETIONS, text) for what, way in endless_sessions().items()
+        what: (Ways(each.data, each.more, others=good), COMPLETIONS, text)
+        for what, each in broken_streams(VOCAB_SIZE).items()
     }
-    kinds["keep-alives without end"] = (
-        Ways(as_stream(opened_event()), b":\n\n" * 8192, others=good),
-        COMPLETIONS,
-        text,
-    )
     kinds["a model's facts without end"] = (
         Ways(b"", others={**good, MODEL: (_head(1 << 30), forever)}),
         COMPLETIONS,
@@ -146,8 +143,8 @@ def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
     )
 
 
-def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
-    """Names and errors with escapes: in the endpoint's log, its answers, and what its page shows."""
+def _escapes(server: HostileServer, endpoint: Server) -> Row:
+    """Names and errors with escapes: in the endpoint's log and its answers."""
     endpoint.ask("POST", COMPLETIONS, {"prompt": "a", "model": _NAME, "max_tokens": 1})
     error = {"code": "invalid_parameter", "message": _NAME, "type": "invalid_request_error", "param": _NAME}
     server.ways = Ways(as_answer({"error": error}, "400 Bad Request"), others=server.ways.others)
@@ -169,37 +166,13 @@ def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
         for escape in ((*ESCAPES, *_BIDI) if where == "the log" else ("\x1b", "\x08"))
         if escape in words
     ]
-    yield Row(
+    return Row(
         "29",
         "terminal escapes in a verifier's name and errors: raw in the endpoint's log or answers",
         listed(shown, "places"),
         "none",
         not shown and models.status == 200 and refused.status >= 400,
         {"shown": shown, "statuses": [refused.status, models.status, page.status, ended.status]},
-    )
-    if not any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")):
-        raise NotMeasured("there is no Chromium here: apt-get install chromium")
-    from tests.chromium import open_browser
-
-    with open_browser() as browser, browser.page() as tab:
-        tab.open(endpoint.url + "/")
-        tab.wait("document.body.dataset.looked === 'yes'")
-        tab.js("document.getElementById('go').click()")
-        tab.wait("!document.getElementById('error').hidden")
-        text, title = tab.js("document.body.innerText"), tab.js("document.title")
-        num_images = tab.js("document.querySelectorAll('img').length")
-    found = [repr(each) for each in (*ESCAPES, *_BIDI) if each in text]
-    found += [f"the title {title!r}"] if "pwned" in title else []
-    found += [f"{num_images} images"] if num_images else []
-    if "onerror" not in text:
-        raise NotMeasured(f"the page shows neither the name nor the error: {text[:300]!r}")
-    yield Row(
-        "29",
-        "the same on the page, in Chromium: escapes, bidirectional characters, markup",
-        listed(found, "shown raw"),
-        "none",
-        not found,
-        {"text": text[:2000]},
     )
 
 
@@ -223,3 +196,47 @@ def _honest(server: HostileServer, endpoint: Server, good: Answers) -> None:
 
 def _head(length: int) -> bytes:
     return f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def opened_event() -> dict[str, Any]:
+    """A session's first event."""
+    return {
+        "type": "open",
+        "session": "s",
+        "model": "m",
+        "protocol": 1,
+        "stop_ids": [0],
+        "max_positions": 1024,
+        "target": IDENTITY,
+    }
+
+
+def honest_answers(facts: dict[str, Any]) -> Answers:
+    """To the questions around texts."""
+    rendered = {"tokens": [5, 6], "model": facts["name"], "target": facts["target"]}
+    return {MODEL: (as_answer(facts), b""), RENDER: (as_answer(rendered), b"")}
+
+
+def facts_of(subject: Subject) -> dict[str, Any]:
+    """What an honest verifier says of its model; its sessions' target is that of `opened_event`."""
+    manifest = json.loads((subject.bundles[1] / "manifest.json").read_text(encoding="utf-8"))
+    return {
+        "name": "m",
+        "tokenizer": manifest["tokenizer_fingerprint"],
+        "vocab_size": VOCAB_SIZE,
+        "max_positions": 1024,
+        "eos_token_ids": [0],
+        "has_chat_template": True,
+        "target": opened_event()["target"],
+    }
+
+
+def tokens_of(bundle: Path, text: str) -> list[int]:
+    """The text's ids: from the draft's own tokenizer."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        raise NotMeasured("the tokenizer cannot write terminal escapes, so no server can send them as tokens")
+    return ids

@@ -1,4 +1,4 @@
-"""Attacks by the long request of a session's drafts: too fast, trickled, endless, two at a time, wrong lengths."""
+"""Attacks by the long request of a session's drafts: too fast, trickled, endless, two at a time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from functools import partial
 from statistics import median
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, for_ever
 from bench.attacks.exchange import HOST, connect, read_answer, request_bytes
 from bench.attacks.probes import MAX_GROWTH_MB, memory_of
-from bench.attacks.subject import NotMeasured, Row, Server, Stream, Subject, prompt_of
+from bench.attacks.subject import NotMeasured, Row, Server, Subject, prompt_of
 from bench.attacks.tree_bytes import MAX_NODES, tree_bytes, varint
 
 MEDIA_TYPE: Final = "application/vnd.outrider.drafts"
@@ -25,7 +24,7 @@ LONG: Final[dict[str, Any]] = {"max_tokens": 1900, "ignore_eos": True, "patience
 
 
 def long_requests(subject: Subject) -> Iterator[Row]:
-    """Sends drafts up long requests as fast as they are read, and others that trickle, never end, or are malformed."""
+    """Sends drafts up long requests as fast as they are read, and others that trickle or never end."""
     messages = _chunk(_framed(tree_bytes(0, 0, [(1 + index, 0) for index in range(MAX_NODES)]))) * 40
     with subject.emulated(step_ms=10.0) as server:
         yield _flooded(
@@ -37,8 +36,6 @@ def long_requests(subject: Subject) -> Iterator[Row]:
         yield _trickles(server)
         server.wait_until_idle()
         yield _endless(server)
-        server.wait_until_idle()
-        yield _malformed(server)
 
 
 def _flooded(server: Server, what: str, piece: bytes, num: int = 4, **more: bool) -> Row:
@@ -152,44 +149,6 @@ def _endless(server: Server) -> Row:
         second_status == 409 and status == 204 and answered_s < 1.0 and closed_s is not None and closed_s < 80.0,
         {"second": second_status, "first": status, "answered_s": answered_s, "closed_s": closed_s},
     )
-
-
-def _malformed(server: Server) -> Row:
-    """Lengths that are none, and messages that are none: each ends its request, and its session goes on."""
-    valid = tree_bytes(0, 0, [(1, 0)])
-    bodies = {
-        "a length of 0": varint(0),
-        "a length of 6145": varint(6145) + bytes(6145),
-        "a length of 2^31": varint(1 << 31),
-        "a length without end": b"\x80" * 60_000,
-        "a length over the message's": varint(len(valid) + 1) + valid,
-        "a length under the message's": varint(len(valid) - 1) + valid,
-        "a JSON message": _framed(b'{"base":0,"paths":[[1]]}'),
-        "a far base": _framed(tree_bytes(1_000_000, 0, [(1, 0)])),
-        "zeros": bytes(1 << 16),
-        "a valid message, then zeros": _framed(valid) + bytes(9),
-    }
-    statuses: dict[str, int] = {}
-    for name, body in bodies.items():
-        with server.crowd([{"prompt": prompt_of(4), **LONG}]) as crowd, connect(server.port, 30.0) as up:
-            stream = crowd.running()
-            up.sendall(_long_head(server.port, stream.session) + _chunk(body) + b"0\r\n\r\n")
-            statuses[name] = read_answer(up)
-            known = len(stream.tokens)
-            crowd.require("the session did not go on", partial(_has_more, stream, known + 5), 30.0)
-    taken = sorted(name for name, status in statuses.items() if not 400 <= status < 500 or status == 429)
-    return Row(
-        "52",
-        f"wrong lengths and messages of a long request, {len(statuses)} kinds: refused, and the session goes on",
-        f"{len(statuses) - len(taken)} of {len(statuses)} with 4xx" + (f"; not: {', '.join(taken)}" if taken else ""),
-        "all with 4xx",
-        not taken,
-        {"statuses": statuses},
-    )
-
-
-def _has_more(stream: Stream, count: int) -> bool:
-    return len(stream.tokens) > count
 
 
 def _long_head(port: int, session: str) -> bytes:

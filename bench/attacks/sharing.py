@@ -14,7 +14,6 @@ from bench.attacks.subject import (
     HOST,
     OTHER_ADDRESS,
     Answer,
-    NotMeasured,
     Row,
     Server,
     Subject,
@@ -160,27 +159,6 @@ def large_verify_calls(subject: Subject) -> Iterator[Row]:
             median(served) <= limit_s,
             {"took_s": served},
         )
-
-
-def held_prefixes(subject: Subject) -> Iterator[Row]:
-    """Continues a call of 256 items by its 256 prefix hashes."""
-    with subject.emulated(5.0) as server:
-        items = [{"prefix": prompt_of(i)} for i in range(256)]
-        first = server.ask("POST", "/v1/verify", {"items": items}).json.get("results", [])
-        hashes = [result.get("prefix_hash") for result in first]
-        if len(hashes) != 256 or not all(hashes):
-            raise NotMeasured(f"{sum(map(bool, hashes))} of 256 items got a prefix hash")
-        items = [{"prefix_hash": name} for name in hashes]
-        second = server.ask("POST", "/v1/verify", {"items": items}).json.get("results", [])
-    held = sum("error" not in result for result in second)
-    yield Row(
-        "5",
-        "a call of 256 items, continued by its 256 prefix hashes: held",
-        f"{held} of 256",
-        "256",
-        held == 256,
-        {"held": held},
-    )
 
 
 def _call(server: Server, seed: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Attacks by trees of drafts: sure and wrong, without parents, as large as they may be, malformed."""
+"""Attacks by trees of drafts: sure and wrong, without parents, as large as they may be."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any, Final
 
 import psutil
-from bench.attacks.attackers import attacking, pipeline, received, received_for, repeat
+from bench.attacks.attackers import attacking, pipeline, received
 from bench.attacks.devices import Devices, run_devices
 from bench.attacks.drafts import texts_of
-from bench.attacks.probes import MAX_GROWTH_MB, beside, memory_of
+from bench.attacks.probes import MAX_GROWTH_MB, beside
 from bench.attacks.subject import Answer, NotMeasured, Row, Server, Stream, Subject, prompt_of
-from bench.attacks.tree_bytes import MAX_NODES, MEDIA_TYPE, chain, fan, post_bytes, tree_bytes, varint, wrong_trees
+from bench.attacks.tree_bytes import MAX_NODES, MEDIA_TYPE, chain, fan, post_bytes, tree_bytes, wrong_trees
 
 ATTACK_S: Final = 8.0
 MAX_MESSAGE_MS: Final = 10.0
@@ -136,80 +136,9 @@ def large_trees(subject: Subject) -> Iterator[Row]:
     )
 
 
-def malformed_trees(subject: Subject) -> Iterator[Row]:
-    """Sends bodies that no encoder writes, each kind in turn and then all of them at once."""
-    statuses: dict[str, int] = {}
-    with (
-        subject.emulated(step_ms=10.0) as server,
-        server.crowd([{"prompt": prompt_of(4), **LONG}]) as crowd,
-    ):
-        stream = crowd.running()
-        good = _post(server, stream, tree_bytes(len(stream.tokens), 0, [(1, 0)])).status
-        _require_taken(Counter([good]))
-        bodies = _malformed()
-        for name, body in bodies.items():
-            statuses[name] = _post_within_budget(server, stream, body)
-        requests = [post_bytes(server.port, stream.session, body) for body in bodies.values()]
-        with (
-            memory_of(server) as memory,
-            attacking(repeat, server.port, requests, 4, 20.0) as reports,
-        ):
-            count = len(received_for(reports, ATTACK_S))
-    taken = sorted(name for name, status in statuses.items() if not 400 <= status < 500 or status == 429)
-    yield Row(
-        "19",
-        f"malformed trees, {len(statuses)} kinds: refused",
-        f"{len(statuses) - len(taken)} of {len(statuses)} with 4xx" + (f"; not: {', '.join(taken)}" if taken else ""),
-        "all with 4xx, none of them 429; a valid one is taken",
-        not taken,
-        {"statuses": statuses, "valid": good},
-    )
-    yield Row(
-        "19",
-        f"the same, four at a time for {ATTACK_S:g} s: memory",
-        f"+{memory.growth_mb:.0f} MB after {count} bodies",
-        f"+{MAX_GROWTH_MB:.0f} MB",
-        memory.is_small,
-        {"before_mb": memory.before_mb, "peak_mb": memory.peak_mb, "answers": count},
-    )
-
-
-def _malformed() -> dict[str, bytes]:
-    """Name -> body."""
-    start = varint(0) + varint(0)
-    node = b"\xf0" + varint(5)
-    return {
-        "empty": b"",
-        "ends within a number": start + node + b"\xf0\x85",
-        "ends within the distance of a parent": start + node + b"\xff",
-        "a parent before the first number": start + b"\xf1" + varint(5),
-        "a far parent before the first number": start + b"\xff" + varint(100) + varint(5),
-        "a distance under 15 written as a far one": start + node * 3 + b"\xff" + varint(2) + varint(5),
-        "a number of six bytes": start + b"\xf0" + b"\x80" * 5 + b"\x01",
-        "a number without end": start + b"\xf0" + b"\x80" * 60_000,
-        "a token of 2^31": start + b"\xf0" + varint(1 << 31),
-        "a token beyond the vocabulary": start + b"\xf0" + varint(1 << 20),
-        "a first number of 2^31": varint(0) + varint(1 << 31) + node,
-        "513 nodes": tree_bytes(0, 0, [(1 + index, 0) for index in range(MAX_NODES + 1)]),
-        "60,000 bytes of nodes": start + node * 30_000,
-        "1 MiB of nodes": start + node * (1 << 19),
-        "a base beyond what was committed": tree_bytes(1_000_000, 0, [(1, 0)]),
-        "zeros": bytes(4096),
-        "ones": b"\xff" * 4096,
-    }
-
-
 def _post(server: Server, stream: Stream, body: bytes) -> Answer:
     path = f"/v1/sessions/{stream.session}/drafts"
     return server.ask("POST", path, body, headers={"Content-Type": MEDIA_TYPE})
-
-
-def _post_within_budget(server: Server, stream: Stream, body: bytes) -> int:
-    """The status once the session's budget of drafts allows the message: beyond it a message is dropped unread."""
-    deadline_s = time.monotonic() + 15.0
-    while (status := _post(server, stream, body).status) == 429 and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    return status
 
 
 def _require_taken(statuses: Counter[int]) -> None:

@@ -1,0 +1,85 @@
+"""A client that writes its own bytes, and limits of a server that soon end, or do not."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+
+from tests.serving import FakeServer
+from tests.waiting import TIMEOUT_S
+
+from outrider.models.ingress.connections import ConnectionLimits
+
+PROMPT = [5, 17, 99, 3]
+LIVE = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+SESSION = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+QUICK = ConnectionLimits(header_s=0.05, body_grace_s=0.05, write_s=0.2, linger_s=0.2, handshake_s=0.05)
+ENOUGH = ConnectionLimits(header_s=TIMEOUT_S, body_grace_s=TIMEOUT_S)
+
+
+class Raw:
+    """A client that writes its own bytes."""
+
+    def __init__(self, server: FakeServer, connection: socket.socket | None = None) -> None:
+        host, _, port = server.url.rpartition("/")[2].partition(":")
+        self.socket = connection or socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+        self._stream = self.socket.makefile("rb")
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Sends; the server may have closed the connection meanwhile."""
+        try:
+            self.socket.sendall(data)
+        except (ConnectionError, ssl.SSLError):
+            pass
+
+    def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of the next answer; status 0 if the connection is closed."""
+        try:
+            line = self._stream.readline()
+            if not line:
+                return 0, {}, b""
+            headers = {}
+            while (header := self._stream.readline()) not in (b"\r\n", b""):
+                name, _, value = header.decode().partition(":")
+                headers[name.lower()] = value.strip()
+            return int(line.split()[1]), headers, self._stream.read(int(headers.get("content-length", 0)))
+        except ConnectionError:
+            return 0, {}, b""
+
+    def refusal(self) -> tuple[int, str]:
+        """Status and code of an answer after which the server closes."""
+        status, headers, body = self.answer()
+        assert (headers["connection"], headers["content-type"]) == ("close", "application/json")
+        assert self.is_closed()
+        return status, json.loads(body)["error"]["code"]
+
+    def is_closed(self) -> bool:
+        """Waits for the server's next byte; True if there is none."""
+        try:
+            return self._stream.read(1) == b""
+        except ConnectionError:
+            return True
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    """A POST of JSON."""
+    lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers]
+    if not any(header.startswith(("Content-Length", "Transfer-Encoding")) for header in headers):
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def is_well(server: FakeServer) -> bool:
+    """Whether the server answers, and holds nothing of those who left."""
+    server.wait_until(lambda: len(server.server.table) == 0 and server.is_empty())
+    with Raw(server) as raw:
+        raw.send(LIVE)
+        return raw.answer()[0] == 200
