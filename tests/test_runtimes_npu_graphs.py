@@ -1,0 +1,208 @@
+"""Tests the graphs of the NPU's path: of other families, lengths and weights; what is kept on disk; options, errors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+from numpy.typing import NDArray
+from openvino import opset13 as ops
+from tests.npu_path import FIRST, OPTIONS, SECOND, TOLERANCE, assert_close, replace_shapes, truth_of
+
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.runtimes import open_sequence_runtime, openvino_npu
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.openvino_graph import run_request
+from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
+
+
+@pytest.mark.parametrize("other", ["olmo2", "opt", "xglm"])
+def test_families_with_masks_of_another_kind(
+    other: str, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """Of true and false, and added before a softmax of its own; rows that nothing uses must not become NaN."""
+    truth = truth_of(tiny_model(other), "eager")
+    runtime = OpenVinoNpuRuntime(tiny_ir(other), OPTIONS)
+    assert_close(runtime.extend_rows(FIRST[:40]), truth(FIRST[:40]))
+    assert_close(runtime.extend(FIRST[40:41]), truth(FIRST[:41])[-1])
+    assert_close(runtime.extend_rows(FIRST[41:47]), truth(FIRST[:47])[-6:])
+    runtime.truncate(43)
+    assert_close(runtime.extend_rows(SECOND[:5]), truth(FIRST[:43] + SECOND[:5])[-5:])
+    runtime.close()
+
+
+def test_quantized_weights_that_cannot_be_folded(tiny_ir: Callable[..., Path]) -> None:
+    """GPT-2 multiplies over two axes, where the plugin's folding loses the scales; logits are those of the CPU's."""
+    ir = tiny_ir("gpt2", int8=True)
+    usual = open_sequence_runtime(
+        "openvino", ir, RuntimeOptions(num_threads=1, properties={"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"})
+    )
+    runtime = OpenVinoNpuRuntime(ir, OPTIONS)
+    for begin, end in ((0, 40), (40, 41), (41, 47)):
+        difference = runtime.extend(FIRST[begin:end]) - usual.extend(FIRST[begin:end])
+        assert np.abs(difference).max() < 3 * TOLERANCE  # the scales are f16 too
+    runtime.close()
+    usual.close()
+
+
+def test_more_branches_than_slots(tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]) -> None:
+    """What was used longest ago is forgotten, and runs again when it is asked for; the text is not."""
+    truth = truth_of(tiny_model("llama"))
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), replace(OPTIONS, static_shapes=replace_shapes(response_len=8)))
+    runtime.extend(FIRST[:60])
+    nodes = [[first, second] for first in range(20) for second in range(8)]
+    for at in range(0, len(nodes), 8):
+        new = nodes[at : at + 8]
+        assert_close(runtime.extend_branches(new)[-1], truth(FIRST[:60] + new[-1])[-1])
+    assert_close(runtime.extend_branches([nodes[0]]), truth(FIRST[:60] + nodes[0])[-1:])
+    assert_close(runtime.extend(nodes[0]), truth(FIRST[:60] + nodes[0])[-1])
+    runtime.close()
+
+
+@pytest.mark.parametrize(("other", "step_len"), [("cohere2", 8), ("cohere2", 4), ("mistral", 8)])
+def test_windows_are_those_of_positions_not_of_slots(
+    other: str, step_len: int, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """Beyond a sliding window of 32, of every layer and of every second one: in prompts, in trees, after a fork. Also
+    with as many tokens in a pass as an attention has heads, where the CPU's fused kernels are wrong.
+    """
+    truth = truth_of(tiny_model(other))
+    shapes = replace_shapes(step_len=step_len)
+    runtime = OpenVinoNpuRuntime(tiny_ir(other), replace(OPTIONS, static_shapes=shapes))
+    assert runtime._step.windows == ((0, 32) if other == "cohere2" else (32,))
+    assert_close(runtime.extend_rows(FIRST[:70]), truth(FIRST[:70]))
+    for ways in ([SECOND[:2], SECOND[:1], [3]], [[3, 4], [3, 5], [*SECOND[:2], 6]]):
+        assert_close(runtime.extend_branches(ways), np.stack([truth(FIRST[:70] + way)[-1] for way in ways]))
+    assert_close(runtime.extend([3, 5, 7]), truth([*FIRST[:70], 3, 5, 7])[-1])
+    runtime.truncate(40)
+    assert_close(runtime.extend(SECOND[:30]), truth(FIRST[:40] + SECOND[:30])[-1])
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "shapes", "max_positions", "expected"),
+    [
+        ("qwen2", {"step_len": 1}, 0, (128, 1, True)),
+        ("llama", {"prompt_len": 100, "response_len": 10, "step_len": 4}, 0, (110, 4, True)),
+        ("llama", {"prompt_len": 100, "response_len": 10, "step_len": 100}, 0, (110, 100, False)),
+        ("llama", {}, 90, (90, 8, True)),
+    ],
+)
+def test_odd_lengths(
+    family: str,
+    shapes: dict[str, int],
+    max_positions: int,
+    expected: tuple[int, int, bool],
+    tiny_ir: Callable[..., Path],
+    tiny_model: Callable[[str], Path],
+) -> None:
+    """Any lengths hold as they were asked for, the least of all binds. A pass as long as a prompt's is the only graph;
+    one of single tokens takes no branches, and several tokens run one by one.
+    """
+    truth = truth_of(tiny_model(family))
+    options = replace(OPTIONS, static_shapes=replace_shapes(**shapes), max_positions=max_positions)
+    runtime = OpenVinoNpuRuntime(tiny_ir(family), options)
+    limits = runtime.limits.max_positions, runtime.max_branches, runtime._prompt is not None
+    assert limits == expected
+    assert_close(runtime.extend_rows(FIRST[:66]), truth(FIRST[:66]))
+    runtime.truncate(40)
+    assert_close(runtime.extend_rows(SECOND[:5]), truth(FIRST[:40] + SECOND[:5])[-5:])
+    assert_close(runtime.extend(SECOND[5:50]), truth(FIRST[:40] + SECOND[:50])[-1])
+    runtime.close()
+
+
+def test_a_short_text_takes_the_faster_graph(tiny_ir: Callable[..., Path]) -> None:
+    """A prompt's pass counts as three steps until both were measured; then their times decide."""
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), OPTIONS)
+    step, prompt = runtime._step, runtime._prompt
+    assert prompt is not None
+    assert [runtime._graph(length, length - 1) for length in (24, 25, 64, 90)] == [step, prompt, prompt, prompt]
+    assert runtime._graph(64, 0) is step  # it gives the logits after every token
+    step.fastest_s, prompt.fastest_s = 0.01, 0.055
+    assert [runtime._graph(length, length - 1) for length in (40, 41)] == [step, prompt]
+    runtime.close()
+
+
+def test_compiled_models_are_kept(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """The second opening loads what the first compiled, with the same logits; a damaged file is compiled again."""
+    options = replace(OPTIONS, cache_dir=str(tmp_path / "cache"))
+
+    def logits() -> NDArray[np.float32]:
+        runtime = OpenVinoNpuRuntime(tiny_ir("llama"), options)
+        found = np.concatenate([runtime.extend(FIRST[:40]), runtime.extend(FIRST[40:45])])
+        runtime.close()
+        return found
+
+    first = logits()
+    kept = sorted((tmp_path / "cache").iterdir())  # of each graph one
+    written = [path.stat().st_mtime_ns for path in kept]
+    assert len(kept) == 2 and np.array_equal(logits(), first)
+    assert kept == sorted((tmp_path / "cache").iterdir())
+    assert written == [path.stat().st_mtime_ns for path in kept]
+    kept[0].write_bytes(kept[0].read_bytes()[:1000])
+    assert np.array_equal(logits(), first)
+    assert kept[0].stat().st_size > 1000
+
+
+def test_without_an_npu_it_says_what_would_help(tiny_ir: Callable[..., Path]) -> None:
+    """No silent use of another device: the error lists the devices and what to do."""
+    if any(device.startswith("NPU") for device in ov.Core().available_devices):
+        pytest.skip("this machine has an NPU")
+    with pytest.raises(RuntimeUnavailable, match=r"no NPU on this machine, only CPU.*driver.*--emulate-npu"):
+        OpenVinoNpuRuntime(tiny_ir("llama"), replace(OPTIONS, emulate_npu=False))
+
+
+def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """Each mistake has its own error, which names the value."""
+    ir = tiny_ir("llama")
+    for wrong, message in (
+        ({"static_shapes": None}, "give static_shapes"),
+        ({"num_threads": -1}, "num_threads is -1"),
+        ({"device": "GPU"}, "device is 'GPU'; expected NPU"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OpenVinoNpuRuntime(ir, replace(OPTIONS, **wrong))
+    with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
+        OpenVinoNpuRuntime(tmp_path, OPTIONS)
+    bloom = ov.Core().read_model(ir / "openvino_model.xml")
+    positions = bloom.input("position_ids")
+    counted = ops.add(ops.constant(np.zeros((1, 1), np.int64)), bloom.input("input_ids"))
+    for reader in positions.get_target_inputs():
+        reader.replace_source_output(counted.output(0))
+    bloom.remove_parameter(positions.get_node())
+    ov.save_model(bloom, tmp_path / "bloom.xml")
+    with pytest.raises(BundleError, match=r"has no input position_ids.* such as Bloom"):
+        OpenVinoNpuRuntime(tmp_path / "bloom.xml", replace(OPTIONS, max_positions=64))
+    x = ops.parameter([-1, 4], np.float32, name="x")
+    ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")
+    with pytest.raises(BundleError, match="has no KV cache"):
+        OpenVinoNpuRuntime(tmp_path, replace(OPTIONS, max_positions=64))
+
+
+def test_a_pass_that_went_wrong_leaves_nothing_behind(
+    tiny_ir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values that are no numbers are not kept: hidden slots count too, times 0. Closing frees all slots."""
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), OPTIONS)
+    expected = runtime.extend(FIRST[:20]).copy()
+    runtime.truncate(10)
+    new = runtime._step._moves[0][1]
+
+    def broken(request: Any) -> None:
+        run_request(request)
+        new[:] = np.inf
+
+    with monkeypatch.context() as patched:
+        patched.setattr(openvino_npu, "run_request", broken)
+        runtime.extend(SECOND[:3])
+    runtime.truncate(10)
+    assert_close(runtime.extend(FIRST[10:20]), expected)
+    cache = weakref.ref(next(iter(runtime._step.caches.values())))
+    runtime.close()
+    assert cache() is None
