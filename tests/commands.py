@@ -7,6 +7,7 @@ assert "Chosen" in shown.err
 from __future__ import annotations
 
 import io
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,3 +68,9 @@ def commands_group() -> click.Group:
     group = typer.main.get_command(cli.app)
     assert isinstance(group, click.Group)
     return group
+
+
+def lines_of(document: Path) -> list[str]:
+    """Every line of a document's shell blocks."""
+    blocks = re.findall(r"```sh\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
+    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]

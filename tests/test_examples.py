@@ -11,26 +11,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
-import typer.main
+from tests.commands import lines_of
 
-from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli import main as edge_cli
 from outrider.edge.lab.laboratory import cloud_process
-from outrider.export.cli.main import app as export_app
 from outrider.export.make.pair import PairPaths
 from outrider.models.bundle.bundle import Bundle
 
 ROOT = Path(__file__).parent.parent
 LAPTOP = ROOT / "examples" / "laptop_npu" / "README.md"
-APPS = {"outrider": edge_cli.app, "outrider-cloud": cloud_app, "outrider-export": export_app}
-
-
-def lines_of(document: Path) -> list[str]:
-    """Every line of a document's shell blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
-    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
 def commands(*names: str) -> list[str]:
@@ -47,15 +37,6 @@ def test_no_line_is_left_out() -> None:
     assert {line.split()[0] for line in others} == {"sudo", "ls", "pip"}
     extras = {extra for line in others for extra in re.findall(r"\"\.\[(\w+)\]\"", line)}
     assert extras == {"edge", "export"}
-
-
-@pytest.mark.parametrize("line", commands("outrider", "outrider-cloud", "outrider-export"))
-def test_commands_parse(line: str) -> None:
-    """The command, its subcommand and its options are those of the console scripts."""
-    name, subcommand, *arguments = shlex.split(line)
-    group = typer.main.get_command(APPS[name])
-    assert isinstance(group, click.Group)
-    group.commands[subcommand].make_context(subcommand, arguments)
 
 
 @pytest.fixture(scope="module")

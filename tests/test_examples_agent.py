@@ -17,6 +17,7 @@ import click
 import httpx
 import pytest
 import typer.main
+from tests.commands import lines_of
 
 from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli import main as edge_cli
@@ -30,12 +31,6 @@ EXAMPLES = ROOT / "examples"
 APPS = {"outrider": edge_cli.app, "outrider-cloud": cloud_app, "outrider-export": export_app}
 MODULES = {"outrider": "outrider.edge.cli", "outrider-cloud": "outrider.cloud.server"}
 KEY = "a-key-of-your-own"
-
-
-def lines_of(document: Path) -> list[str]:
-    """Every line of a document's shell blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
-    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
 def ours(line: str) -> list[str] | None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
+from tests.npu_path import walked
 from tests.quantized import dequantized, read_symmetric
 from tests.tiny_models import export_openvino, make_tiny_model
 from tools.tiny_sources import make_tiny_source
@@ -286,15 +287,8 @@ def test_the_npus_path_computes_with_int4_weights(int4: tuple[Path, Quantization
     model = load_causal_lm(wide_model, torch.float32, "sdpa")
     weights = {name: torch.from_numpy(stored) for name, (_, stored) in stored_weights(int4[0]).items()}
     assert not model.load_state_dict(weights, strict=False).unexpected_keys
-    other = [*TOKENS[:50], *TOKENS[:10]]
-    with torch.inference_mode():
-        truth = model(torch.tensor([TOKENS, other]), use_cache=False).logits.numpy()
-    runtime = OpenVinoNpuRuntime(int4[0], NPU)
-    found = [runtime.extend_rows(TOKENS[:40]), runtime.extend_rows(TOKENS[40:])]
-    runtime.truncate(50)
-    found.append(runtime.extend_rows(other[50:]))
-    runtime.close()
-    assert np.abs(np.concatenate(found) - np.concatenate([truth[0], truth[1, 50:]])).max() < 0.02
+    found, expected = walked(OpenVinoNpuRuntime(int4[0], NPU), model, TOKENS)
+    assert np.abs(found - expected).max() < 0.02
 
 
 def test_an_int4_export_is_checked_like_the_others(tmp_path: Path) -> None:

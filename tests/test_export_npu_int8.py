@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
+from tests.npu_path import walked
 
 from outrider.export.convert.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
 from outrider.models.bundle.manifest import StaticShapes
@@ -78,16 +79,7 @@ def test_every_weight_of_full_int8_keeps_its_bound(fully_quantized: Path, tiny_m
 def test_full_int8_runs_on_the_npus_path(fully_quantized: Path, tiny_model: Callable[[str], Path]) -> None:
     """Prompt, cached steps and rollback, near transformers' FP32; the cache starts empty and is its own."""
     model = load_causal_lm(tiny_model("qwen2"), torch.float32, "sdpa")
-    other = [*TOKENS[:50], *TOKENS[:10]]
-    with torch.inference_mode():
-        truth = model(torch.tensor([TOKENS, other]), use_cache=False).logits.numpy()
-    runtime = OpenVinoNpuRuntime(fully_quantized, NPU)
-    rows = [runtime.extend_rows(TOKENS[:40]), runtime.extend_rows(TOKENS[40:])]
-    runtime.truncate(50)
-    rows.append(runtime.extend_rows(other[50:]))
-    expected = np.concatenate([truth[0], truth[1, 50:]])
-    found = np.concatenate(rows)
-    runtime.close()
+    found, expected = walked(OpenVinoNpuRuntime(fully_quantized, NPU), model, TOKENS)
     assert mean_kl(expected, found) < 0.01
     assert np.abs(found - expected).max() < 0.5
 

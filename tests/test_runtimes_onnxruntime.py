@@ -6,9 +6,6 @@ import json
 import logging
 import mmap
 import shutil
-import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +17,7 @@ import onnxruntime as ort
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, Truth, build, load_fp32, put_back, truth_of, worst_delta
 from tests.quantized import read_blocks
+from tests.waiting import lets_other_threads_run
 from tools.tiny_sources import make_tiny_model
 
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
@@ -249,33 +247,12 @@ def test_wrong_calls_are_caught(graph: Callable[..., Path]) -> None:
 def test_other_threads_run_during_a_step(graph: Callable[..., Path]) -> None:
     """The step releases the GIL: another thread makes progress that has no other chance to get it."""
     runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
-    counter = 0
-    is_done = threading.Event()
 
-    def count() -> None:
-        nonlocal counter
-        while not is_done.is_set():
-            counter += 1
-            time.sleep(0)  # returns the GIL to a waiting step
+    def step() -> None:
+        runtime.truncate(0)
+        runtime.extend(FIRST)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # no thread is forced to release the GIL
-    worker = threading.Thread(target=count)
-    try:
-        worker.start()
-        progress = 0
-        for _ in range(200):
-            runtime.truncate(0)
-            before = counter
-            runtime.extend(FIRST)
-            progress += counter - before
-            if progress > 0:
-                break
-    finally:
-        sys.setswitchinterval(interval)
-        is_done.set()
-        worker.join()
-    assert progress > 0
+    assert lets_other_threads_run(step)
 
 
 def test_devices_that_are_not_here_are_errors(graph: Callable[..., Path]) -> None:

@@ -8,8 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +17,7 @@ import openvino as ov
 import pytest
 from openvino import opset13 as ops
 from tests.conftest import TINY_VOCAB
+from tests.waiting import lets_other_threads_run
 
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
@@ -228,32 +227,7 @@ def test_other_threads_run_during_a_forward(tiny_ir: Callable[..., Path]) -> Non
     """Inference releases the GIL: another thread makes progress that has no other chance to get it."""
     runtime = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
     batch = [SequenceSlice([1] * 256, 0, list(range(8 * i, 8 * i + 8)), 0) for i in range(8)]
-    counter = 0
-    is_done = threading.Event()
-
-    def count() -> None:
-        nonlocal counter
-        while not is_done.is_set():
-            counter += 1
-            time.sleep(0)  # returns the GIL to a waiting forward
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # no thread is forced to release the GIL
-    worker = threading.Thread(target=count)
-    try:
-        worker.start()
-        progress = 0
-        for _ in range(100):
-            before = counter
-            runtime.forward(batch)
-            progress += counter - before
-            if progress > 0:
-                break
-    finally:
-        sys.setswitchinterval(interval)
-        is_done.set()
-        worker.join()
-    assert progress > 0
+    assert lets_other_threads_run(lambda: runtime.forward(batch))
 
 
 PINNED = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -25,3 +27,29 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "the condition did not come true in time"
         time.sleep(0.002)
+
+
+def lets_other_threads_run(work: Callable[[], object], attempts: int = 200) -> bool:
+    """Whether another thread makes progress during one of so many calls, though none is forced to release the GIL."""
+    counter, is_over = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counter
+        while not is_over.is_set():
+            counter += 1
+            time.sleep(0)  # returns the GIL to a waiting call
+
+    worker, interval = threading.Thread(target=count), sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        worker.start()
+        for _ in range(attempts):
+            before = counter
+            work()
+            if counter > before:
+                return True
+        return False
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        worker.join()
