@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -153,11 +153,13 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
 
 @dataclass(slots=True)
 class Found:
-    """Tokens/s of each run by way to serve, and what a round costs beside."""
+    """Tokens/s of each run by way to serve, and what a round costs beside. recorded: the drafts along the texts."""
 
     rates: dict[str, list[float]]
     costs: list[Costs]
     num_different: int = 0
+    recorded: list[Recorded] = field(default_factory=list)
+    texts: list[tuple[int, ...]] = field(default_factory=list)
 
     def over_beside(self, name: str) -> float:
         """Median of the runs' ratios."""
@@ -183,11 +185,12 @@ class Found:
 def measure(subject: Subject, orders: Sequence[Order], gamma: int, num_runs: int) -> Found:
     """Each way in turn, after a run that warms up and records the drafts."""
     found = Found({BESIDE: [], DEVICES: [], BATCHED: []}, [])
-    recorded: list[Recorded] = []
+    recorded = found.recorded
     for index in range(num_runs + 1):
         written = [subject.beside.generate(o.prompt, o.params, o.max_tokens, Stop(depth=gamma)) for o in orders]
         if not recorded:
             for order, text in zip(orders, written, strict=True):
+                found.texts.append(text.tokens)
                 recorded.append(Recorded(subject.drafter, order, text.tokens, 1))
                 for num_known in range(1, len(text.tokens)):
                     block(recorded[-1], num_known, gamma)
@@ -211,9 +214,9 @@ def as_table(found: Found, client_rate: float) -> Table:
     return table
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """The command."""
-    options = parser(
+def options_of(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's options."""
+    return parser(
         __doc__,
         {
             "--widen": option(1200.0, "MB of the widened FP32 target; 0: as it is"),
@@ -228,6 +231,11 @@ def main(given: Sequence[str] | None = None) -> int:
             **TO_JSON,
         },
     ).parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = options_of(given)
     console = Console(width=100)
     orders = make_orders(options.clients, options.max_tokens, options.temperature)
     with open_subject(options) as subject:

@@ -286,8 +286,8 @@ def as_table(cells: Cells, title: str) -> Table:
     return table
 
 
-def main(given: Sequence[str] | None = None) -> int:
-    """The command."""
+def options_of(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command's options."""
     cli = parser(
         __doc__,
         {
@@ -310,6 +310,12 @@ def main(given: Sequence[str] | None = None) -> int:
     options = cli.parse_args(given)
     if CLOUD_ONLY not in options.modes:
         cli.error(f"--modes needs {CLOUD_ONLY}: the others are compared with it")
+    return options
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = options_of(given)
     console = Console(width=120)
     with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
         cells, num_late = measure(subject, options.sessions, options.modes, options.runs, progress)

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from bench.bare_http import Wire
 
@@ -52,6 +52,13 @@ class Order:
         }
 
 
+class Guesser(Protocol):
+    """A draft along one text."""
+
+    def guess(self, num_known: int, branch: Sequence[int]) -> list[Guess]:
+        """What follows `branch` after the first `num_known` tokens of the text."""
+
+
 class Recorded:
     """The draft's guesses along one text, which may grow, and off it. One runtime serves all texts."""
 
@@ -83,24 +90,29 @@ class Recorded:
 
 
 class Device:
-    """One session's guesses: after every commit it expands `num_calls` nodes, the likeliest first."""
+    """One session's guesses: an answer expands `num_calls` nodes, the likeliest first.
 
-    def __init__(self, recorded: Recorded, num_calls: int, width: int) -> None:
-        self._recorded, self._num_calls, self._width = recorded, num_calls, width
+    floor: nodes less likely to be reached are not expanded.
+    """
+
+    def __init__(self, recorded: Guesser, num_calls: int, width: int, floor: float = 0.0) -> None:
+        self._recorded, self._num_calls, self._width, self._floor = recorded, num_calls, width, floor
         self._calibration = Calibration()
         self._belief = Belief(self._calibration.chance, LEAST_REACH if width > 1 else 0.0)
 
-    def on_commit(self, base: int, tokens: Sequence[int]) -> None:
-        """Takes a commit."""
-        for guesses, token in self._belief.on_commit(base, tokens).tested:
+    def on_commit(self, base: int, tokens: Sequence[int]) -> bool:
+        """Takes a commit. Returns whether any of its tokens was not the first guess."""
+        outcome = self._belief.on_commit(base, tokens)
+        for guesses, token in outcome.tested:
             self._calibration.observe(guesses, token)
         self._belief.tree.replant()
+        return len(outcome.hits) < len(outcome.tokens) or any(node.rank for node in outcome.hits)
 
     def answer(self) -> bytes | None:
         """The message with the new nodes; None without any."""
         tree = self._belief.tree
         for _ in range(self._num_calls):
-            nodes = tree.take_best(1, 0.0, MAX_DEPTH)
+            nodes = tree.take_best(1, self._floor, MAX_DEPTH)
             if not nodes:
                 break
             tree.expand(nodes[0], self._recorded.guess(len(self._belief.known), nodes[0].path()))

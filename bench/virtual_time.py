@@ -1,0 +1,330 @@
+"""Plays devices, links and verifiers event by event, for `bench.scale`: minutes of theirs in seconds of ours.
+
+Only time is simulated. The verifier is the real engine on a clock of events: its scheduler, its choice of drafts, its
+waits and what it learns. The devices are those of `bench.load`, with their real belief and calibration. In place of a
+model stands a text that is known and a formula for the time of a step; in place of HTTP, a link.
+
+A draft beside the target guesses before each step, for all texts together, and the target waits for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from bench.load_devices import Device, Session
+from numpy.typing import NDArray
+
+from outrider.cloud.engine import Engine, EngineConfig, Policy
+from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.seam import CommitEvent, DraftHints, EndEvent, Event, GenerateRequest, PickOptions
+from outrider.edge.drafting.calibration import Guess, model_guesses
+from outrider.export.report.simulation.ranks import MISSED, Ranks
+from outrider.models.errors import RequestError
+from outrider.models.picks.sampling import Candidates, SamplingParams
+from outrider.models.processors.text_rows import AskedRows
+from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.wire.tree_draft import decode_tree
+
+StepTime = Callable[[int, int], float]
+"""Seconds of a step of so many sequences with so many tokens in all."""
+
+VOCAB_SIZE: Final = 4096
+_BLOCK_SIZE: Final = 16
+_MAX_POSITIONS: Final = 4096
+RIGHT, WRONG = 1, 2
+"""The tokens of a text that is not recorded: all of them are `RIGHT`; wrong guesses count up from `WRONG`."""
+
+
+class Timeline:
+    """What will happen, by seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, act: Callable[[], None]) -> None:
+        """Has something happen; at the same time in the order of the calls."""
+        heapq.heappush(self._events, (when, next(self._order), act))
+
+    def run_until(self, when: float) -> None:
+        """Lets happen what comes before, and at that time."""
+        while self._events and self._events[0][0] <= when:
+            self.now, _, act = heapq.heappop(self._events)
+            act()
+        self.now = max(self.now, when)
+
+    @property
+    def next_at(self) -> float:
+        """When something happens next; infinite where nothing does."""
+        return self._events[0][0] if self._events else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What one session's target writes after so many tokens of prompt."""
+
+    tokens: Sequence[int]
+    num_prompt: int = 1
+
+
+class KnownTexts:
+    """A `PickingRuntime` whose picks are known, and whose steps take their time on a timeline.
+
+    A sequence is told by its prompt, whose tokens are all its number.
+    """
+
+    block_size = _BLOCK_SIZE
+    limits = ModelLimits(VOCAB_SIZE, _MAX_POSITIONS)
+
+    def __init__(self, timeline: Timeline, texts: Sequence[Text], step_s: StepTime) -> None:
+        self._timeline, self._texts, self._step_s = timeline, texts, step_s
+        longest = max(text.num_prompt + len(text.tokens) for text in texts)
+        self.num_blocks = (len(texts) + 1) * (2 + longest // _BLOCK_SIZE) + 8
+        self._number_of: dict[int, int] = {}  # by its first block
+        self.num_steps = self.num_tokens = 0
+
+    def forward_picks(self, batch: Sequence[SequenceSlice], ask: Callable[[], Sequence[AskedRows]]) -> list[int]:
+        """What the target picks, after the step's time."""
+        self.num_steps += 1
+        self.num_tokens = sum(len(item.tokens) for item in batch)
+        picks: list[int] = []
+        for item in batch:
+            if item.past == 0:
+                self._number_of[item.blocks[0]] = item.tokens[0]
+            text = self._texts[self._number_of[item.blocks[0]]]
+            end = item.past + len(item.tokens) + 1 - text.num_prompt
+            picked = text.tokens[max(0, end - item.num_rows) : max(0, end)] if item.num_rows else ()
+            picks += picked
+            picks += [0] * (item.num_rows - len(picked))  # past the end, or of the calibration
+        self._timeline.run_until(self._timeline.now + self._step_s(len(batch), self.num_tokens))
+        return picks
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray:  # type: ignore[type-arg]
+        """Never called: it picks."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class RankedDraft:
+    """A draft whose guesses hold the target's picks as often, and look as sure, as those of a real one.
+
+    ranks: of the real draft along its texts (`outrider.export.report.simulation`); it begins at a place of its own.
+    lost: share of picks that none of its guesses is, beyond those of the real one.
+    """
+
+    def __init__(self, ranks: Ranks, width: int, seed: int, lost: float = 0.0) -> None:
+        self._picked, self._width, self._lost = ranks.picked, width, lost
+        self._seed = seed
+        self._first = random.Random(seed).randrange(len(self._picked))
+
+    def guess(self, num_known: int, branch: Sequence[int]) -> list[Guess]:
+        """The same for the same branch, whenever it is asked for."""
+        position, is_right = num_known + len(branch), all(token == RIGHT for token in branch)
+        chance = random.Random(f"{self._seed} {position} {'' if is_right else branch}")
+        if is_right:
+            picked = self._picked[(self._first + position) % len(self._picked)]
+            rank = MISSED if chance.random() < self._lost else picked.rank
+        else:
+            picked, rank = chance.choice(self._picked), MISSED
+        gaps = [picked.gap(guess) for guess in range(self._width)]
+        tokens = [RIGHT if guess == rank else WRONG + guess for guess in range(self._width)]
+        return model_guesses(Candidates(tokens, gaps), self._width)
+
+
+@dataclass(slots=True)
+class Link:
+    """Messages one way: each takes half a round trip and, on average, the jitter; none overtakes another."""
+
+    half_s: float = 0.0
+    jitter_s: float = 0.0
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    _last: float = 0.0
+
+    @classmethod
+    def of(cls, half_s: float, jitter_s: float, seed: int) -> Link:
+        """With jitter of its own."""
+        return cls(half_s, jitter_s, random.Random(seed))
+
+    def arrival(self, now: float) -> float:
+        """When a message arrives that leaves now."""
+        extra_s = self.chance.expovariate(1.0 / self.jitter_s) if self.jitter_s else 0.0
+        self._last = max(self._last, now + self.half_s + extra_s)
+        return self._last
+
+
+@dataclass(slots=True)
+class Core:
+    """A processor that does one thing after the other."""
+
+    free_at: float = 0.0
+
+    def done_at(self, now: float, seconds: float) -> float:
+        """When what is asked for now is done."""
+        self.free_at = max(now, self.free_at) + seconds
+        return self.free_at
+
+
+class Drafting(StrEnum):
+    """When a device drafts: one answer to each commit, as `bench.load` has it; on and on, as long as a guess is likely
+    enough; or beside the target, which waits for it before each step.
+    """
+
+    ANSWERS = "answers"
+    ON = "on"
+    BESIDE = "beside"
+
+
+class Peer:
+    """One session, and its device if it has one."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        text: Text,
+        device: Device | None = None,
+        drafting: Drafting = Drafting.ON,
+        *,
+        call_s: float = 0.0,
+        core: Core | None = None,
+        down: Link | None = None,
+        up: Link | None = None,
+    ) -> None:
+        """call_s: of an answer, or of each call of a device that drafts on. core: for its answers, if it shares one."""
+        self._timeline, self.text, self._device, self._drafting = timeline, text, device, drafting
+        self._call_s, self._core = call_s, core or Core()
+        self._down, self._up = down or Link(), up or Link()
+        self._engine: Engine | None = None
+        self._is_drafting, self._epoch = False, 0
+        self._id = 0
+        self.is_over = False
+        self.session = Session()
+
+    def begin(self, engine: Engine, number: int, patience_ms: float | None) -> None:
+        """Asks for its text."""
+        self._engine = engine
+        request = GenerateRequest(
+            (number,) * self.text.num_prompt,
+            PickOptions(SamplingParams(0.0)),
+            len(self.text.tokens),
+            hints=DraftHints(patience_ms=patience_ms),
+        )
+        self._id = engine.submit(request, self._on_event)
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, EndEvent):
+            if event.reason != "length":
+                raise RuntimeError(f"a session ended with {event}; expected its full length")
+            self.is_over = True
+        elif isinstance(event, CommitEvent):
+            if self._drafting is Drafting.BESIDE and self._device is not None:
+                self._device.on_commit(event.base, event.tokens)
+                self._is_drafting = True
+            self._timeline.at(self._down.arrival(self._timeline.now), lambda: self._arrived(event))
+
+    def _arrived(self, event: CommitEvent) -> None:
+        if self._device is not None and self._drafting is Drafting.ANSWERS:
+            done_at = self._core.done_at(self._timeline.now, self._call_s)
+            self._timeline.at(done_at, lambda: self._answer(event))
+            return
+        self.session.commits.append((self._timeline.now, event.tokens))
+        if self._device is not None and self._drafting is Drafting.ON:
+            if self._device.on_commit(event.base, event.tokens):  # what it drafts now is of no use
+                self._epoch += 1
+                self._is_drafting = False
+            self._draft()
+
+    def _answer(self, event: CommitEvent) -> None:
+        """Takes a commit and answers it."""
+        assert self._device is not None
+        self.session.commits.append((self._timeline.now, event.tokens))
+        self._device.on_commit(event.base, event.tokens)
+        self._send(self._device.answer())
+
+    def _draft(self) -> None:
+        """Begins a call, unless one is running."""
+        if not self._is_drafting and not self.is_over:
+            self._is_drafting, epoch = True, self._epoch
+            self._timeline.at(self._timeline.now + self._call_s, lambda: self._drafted(epoch))
+
+    def _drafted(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            return
+        assert self._device is not None
+        self._is_drafting = False
+        body = self._device.answer()
+        if body is not None:  # else nothing is likely enough before the next commit
+            self._send(body)
+            self._draft()
+
+    def _send(self, body: bytes | None) -> None:
+        if body is not None:
+            self._timeline.at(self._up.arrival(self._timeline.now), lambda: self._post(body))
+
+    def _post(self, body: bytes) -> None:
+        assert self._engine is not None
+        try:
+            self._engine.draft_tree(self._id, decode_tree(body))
+        except RequestError:
+            pass  # a stale draft, or a session that is over: a device leaves such an answer alone
+
+    def guess_beside(self) -> bool:
+        """Drafts for the next step. Returns whether it did: once the text has begun, and until it is over."""
+        if self._device is None or not self._is_drafting or self.is_over:
+            return False
+        if (body := self._device.answer()) is not None:
+            self._post(body)
+        return True
+
+
+def play(
+    peers: Sequence[Peer],
+    timeline: Timeline,
+    step_s: StepTime,
+    *,
+    host_s: StepTime = lambda sequences, tokens: 0.0,
+    policy: Policy = Policy.AUTO,
+    max_running: int | None = None,
+    beside_s: Callable[[int], float] | None = None,
+) -> list[Session]:
+    """All sessions at once, to their end.
+
+    host_s: of the server around a step, by the passes and the tokens in it. beside_s: of all calls before a step of a
+    draft beside the target, by the sequences that it drafts for.
+    """
+    runtime = KnownTexts(timeline, [peer.text for peer in peers], step_s)
+    config = EngineConfig(
+        max_running=max_running or len(peers),
+        max_queue=len(peers),
+        policy=policy,
+        form=TreeForm.LINE,
+        share_prefixes=False,
+    )
+    engine = Engine(runtime, config, clock=lambda: timeline.now)
+    engine.calibrate()
+    for number, peer in enumerate(peers):
+        peer.begin(engine, number, patience_ms=None if beside_s is None else 0.0)
+    while not all(peer.is_over for peer in peers):
+        if beside_s is not None and (num_drafting := sum(peer.guess_beside() for peer in peers)):
+            timeline.run_until(timeline.now + beside_s(num_drafting))
+        num_steps, passes = runtime.num_steps, engine.stats().totals.passes
+        wait_s = engine.step()
+        if runtime.num_steps > num_steps:
+            num_passes = engine.stats().totals.passes - passes
+            timeline.run_until(timeline.now + host_s(num_passes, runtime.num_tokens))
+            continue
+        until = min(timeline.next_at, math.inf if wait_s is None else timeline.now + wait_s)
+        if until == math.inf:
+            raise RuntimeError("the engine waits for nothing that will happen")
+        timeline.run_until(until)
+    timeline.run_until(timeline.now + 1e6)  # what is still on its way arrives
+    return [peer.session for peer in peers]
