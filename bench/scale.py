@@ -33,7 +33,7 @@ from bench.load import Figures
 from bench.load_devices import Device
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.scale_check import compare_capacity, compare_load
-from bench.virtual_time import RIGHT, Drafting, Link, Peer, RankedDraft, StepTime, Text, Timeline, play
+from bench.virtual_time import RIGHT, Drafting, Link, Peer, RankedDraft, StepTime, Text, Verifier
 from rich.console import Console
 from rich.table import Table
 from tests.ranks import read_ranks
@@ -112,10 +112,17 @@ class Machine:
 
 def simulate(machine: Machine, way: str, count: int, devices: Field, num_tokens: int = NUM_TOKENS) -> Outcome:
     """So many sessions on one verifier."""
-    timeline, peers = Timeline(), list[Peer]()
     num_played = min(count, MOST_SIMULATED)
     each = count / num_played
     gamma = machine.gamma(count, devices.acceptance)
+    host_s = machine.plain_host_s if way == NONE else machine.drafts_host_s
+    verifier = Verifier(
+        lambda sequences, tokens: machine.step_s(round(each * sequences), round(each * tokens)),
+        num_played,
+        host_s=lambda passes, tokens: each * passes * host_s,
+        beside_s=(lambda some: gamma * machine.draft_s(round(each * some))) if way == BESIDE else None,
+    )
+    peers = list[Peer]()
     for number in range(num_played):
         text, device = Text([RIGHT] * num_tokens), None
         if way != NONE:
@@ -123,15 +130,8 @@ def simulate(machine: Machine, way: str, count: int, devices: Field, num_tokens:
             device = Device(draft, gamma if way == BESIDE else 1, WIDTH, FLOOR if way == DEVICES else 0.0)
         down, up = (Link.of(devices.rtt_ms / 2e3, devices.jitter_ms / 1e3, 2 * number + side) for side in (0, 1))
         drafting = Drafting.BESIDE if way == BESIDE else Drafting.ON
-        peers.append(Peer(timeline, text, device, drafting, call_s=devices.draft_ms / 1e3, down=down, up=up))
-    host_s = machine.plain_host_s if way == NONE else machine.drafts_host_s
-    sessions = play(
-        peers,
-        timeline,
-        lambda sequences, tokens: machine.step_s(round(each * sequences), round(each * tokens)),
-        host_s=lambda passes, tokens: each * passes * host_s,
-        beside_s=(lambda some: gamma * machine.draft_s(round(each * some))) if way == BESIDE else None,
-    )
+        peers.append(Peer(verifier.timeline, text, device, drafting, call_s=devices.draft_ms / 1e3, down=down, up=up))
+    sessions = verifier.run(peers)
     figures = Figures.of(sessions)
     rates = [
         (len(session.text) - len(session.commits[0][1])) / (session.commits[-1][0] - session.commits[0][0])

@@ -1,13 +1,17 @@
 """Compares `bench.virtual_time` with what `bench.load` and `bench.capacity` measure, for `bench.scale --check`.
 
 `bench.load` runs with steps that sleep. The simulation plays the same texts with the same recorded drafts, and takes
-from the machine four constants, none of which depends on the number of sessions or on the mode:
+from the machine constants, none of which depends on the number of sessions or on the mode:
 
-  step, token   ms that the server adds to a step, and to each of its tokens: its own clock (/metrics), over what the
-                emulated steps should take, cloud-only at the fewest and at the most sessions: two equations
-  answer        ms in which a device takes a commit and answers it: the same code, timed here on the recorded texts. All
-                devices of `bench.load` share one core
+  late, around  ms that a step takes longer than it sleeps for, and ms of the server between two steps, each for a step
+                and for a token of it: its own clock (/metrics), cloud-only at the fewest and at the most sessions: two
+                equations each
+  answer        ms of the core that all devices of `bench.load` share, for a commit and its answer: this process's
+                processor time over the commits of a run of stream at the most sessions
   message       ms of a message: half of a draft's lag as /metrics has it at the fewest sessions, less the answer
+
+Medians of as many runs as the bench has. Whether an answer comes before the next step begins or after it decides much,
+so on a busy machine they mislead: run it on a quiet one.
 
 `bench.capacity` gives t_d, t_v and gamma; nothing is added to these. Its `batched` is left out: the times of its steps
 are not measured apart.
@@ -15,10 +19,11 @@ are not measured apart.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 from typing import Final
 
 import bench.capacity as capacity
@@ -27,7 +32,7 @@ import httpx
 from bench.attacks.exchange import values_of
 from bench.capacity import Costs
 from bench.load_devices import Device, Session
-from bench.virtual_time import Core, Drafting, Link, Peer, Text, Timeline, play
+from bench.virtual_time import Core, Drafting, Link, Peer, Text, Verifier
 from rich.console import Console
 from rich.progress import Progress
 
@@ -63,103 +68,106 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Of this machine, in ms."""
+    """Of this machine, in ms; late and around: of a step, and of each of its tokens."""
 
-    step: float
-    token: float
+    late: tuple[float, float]
+    around: tuple[float, float]
     answer: float
     message: float
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What a server counted: steps, their tokens, their seconds; lags of drafts, and their seconds."""
-
-    steps: float
-    tokens: float
-    seconds: float
-    lags: float
-    lag_s: float
-
-    @classmethod
-    def of(cls, url: str) -> Served:
-        """So far."""
-        text = httpx.get(f"{url}/metrics").text
-
-        def total(name: str) -> float:
-            return sum(values_of(text, f"outrider_{name}"))
-
-        seconds = total("engine_model_seconds_total") + total("engine_overhead_seconds_total")
-        lags = total("draft_lag_seconds_count"), total("draft_lag_seconds_sum")
-        return cls(total("engine_steps_total"), total("engine_step_tokens_total"), seconds, *lags)
+COUNTED: Final = (
+    "engine_steps_total",
+    "engine_step_tokens_total",
+    "engine_model_seconds_total",
+    "engine_overhead_seconds_total",
+    "draft_lag_seconds_count",
+    "draft_lag_seconds_sum",
+)
 
 
-def served(subject: load.Subject, mode: str, count: int) -> Served:
-    """What the server counts of one run."""
-    url = subject.urls[load.SERVER_OF[mode]]
-    before = Served.of(url)
+def served(subject: load.Subject, mode: str, count: int) -> list[float]:
+    """What the server counts of one run, as `COUNTED`."""
+    url = f"{subject.urls[load.SERVER_OF[mode]]}/metrics"
+    before = httpx.get(url).text
     subject.run(mode, count)
-    after = Served.of(url)
-    return Served(
-        after.steps - before.steps,
-        after.tokens - before.tokens,
-        after.seconds - before.seconds,
-        after.lags - before.lags,
-        after.lag_s - before.lag_s,
-    )
+    after = httpx.get(url).text
+    return [sum(values_of(after, f"outrider_{name}")) - sum(values_of(before, f"outrider_{name}")) for name in COUNTED]
 
 
-def constants(subject: load.Subject, counts: Sequence[int], step_ms: float, extra_ms: float) -> Constants:
+def constants(subject: load.Subject, options: argparse.Namespace) -> Constants:
     """As the module says."""
-    few, many = (served(subject, load.CLOUD_ONLY, count) for count in (min(counts), max(counts)))
+    few, many = min(options.sessions), max(options.sessions)
+    step_ms, extra_ms = options.emulate
 
-    def added_ms(run: Served) -> float:
-        return 1e3 * run.seconds / run.steps - step_ms - extra_ms * (run.tokens / run.steps - 1.0)
+    def once() -> tuple[float, ...]:
+        tokens, late, around = list[float](), list[float](), list[float]()
+        for count in (few, many):
+            num_steps, num_tokens, model_s, around_s, *_ = served(subject, load.CLOUD_ONLY, count)
+            tokens.append(num_tokens / num_steps)
+            late.append(1e3 * model_s / num_steps - step_ms - extra_ms * (tokens[-1] - 1.0))
+            around.append(1e3 * around_s / num_steps)
+        *_, num_lags, lag_s = served(subject, load.STREAM, few)
+        began_s = time.process_time()
+        num_commits = sum(len(session.commits) for session in subject.run(load.STREAM, many))
+        answer = 1e3 * (time.process_time() - began_s) / num_commits
+        message = max(0.0, 1e3 * lag_s / num_lags - answer) / 2.0
+        return *line_through(tokens, late), *line_through(tokens, around), answer, message
 
-    few_tokens, many_tokens = few.tokens / few.steps, many.tokens / many.steps
-    token = (added_ms(many) - added_ms(few)) / (many_tokens - few_tokens)
-    answer = answer_ms(subject)
-    drafted = served(subject, load.STREAM, min(counts))
-    message = max(0.0, 1e3 * drafted.lag_s / drafted.lags - answer) / 2.0
-    return Constants(added_ms(few) - token * few_tokens, token, answer, message)
-
-
-def answer_ms(subject: load.Subject) -> float:
-    """A commit of each token of each text, and its answer."""
-    took_s: list[float] = []
-    for index, text in ((index, text) for (_, index), text in subject.texts.items()):
-        device = Device(subject.recorded[False, index], subject.num_calls, subject.width)
-        for base, token in enumerate(text):
-            began = time.perf_counter()
-            device.on_commit(base, [token])
-            device.answer()
-            took_s.append(time.perf_counter() - began)
-    return 1e3 * fmean(took_s)
+    found = [median(values) for values in zip(*(once() for _ in range(options.runs)), strict=True)]
+    return Constants((found[0], found[1]), (found[2], found[3]), found[4], found[5])
 
 
-def simulated(
-    subject: load.Subject, mode: str, count: int, found: Constants, step_ms: float, extra_ms: float
-) -> list[Session]:
-    """One run of `bench.load`."""
-    timeline, core = Timeline(), Core()
-    half_s = found.message / 1e3
-    peers: list[Peer] = []
-    for index, order in enumerate(subject.orders[:count]):
-        device = None
-        if mode != load.CLOUD_ONLY:
-            device = Device(subject.recorded[False, index], subject.num_calls, subject.width)
-        text = Text(subject.texts[False, index], len(order.prompt))
-        down, up = Link(half_s), Link(half_s + subject.rtt_ms / 1e3)
-        call_s = found.answer / 1e3
-        peers.append(Peer(timeline, text, device, Drafting.ANSWERS, call_s=call_s, core=core, down=down, up=up))
-    return play(
-        peers,
-        timeline,
-        lambda sequences, tokens: (step_ms + extra_ms * (tokens - 1)) / 1e3,
-        host_s=lambda sequences, tokens: (found.step + found.token * tokens) / 1e3,
-        policy=Policy(load.SERVER_OF[mode]),
-        max_running=len(subject.orders),
-    )
+def line_through(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Its value at 0, and its slope, from two points; neither below 0."""
+    slope = max(0.0, (y[1] - y[0]) / (x[1] - x[0]))
+    return max(0.0, y[0] - slope * x[0]), slope
+
+
+def at(line: tuple[float, float], x: float) -> float:
+    """The value of a line."""
+    return line[0] + line[1] * x
+
+
+class Simulated:
+    """The verifiers of `bench.load`, simulated."""
+
+    def __init__(self, subject: load.Subject, found: Constants, step_ms: float, extra_ms: float) -> None:
+        self._subject, self._found = subject, found
+        self._verifiers = {
+            policy: Verifier(
+                lambda sequences, tokens: (step_ms + extra_ms * (tokens - 1) + at(found.late, tokens)) / 1e3,
+                len(subject.orders),
+                host_s=lambda passes, tokens: at(found.around, tokens) / 1e3,
+                policy=Policy(policy),
+            )
+            for policy in set(load.SERVER_OF.values())
+        }
+
+    def run(self, mode: str, count: int) -> load.Figures:
+        """As `Subject.run`."""
+        subject, half_s = self._subject, self._found.message / 1e3
+        verifier, core = self._verifiers[load.SERVER_OF[mode]], Core()
+        peers: list[Peer] = []
+        for index, order in enumerate(subject.orders[:count]):
+            device = None
+            if mode != load.CLOUD_ONLY:
+                device = Device(subject.recorded[False, index], subject.num_calls, subject.width)
+            text = Text(subject.texts[False, index], len(order.prompt))
+            links = Link(half_s), Link(half_s + subject.rtt_ms / 1e3)
+            peers.append(
+                Peer(verifier.timeline, text, device, Drafting.ANSWERS, self._found.answer / 1e3, core, *links)
+            )
+        return load.Figures.of(verifier.run(peers))
+
+    def measure(self, cells: load.Cells) -> dict[tuple[int, str], load.Figures]:
+        """Each mode at each number of sessions, after a run that warms up, in the order of `bench.load`."""
+        return {
+            (count, mode): self.run(mode, count)
+            for is_warm in (False, True)
+            for count, modes in cells.items()
+            for mode in (modes if is_warm else reversed(list(modes)))
+        }
 
 
 def compare_load(given: Sequence[str], console: Console) -> list[Pair]:
@@ -168,20 +176,13 @@ def compare_load(given: Sequence[str], console: Console) -> list[Pair]:
     step_ms, extra_ms = options.emulate
     with load.open_subject(options) as subject, Progress(console=console, transient=True) as progress:
         cells, _ = load.measure(subject, options.sessions, options.modes, options.runs, progress)
-        found = constants(subject, options.sessions, step_ms, extra_ms)
+        found = constants(subject, options)
         pairs: list[Pair] = []
-        for count, modes in cells.items():
-            for mode, cell in modes.items():
-                sessions = simulated(subject, mode, count, found, step_ms, extra_ms)
-                measured, played = cell.middle, load.Figures.of(sessions)
-                name = f"{count} sessions, {mode}"
-                pairs.append(Pair(f"{name}, tokens/s", measured.tokens_per_s, played.tokens_per_s))
-                pairs.append(Pair(f"{name}, p95 ms", measured.gaps_ms[P95], played.gaps_ms[P95]))
-    console.print(
-        f"measured, ms: {found.step:.2f} a step, {found.token:.3f} a token, {found.answer:.2f} an answer, "
-        f"{found.message:.2f} a message",
-        highlight=False,
-    )
+        for (count, mode), played in Simulated(subject, found, step_ms, extra_ms).measure(cells).items():
+            measured, name = cells[count][mode].middle, f"{count} sessions, {mode}"
+            pairs.append(Pair(f"{name}, tokens/s", measured.tokens_per_s, played.tokens_per_s))
+            pairs.append(Pair(f"{name}, p95 ms", measured.gaps_ms[P95], played.gaps_ms[P95]))
+    console.print(f"measured: {found}", highlight=False)
     return pairs
 
 
@@ -210,12 +211,16 @@ def compare_capacity(given: Sequence[str]) -> list[Pair]:
 
 def turns(found: capacity.Found, numbers: Sequence[int], gamma: int, draft_s: float, verify_s: float) -> list[Session]:
     """Texts that take turns, one a step. A client that always has its next block is one whose drafts cost no time."""
-    timeline = Timeline()
+    verifier = Verifier(lambda sequences, tokens: verify_s, 1, beside_s=lambda count: gamma * draft_s)
     # One token of prompt: the first pass is not counted.
-    peers = [
-        Peer(timeline, Text(found.texts[number]), Device(found.recorded[number], gamma, 1), Drafting.BESIDE)
-        for number in numbers
-    ]
-    return play(
-        peers, timeline, lambda sequences, tokens: verify_s, max_running=1, beside_s=lambda count: gamma * draft_s
+    return verifier.run(
+        [
+            Peer(
+                verifier.timeline,
+                Text(found.texts[number]),
+                Device(found.recorded[number], gamma, 1),
+                Drafting.BESIDE,
+            )
+            for number in numbers
+        ]
     )

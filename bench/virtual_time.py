@@ -61,6 +61,11 @@ class Timeline:
             act()
         self.now = max(self.now, when)
 
+    def drain(self) -> None:
+        """Lets all of it happen."""
+        while self._events:
+            self.run_until(self.next_at)
+
     @property
     def next_at(self) -> float:
         """When something happens next; infinite where nothing does."""
@@ -82,12 +87,12 @@ class KnownTexts:
     """
 
     block_size = _BLOCK_SIZE
+    num_blocks = 4096
     limits = ModelLimits(VOCAB_SIZE, _MAX_POSITIONS)
 
-    def __init__(self, timeline: Timeline, texts: Sequence[Text], step_s: StepTime) -> None:
-        self._timeline, self._texts, self._step_s = timeline, texts, step_s
-        longest = max(text.num_prompt + len(text.tokens) for text in texts)
-        self.num_blocks = (len(texts) + 1) * (2 + longest // _BLOCK_SIZE) + 8
+    def __init__(self, timeline: Timeline, step_s: StepTime) -> None:
+        self.texts: Sequence[Text] = (Text(()),)
+        self._timeline, self._step_s = timeline, step_s
         self._number_of: dict[int, int] = {}  # by its first block
         self.num_steps = self.num_tokens = 0
 
@@ -99,7 +104,7 @@ class KnownTexts:
         for item in batch:
             if item.past == 0:
                 self._number_of[item.blocks[0]] = item.tokens[0]
-            text = self._texts[self._number_of[item.blocks[0]]]
+            text = self.texts[self._number_of[item.blocks[0]]]
             end = item.past + len(item.tokens) + 1 - text.num_prompt
             picked = text.tokens[max(0, end - item.num_rows) : max(0, end)] if item.num_rows else ()
             picks += picked
@@ -193,7 +198,6 @@ class Peer:
         text: Text,
         device: Device | None = None,
         drafting: Drafting = Drafting.ON,
-        *,
         call_s: float = 0.0,
         core: Core | None = None,
         down: Link | None = None,
@@ -286,45 +290,49 @@ class Peer:
         return True
 
 
-def play(
-    peers: Sequence[Peer],
-    timeline: Timeline,
-    step_s: StepTime,
-    *,
-    host_s: StepTime = lambda sequences, tokens: 0.0,
-    policy: Policy = Policy.AUTO,
-    max_running: int | None = None,
-    beside_s: Callable[[int], float] | None = None,
-) -> list[Session]:
-    """All sessions at once, to their end.
+class Verifier:
+    """The engine, on a timeline. What it has learned stays from run to run, as a server's does.
 
     host_s: of the server around a step, by the passes and the tokens in it. beside_s: of all calls before a step of a
     draft beside the target, by the sequences that it drafts for.
     """
-    runtime = KnownTexts(timeline, [peer.text for peer in peers], step_s)
-    config = EngineConfig(
-        max_running=max_running or len(peers),
-        max_queue=len(peers),
-        policy=policy,
-        form=TreeForm.LINE,
-        share_prefixes=False,
-    )
-    engine = Engine(runtime, config, clock=lambda: timeline.now)
-    engine.calibrate()
-    for number, peer in enumerate(peers):
-        peer.begin(engine, number, patience_ms=None if beside_s is None else 0.0)
-    while not all(peer.is_over for peer in peers):
-        if beside_s is not None and (num_drafting := sum(peer.guess_beside() for peer in peers)):
-            timeline.run_until(timeline.now + beside_s(num_drafting))
-        num_steps, passes = runtime.num_steps, engine.stats().totals.passes
-        wait_s = engine.step()
-        if runtime.num_steps > num_steps:
-            num_passes = engine.stats().totals.passes - passes
-            timeline.run_until(timeline.now + host_s(num_passes, runtime.num_tokens))
-            continue
-        until = min(timeline.next_at, math.inf if wait_s is None else timeline.now + wait_s)
+
+    def __init__(
+        self,
+        step_s: StepTime,
+        max_running: int,
+        *,
+        host_s: StepTime = lambda passes, tokens: 0.0,
+        policy: Policy = Policy.AUTO,
+        beside_s: Callable[[int], float] | None = None,
+    ) -> None:
+        self.timeline = Timeline()
+        self._host_s, self._beside_s = host_s, beside_s
+        self._runtime = KnownTexts(self.timeline, step_s)
+        config = EngineConfig(max_running=max_running, policy=policy, form=TreeForm.LINE, share_prefixes=False)
+        self._engine = Engine(self._runtime, config, clock=lambda: self.timeline.now)
+        self._engine.calibrate()
+
+    def run(self, peers: Sequence[Peer]) -> list[Session]:
+        """All sessions at once, to their end."""
+        self._runtime.texts = [peer.text for peer in peers]
+        for number, peer in enumerate(peers):
+            peer.begin(self._engine, number, patience_ms=None if self._beside_s is None else 0.0)
+        while not all(peer.is_over for peer in peers):
+            if self._beside_s is not None and (num_drafting := sum(peer.guess_beside() for peer in peers)):
+                self.timeline.run_until(self.timeline.now + self._beside_s(num_drafting))
+            self._step()
+        self.timeline.drain()
+        return [peer.session for peer in peers]
+
+    def _step(self) -> None:
+        """A step and the server's part of it; or what happens until one may begin."""
+        num_steps, num_passes = self._runtime.num_steps, self._engine.stats().totals.passes
+        wait_s, now = self._engine.step(), self.timeline.now
+        if self._runtime.num_steps > num_steps:
+            num_passes = self._engine.stats().totals.passes - num_passes
+            return self.timeline.run_until(now + self._host_s(num_passes, self._runtime.num_tokens))
+        until = min(self.timeline.next_at, math.inf if wait_s is None else now + wait_s)
         if until == math.inf:
             raise RuntimeError("the engine waits for nothing that will happen")
-        timeline.run_until(until)
-    timeline.run_until(timeline.now + 1e6)  # what is still on its way arrives
-    return [peer.session for peer in peers]
+        self.timeline.run_until(until)

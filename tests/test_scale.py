@@ -1,0 +1,142 @@
+"""Holds the simulation of many devices to what is known in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+from bench.gpu_on_paper import DENSE_8B, H100, MIXTURE, Replica
+from bench.load import Figures
+from bench.load_devices import Device
+from bench.scale import BESIDE, DEVICES, NONE, RANKS, WAYS, Field, Machine, OnPaper, simulate
+from bench.scale_check import line_through
+from bench.virtual_time import RIGHT, Drafting, Link, Peer, RankedDraft, Text, Timeline, Verifier
+
+from outrider.export.report.simulation.ranks import Picked, Ranks
+from outrider.models.bundle.speed_up import tokens_per_pass
+
+STEP_S = 0.04
+ALONE = Machine(lambda sequences, tokens: STEP_S + 3e-4 * (tokens - 1), lambda sequences: 0.004)
+NEARBY = Field(draft_ms=1.0, rtt_ms=0.0, jitter_ms=0.0)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_without_drafts_a_token_takes_a_step(count: int) -> None:
+    """Whatever the round trip is, and as many sessions as there are."""
+    found = simulate(ALONE, NONE, count, Field(rtt_ms=200.0, jitter_ms=0.0))
+    assert found.rate == pytest.approx(count / (STEP_S + 3e-4 * (count - 1)))
+    assert found.client_rate == pytest.approx(found.rate / count) and found.passes == 1.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_simulation_says_the_same_again(way: str) -> None:
+    """Its chance comes from its seeds."""
+    assert simulate(ALONE, way, 3, Field()) == simulate(ALONE, way, 3, Field())
+
+
+@pytest.mark.parametrize("count", [1, 6])
+@pytest.mark.parametrize("rtt_ms", [0.0, 60.0])
+def test_drafts_that_are_never_right_gain_nothing(count: int, rtt_ms: float) -> None:
+    """And cost next to nothing: the engine stops verifying them."""
+    wrong = replace(NEARBY, lost=1.0, rtt_ms=rtt_ms)
+    ratio = simulate(ALONE, DEVICES, count, wrong).rate / simulate(ALONE, NONE, count, wrong).rate
+    assert 0.9 < ratio <= 1.0 + 1e-9
+
+
+def test_a_round_trip_costs_drafts_their_use() -> None:
+    """Near by they gain; far away little is left."""
+    near, far = (
+        simulate(ALONE, DEVICES, 1, replace(NEARBY, rtt_ms=rtt_ms)).rate * STEP_S for rtt_ms in (0.0, 10 * 1e3 * STEP_S)
+    )
+    assert near > 1.5 and 0.97 < far < 1.1
+
+
+def turns(gamma: int, draft_s: float, num_texts: int) -> Figures:
+    """Texts that take turns, one a step, with drafts of one right guess for each that is right or not by itself."""
+    verifier = Verifier(lambda sequences, tokens: STEP_S, 1, beside_s=lambda count: gamma * draft_s)
+    sure = Ranks((tuple(Picked(0, (9.0,) * 7) for _ in range(8)),))
+    peers = [
+        Peer(
+            verifier.timeline,
+            Text([RIGHT] * (1 + 40 * (gamma + 1))),
+            Device(RankedDraft(sure, 1, number), gamma, 1),
+            Drafting.BESIDE,
+        )
+        for number in range(num_texts)
+    ]
+    return Figures.of(verifier.run(peers))
+
+
+def test_drafts_from_devices_serve_as_many_more_as_the_paper_says() -> None:
+    """1 + gamma t_d / t_v, at saturation (arXiv 2606.25091), where every guess is right."""
+    gamma, draft_s = 4, 0.005
+    beside, devices = turns(gamma, draft_s, 1), turns(gamma, 0.0, 1)
+    assert devices.tokens_per_s / beside.tokens_per_s == pytest.approx(1.0 + gamma * draft_s / STEP_S)
+    assert devices.tokens_per_s == pytest.approx((gamma + 1) / STEP_S)
+
+
+def test_acceptance_is_that_of_the_ranks() -> None:
+    """Of first guesses, less the share that is lost; a guess is the same whenever it is asked for."""
+    lost = 0.25
+    draft = RankedDraft(RANKS, 4, seed=1, lost=lost)
+    hits = fmean(draft.guess(position, [])[0].token == RIGHT for position in range(4000))
+    assert hits == pytest.approx((1 - lost) * RANKS.hits(1), abs=0.03)
+    assert Field(lost).acceptance == (1 - lost) * RANKS.hits(1)
+    assert draft.guess(3, [RIGHT, RIGHT]) == draft.guess(5, [])
+    assert all(guess.token != RIGHT for guess in draft.guess(3, [RIGHT, 3]))
+
+
+def test_messages_take_their_time_in_their_order() -> None:
+    """Half a round trip at least, and none overtakes another."""
+    link = Link.of(0.02, 0.005, seed=3)
+    sent = [0.001 * index for index in range(50)]
+    arrived = [link.arrival(now) for now in sent]
+    assert arrived == sorted(arrived) and all(b >= a + 0.02 for a, b in zip(sent, arrived, strict=True))
+    seen: list[str] = []
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: seen.append(f"{name} {timeline.now:g}")
+
+    timeline = Timeline()
+    for when, name in ((2.0, "late"), (1.0, "first"), (1.0, "second")):
+        timeline.at(when, note(name))
+    timeline.run_until(1.5)
+    assert seen == ["first 1", "second 1"] and timeline.now == 1.5
+    timeline.drain()
+    assert seen[-1] == "late 2" and timeline.now == 2.0
+
+
+def test_a_step_on_paper_is_bound_by_what_it_moves() -> None:
+    """Weights at one sequence, and every expert where many tokens are routed."""
+    assert MIXTURE.read(1) == pytest.approx(MIXTURE.active)  # a byte a weight
+    assert MIXTURE.read(10_000) == pytest.approx(MIXTURE.weights)
+    replica = Replica(DENSE_8B, H100, 1, context=1024)
+    assert replica.step_s(1, 1) == pytest.approx(7.6e-3, rel=0.05)  # measured: docs/benchmarks.md
+    assert replica.step_s(32, 32) == pytest.approx(10.0e-3, rel=0.1)
+    assert replica.places(True) < replica.places(False)
+    endless = replace(H100, bandwidth=1e24, flops={1: 1e24, 2: 1e24})
+    assert Replica(DENSE_8B, endless, 1, 1024).step_s(64, 512) == pytest.approx(DENSE_8B.fixed_s)
+
+
+def test_clients_are_bound_by_memory_or_by_time() -> None:
+    """And more devices need more replicas."""
+    paper = OnPaper(Replica(DENSE_8B, H100, 1, 2048), Field())
+    assert paper.clients(NONE, 15.0) == paper.places(NONE)
+    fast = paper.clients(NONE, 100.0)
+    assert 0 < fast < paper.places(NONE) and paper.outcome(NONE, fast).client_rate >= 100.0
+    assert paper.clients(NONE, 1000.0) == 0 and paper.load(NONE, 100, 1000.0) is None
+    few, many = paper.load(NONE, 100, 15.0), paper.load(NONE, 10_000, 15.0)
+    assert few is not None and many is not None
+    assert few[0] == 1 and many[0] == -(-10_000 // paper.places(NONE)) and many[1] < few[1]
+
+
+def test_a_draft_beside_is_as_deep_as_pays() -> None:
+    """By the closed form of independent guesses."""
+    dear = Machine(lambda sequences, tokens: STEP_S, lambda sequences: STEP_S)
+    cheap = Machine(lambda sequences, tokens: STEP_S, lambda sequences: STEP_S / 100)
+    assert dear.gamma(1, 0.7) == 1 < cheap.gamma(1, 0.7)
+    rate = tokens_per_pass(RANKS.hits(1), ALONE.gamma(1, RANKS.hits(1)))
+    assert 1.0 < simulate(ALONE, BESIDE, 1, NEARBY).passes ** -1 < 1.2 * rate
+    assert line_through((1.0, 3.0), (2.0, 6.0)) == (0.0, 2.0) and line_through((1.0, 2.0), (5.0, 4.0)) == (5.0, 0.0)
