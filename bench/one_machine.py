@@ -1,122 +1,250 @@
-"""Compares draft and target on one machine, all cores shared, with peers that run both in one process.
+"""Compares ways to write with a draft: ours over HTTP, stop-and-wait as others do it, and peers' speculation.
 
-  cloud-only, stop-and-wait, stream   `outrider-cloud serve` with a thread for each core and an agent with one, over
-                                      loopback, nothing pinned; no prompt lookup and no recent texts on either side
-  openvino_genai                      its speculation, at each of --drafted; without drafts where it samples: there
-                                      its speculation ends with an error (2026.4.1)
-  transformers                        its assisted generation, in FP32, where it samples
+  cloud-only, stop-and-wait, stream   `outrider-cloud serve` and an agent; no prompt lookup and no recent texts on
+                                      either side
+  stop-and-wait, N drafted            blocks of N tokens, one request each, nothing meanwhile; where it samples, with
+                                      the draft's probabilities and rejection (docs/rules.md)
+  a peer, N drafted                   a kind of `bench.peer_drafts`: draft and target in one process
+  a peer, plain                       its target alone
 
-The same held-out texts in turn, f32 arithmetic and cache on both sides. A peer is stopped (SIGSTOP) while it has no
-turn. Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s
-(greedy) or under 1.3 of it (sampled).
+The same held-out texts in turn. A peer is stopped (SIGSTOP) while it has no turn.
 
-    python -m bench.one_machine [--temperature 0] [--widen 700] [--runs 3] [--rtt-ms 0] [--form tree] [--json PATH]
+* On one machine (`--cores 0`, the default) all share all cores, nothing is pinned, there is no network.
+* On two (`--cores 1 --rtt-ms 20`) the cloud has a core and the agent another, one thread each. A peer has the cloud's
+  core, for draft and target; request and tokens cross the same emulated network.
 
---form tree gives up bits that do not depend on the batch. A round trip over 0 is for our own modes only.
+A peer that fails is a row with its error, and with the command that shows it. Tokens/s are medians of the runs, from
+the request to the last token; the times between tokens are of all runs, 0 where tokens come together. Memory is the
+most that the processes had (Linux). `own text`: equal to that of the same target alone with the same seed. Where it
+samples, `nats` is the mean log-probability of a token under the target: a text of another distribution has less.
+
+Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s (greedy)
+or under 1.3 of it (sampled), and where no way of a peer runs.
+
+    python -m bench.one_machine [--temperature 0] [--widen 700] [--runs 3] [--cores 0] [--rtt-ms 0] [--form tree]
+        [--peers KIND ...] [--vllm-python PYTHON] [--llama-cpp FOLDER] [--json PATH]
+
+--form tree gives up bits that do not depend on the batch. `--peers` without a kind leaves all out.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import os
+import signal
+import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
+import psutil
+from bench.beside import Written
 from bench.pairs import PAIR_OPTIONS, make_requests, open_pair
-from bench.peer_drafts import Asked
-from bench.peer_engines import EngineProcess
+from bench.peer_drafts import KINDS
+from bench.peer_processes import PeerFailed, PeerProcess, peak_mb, prepare
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import Subject
-from bench.verifier import Verifier, safetensors_target
+from bench.verifier import safetensors_target
 from rich.console import Console
+from rich.table import Table
 
-from outrider.edge.lab.laboratory import STOP_AND_WAIT, STREAM, connected, three_modes
-from outrider.edge.results import GenerationRequest
-from outrider.reference import draft_dir
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, connected, three_modes
+from outrider.edge.modes.assemble import Agent
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.picks.acceptance import PLAIN_TERMS, Rule, RuleTerms
 
 OF_WAITING, OF_PEERS, OF_PEERS_SAMPLED = 0.98, 1.0, 1.3
+PLAIN, LOOKUP = "plain", "openvino_lookup"
+_WIDE_GAPS = (50, 95, 99)
 
-Write = Callable[[GenerationRequest], tuple[tuple[int, ...], float]]
-"""A text's tokens, and the seconds that it took."""
-
-
-def written(peer: EngineProcess, drafted: int, request: GenerationRequest) -> tuple[tuple[int, ...], float]:
-    """One text of a kind of `bench.peer_drafts`, which is stopped while it has no turn."""
-    params = request.params
-    peer.go_on()
-    found = peer.ask(asdict(Asked(request.prompt, request.max_tokens, drafted, params.temperature, params.seed)))
-    peer.pause()
-    return tuple(found["tokens"]), found["took_s"]
+Text = GenerationResult | Written
+Write = Callable[[GenerationRequest], Awaitable[Text]]
 
 
 @dataclass(slots=True)
 class Found:
-    """Of one way to write: tokens/s of each run, the texts of the last, and passes in turns."""
+    """Of one way to write: the texts of each run, and the memory. plain: the way of the same target alone."""
 
-    rates: list[float] = field(default_factory=list)
-    texts: list[tuple[int, ...]] = field(default_factory=list)
-    num_turns: int = 0
+    plain: str
+    runs: list[list[Text]] = field(default_factory=list)
+    peak_mb: float = 0.0
+
+    @property
+    def texts(self) -> list[Text]:
+        """Of all runs."""
+        return list(chain.from_iterable(self.runs))
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens/s of each run."""
+        return [sum(len(text.tokens) for text in run) / sum(text.arrival_s[-1] for text in run) for run in self.runs]
 
     @property
     def rate(self) -> float:
         """Median of the runs."""
         return median(self.rates)
 
+    @property
+    def num_turns(self) -> int:
+        """Passes that device and target took in turns."""
+        return sum(text.num_turns for text in self.texts if isinstance(text, GenerationResult))
+
+    @property
+    def last(self) -> list[tuple[int, ...]]:
+        """The texts of the last run."""
+        return [text.tokens for text in self.runs[-1]]
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """For the table and the document."""
+        texts, num_tokens = self.texts, sum(len(text.tokens) for text in self.texts)
+        drafted, draft_s = sum(text.num_drafted for text in texts), sum(_draft_s(text) for text in texts)
+        return {
+            "rates": self.rates,
+            "turns": self.num_turns,
+            "first_ms": 1e3 * median(text.arrival_s[0] for text in texts),
+            "gaps_ms": gaps_ms([text.arrival_s for text in texts]),
+            "passes": sum(text.num_passes for text in texts) / num_tokens,
+            "accepted": sum(text.num_accepted for text in texts) / drafted if drafted else None,
+            "draft_ms": 1e3 * draft_s / drafted if draft_s and drafted else None,
+            "peak_mb": self.peak_mb,
+        }
+
+
+def _draft_s(text: Text) -> float:
+    return text.draft_s if isinstance(text, Written) else 0.0
+
+
+def gaps_ms(arrivals: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Percentiles of the times between tokens, of texts given by their tokens' arrivals."""
+    gaps = [1e3 * (later - at) for arrival_s in arrivals for at, later in pairwise(arrival_s)]
+    cuts = statistics.quantiles(gaps, n=100, method="inclusive")
+    return {percent: cuts[percent - 1] for percent in _WIDE_GAPS}
+
 
 async def compare(
-    subject: Subject, peers: Mapping[str, Write], requests: Sequence[GenerationRequest], num_runs: int, rtt_ms: float
-) -> dict[str, Found]:
-    """Every way on the first text, then on the second, ...: what changes on the machine hits all."""
-    async with connected(subject.url, subject.cores, rtt_ms) as endpoints:
-        modes = three_modes(endpoints, subject.drafter)
-        found = {name: Found() for name in [*modes, *peers]}
+    ways: Mapping[str, tuple[Write, str]], requests: Sequence[GenerationRequest], num_runs: int
+) -> tuple[dict[str, Found], dict[str, str]]:
+    """Every way on the first text, then on the second, ...: what changes on the machine hits all.
 
-        async def write(name: str, request: GenerationRequest) -> tuple[tuple[int, ...], float]:
-            if name in peers:
-                return await asyncio.to_thread(peers[name], request)
-            result = await modes[name].generate(request)
-            found[name].num_turns += result.num_turns
-            return result.tokens, result.arrival_s[-1]
+    ways: each with the name of its target alone. Returns what was found, and the errors of peers that failed.
+    """
+    found, failed = {name: Found(plain) for name, (_, plain) in ways.items()}, dict[str, str]()
 
-        for name in found:
-            await write(name, requests[-1])
-        for _ in range(num_runs):
-            num, seconds = dict.fromkeys(found, 0), dict.fromkeys(found, 0.0)
-            for each in found.values():
-                each.texts.clear()
-            for index, request in enumerate(requests):
-                for name in sorted(found, reverse=bool(index % 2)):
-                    tokens, took_s = await write(name, request)
-                    found[name].texts.append(tokens)
-                    num[name] += len(tokens)
-                    seconds[name] += took_s
-            for name, each in found.items():
-                each.rates.append(num[name] / seconds[name])
-        return found
+    async def write(name: str, request: GenerationRequest) -> list[Text]:
+        try:
+            return [await ways[name][0](request)]
+        except PeerFailed as error:
+            failed[name] = str(error)
+            del found[name]
+            return []
+
+    for name in list(found):
+        await write(name, requests[-1])
+    for _ in range(num_runs):
+        for each in found.values():
+            each.runs.append([])
+        for index, request in enumerate(requests):
+            for name in sorted(found, reverse=bool(index % 2)):
+                for text in await write(name, request):
+                    found[name].runs[-1].append(text)
+    return found, failed
 
 
-def open_peers(stack: ExitStack, temperature: float, widen_mb: float, drafted: Sequence[int]) -> Mapping[str, Write]:
-    """Each at each number of drafted tokens."""
-
-    def opened(kind: str, target: Path, draft: Path) -> EngineProcess:
-        command = ["-m", "bench.peer_drafts", kind, str(target), str(draft), "--threads", str(os.cpu_count())]
-        peer = EngineProcess(kind, command)
-        stack.callback(peer.close)
-        return peer
-
-    pair = Verifier().pair(widen_mb or None)
-    genai = opened("openvino_genai", pair.target, pair.draft)
-    if temperature == 0.0:
-        return {f"openvino_genai, {count} drafted": partial(written, genai, count) for count in drafted}
-    torch = opened("transformers", safetensors_target(widen_mb or None), draft_dir())
-    return {"openvino_genai, plain": partial(written, genai, 0)} | {
-        f"transformers, {count} drafted": partial(written, torch, count) for count in drafted
+def waiting_agents(agent: Agent, drafted: Sequence[int], is_sampled: bool) -> dict[str, Agent]:
+    """Stop-and-wait as published systems do it: blocks of one size. agent: its endpoints and its draft serve them."""
+    assert isinstance(agent, StopAndWaitAgent)
+    terms = RuleTerms(Rule.REJECTION) if is_sampled else PLAIN_TERMS
+    return {
+        f"{STOP_AND_WAIT}, {count} drafted": StopAndWaitAgent(
+            agent.endpoints, agent.drafter, FixedDepth(count), Estimates(), terms=terms
+        )
+        for count in drafted
     }
+
+
+async def measure(options: argparse.Namespace, subject: Subject) -> tuple[dict[str, Found], dict[str, str]]:
+    """Our own modes and the peers, interleaved; and what failed."""
+    peers, failed = dict[str, PeerProcess](), dict[str, str]()
+    with ExitStack() as stack:
+        async with connected(subject.url, subject.cores, options.rtt_ms) as endpoints:
+            modes = three_modes(endpoints, subject.drafter)
+            modes |= waiting_agents(modes[STOP_AND_WAIT], options.others_drafted, options.temperature > 0.0)
+            ways: dict[str, tuple[Write, str]] = {name: (agent.generate, CLOUD_ONLY) for name, agent in modes.items()}
+            for kind in options.peers:
+                plain = f"{'openvino_genai' if kind == LOOKUP else kind}, {PLAIN}"
+                try:
+                    opens = prepare(kind, options.widen or None, options.vllm_python, options.llama_cpp)
+                    for count in drafts_of(kind, options.drafted, options.others_drafted):
+                        name = f"{kind}, {count} drafted" if count else plain
+                        peers[name] = opens(count, subject.cores, options.rtt_ms, stack)
+                        ways[name] = peers[name].generate, plain
+                except PeerFailed as error:
+                    failed[kind] = str(error)
+            found, failures = await compare(ways, make_requests(options), options.runs)
+        for name, each in found.items():
+            each.peak_mb = peers[name].peak_mb if name in peers else _own_mb()
+    return found, failed | failures
+
+
+def drafts_of(kind: str, drafted: Sequence[int], others: Sequence[int]) -> Sequence[int]:
+    """The numbers of drafted tokens of a kind's ways; 0 is its target alone, which lookup has from `openvino_genai`."""
+    if kind == LOOKUP:
+        return others[:1]
+    return 0, *(drafted if kind == "openvino_genai" else others)
+
+
+def _own_mb() -> float:
+    """Of the verifier, and of the process that drafts."""
+    own = psutil.Process()
+    return peak_mb(own, *(each for each in own.children() if "outrider.cloud.server" in each.cmdline()))
+
+
+def likelihoods(target: Path, requests: Sequence[GenerationRequest], found: Mapping[str, Found]) -> dict[str, float]:
+    """Mean log-probability of a token of each way's last run, at the requests' temperature, in nats."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, local_files_only=True)
+
+    @lru_cache
+    def likelihood(request: GenerationRequest, text: tuple[int, ...]) -> float:
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*request.prompt, *text]])).logits[0, len(request.prompt) - 1 : -1]
+        chances = torch.log_softmax(logits / request.params.temperature, dim=-1)
+        return float(chances.gather(1, torch.tensor(text)[:, None]).mean())
+
+    return {name: fmean(map(likelihood, requests, each.last)) for name, each in found.items()}
+
+
+def as_table(figures: Mapping[str, Mapping[str, Any]], stream: float) -> Table:
+    """A row for each way."""
+    names = ("tokens/s", "of stream", "first ms", "p50 ms", "p95 ms", "p99 ms", "passes per token", "accepted")
+    table = figures_table("", "way", *names, "draft ms", "MB", "own text", "nats", left=("way",))
+    for name, each in figures.items():
+        rate = median(each["rates"])
+        table.add_row(
+            name,
+            f"{rate:.1f}",
+            f"{rate / stream:.2f}",
+            f"{each['first_ms']:.0f}",
+            *(f"{gap_ms:.1f}" for gap_ms in each["gaps_ms"].values()),
+            f"{each['passes']:.2f}",
+            *("" if each[key] is None else f"{each[key]:.2f}" for key in ("accepted", "draft_ms")),
+            f"{each['peak_mb']:.0f}",
+            each["own_text"],
+            "" if each["nats"] is None else f"{each['nats']:.2f}",
+        )
+    return table
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -124,34 +252,55 @@ def main(given: Sequence[str] | None = None) -> int:
     more = {
         "--runs": option(3),
         "--rtt-ms": option(0.0),
-        "--drafted": option([3, 5, 8, 12], "tokens that the peers draft for each pass"),
-        "--no-peers": option(False, "only our own modes"),
+        "--drafted": option([3, 5, 8, 12], "tokens that openvino_genai's draft guesses for each pass"),
+        "--others-drafted": option([4, 8], "the same of the other peers, and of blocks of one size"),
+        "--peers": {"nargs": "*", "choices": tuple(KINDS), "default": list(KINDS)},
+        "--vllm-python": option(help="the interpreter of an environment with vLLM and Outrider"),
+        "--llama-cpp": option(type=Path, help="llama.cpp's source, with build/bin/llama-server"),
     }
     cli = parser(__doc__, {**PAIR_OPTIONS, **more, **TO_JSON})
     cli.set_defaults(cores=0, widen=700.0, temperature=0.0, prompts=4, max_tokens=128)
     options, console = cli.parse_args(given), Console(width=None if sys.stdout.isatty() else 190)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped processes would stay behind
     sampled = options.temperature > 0.0
-    with ExitStack() as stack:
-        subject = stack.enter_context(open_pair(options, beside=False, lookup=False))
-        peers = {} if options.no_peers else open_peers(stack, options.temperature, options.widen, options.drafted)
-        requests = make_requests(options)
-        found = asyncio.run(compare(subject, peers, requests, options.runs, options.rtt_ms))
+    with open_pair(options, beside=False, lookup=False) as subject:
+        found, failed = asyncio.run(measure(options, subject))
+    chances = likelihoods(safetensors_target(options.widen or None), make_requests(options), found) if sampled else {}
+    figures = {
+        name: {**each.figures, "own_text": own_text(each, found), "nats": chances.get(name)}
+        for name, each in found.items()
+    }
     stream = found[STREAM]
-    table = figures_table("tokens/s, medians of the runs", "way", "tokens/s", "of stream", "in turns", left=("way",))
-    for name, each in found.items():
-        table.add_row(name, f"{each.rate:.1f}", f"{each.rate / stream.rate:.2f}", str(each.num_turns or ""))
-    console.print(table)
-    goals = {STOP_AND_WAIT: OF_WAITING} | dict.fromkeys(peers, OF_PEERS_SAMPLED if sampled else OF_PEERS)
+    console.print(as_table(figures, stream.rate))
+    if failed:
+        arguments = sys.argv[1:] if given is None else given
+        console.print(f"Failed in `python -m bench.one_machine {' '.join(arguments)}`:", highlight=False)
+    for name, error in failed.items():
+        console.print(f"  {name}: {error}", highlight=False, markup=False)
+    goal = OF_PEERS_SAMPLED if sampled else OF_PEERS
+    goals = {
+        name: OF_WAITING if name.startswith(STOP_AND_WAIT) else goal
+        for name in found
+        if name not in (CLOUD_ONLY, STREAM)
+    }
     missed = [
         f"stream has {ratio:.3f} of {name}; expected at least {goal:g}"
         for name, goal in goals.items()
         if (ratio := median(a / b for a, b in zip(stream.rates, found[name].rates, strict=True))) < goal
     ]
     if not sampled:
-        missed += [f"{name}: texts differ from stream's" for name, each in found.items() if each.texts != stream.texts]
-    figures = {name: {"rates": each.rates, "turns": each.num_turns} for name, each in found.items()}
-    told = {"temperature": options.temperature, "rtt_ms": options.rtt_ms, "form": options.form, "ways": figures}
-    return verdict(console, missed, options.json, told)
+        missed += [f"{name}: texts differ from stream's" for name, each in found.items() if each.last != stream.last]
+    missed += [f"{kind}: no way runs" for kind in options.peers if not any(name.startswith(kind) for name in found)]
+    told = {"temperature": options.temperature, "rtt_ms": options.rtt_ms, "form": options.form}
+    return verdict(console, missed, options.json, {**told, "ways": figures, "failed": failed})
+
+
+def own_text(found: Found, ways: Mapping[str, Found]) -> str:
+    """How many texts of the last run are those of the same target alone; empty where that did not run."""
+    if (plain := ways.get(found.plain)) is None:
+        return ""
+    num_same = sum(text == other for text, other in zip(found.last, plain.last, strict=True))
+    return f"{num_same} of {len(plain.last)}"
 
 
 if __name__ == "__main__":
