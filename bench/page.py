@@ -71,11 +71,18 @@ PARTS: Final = (
         ),
         ("--runs", "25", "--prompts", "8"),
     ),
-    Part("one machine, greedy", ("bench.one_machine",), ("--runs", "9", "--prompts", "12")),
+    Part(
+        "one machine, greedy",
+        ("bench.one_machine", "--peers", "openvino_genai", "--others-drafted", "8"),
+        ("--runs", "9", "--prompts", "12"),
+    ),
     Part(
         "one machine, sampled",
-        ("bench.one_machine", "--temperature", "0.8", "--drafted", "8"),
-        ("--drafted", "3", "5", "8", "12", "--runs", "9", "--prompts", "12"),
+        (
+            *("bench.one_machine", "--temperature", "0.8", "--peers", "openvino_genai", "transformers"),
+            *("--drafted", "8", "--others-drafted", "8"),
+        ),
+        ("--others-drafted", "3", "5", "8", "12", "--runs", "9", "--prompts", "12"),
     ),
     Part("sessions", ("bench.load", "--emulate", "40", "0.3"), ("--runs", "15")),
     Part("engine", ("bench.peers", "--only", "engine", "--runs", "3"), ("--runs", "15")),
@@ -253,9 +260,11 @@ def _rates(figures: dict[str, Any]) -> dict[str, float]:
 
 
 def _one_machine(name: str, results: dict[str, Any]) -> list[str]:
-    ways = _rates(results["parts"][name]["figures"])
+    figures = results["parts"][name]["figures"]
+    ways = _rates(figures)
     rows = [[way, f"{rate:.1f}", f"{ways['stream'] / rate:.2f}"] for way, rate in ways.items()]
-    return [_table([name.split(", ")[1], "tokens/s", "stream over it"], rows), _of(name, results)]
+    failed = (f"* {way} fails: {' '.join(error.split())}" for way, error in figures.get("failed", {}).items())
+    return [_table([name.split(", ")[1], "tokens/s", "stream over it"], rows), *failed, _of(name, results)]
 
 
 def _sessions(figures: dict[str, Any]) -> str:

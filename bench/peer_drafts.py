@@ -351,14 +351,14 @@ KINDS: Final[dict[str, Callable[[Peer, ExitStack], Write]]] = {
 }
 
 
-def answer(opens: Callable[[], Write], lines: TextIO) -> None:
+def answer(opens: Callable[[], Write], questions: TextIO, answers: TextIO) -> None:
     """Answers each question, to the last. The first one also opens the peer: its errors are answers, too."""
     write: Write | None = None
 
     def tell(**told: Any) -> None:
-        print(json.dumps(told), file=lines, flush=True)
+        print(json.dumps(told), file=answers, flush=True)
 
-    while question := lines.readline():
+    for question in questions:
         try:
             write = write or opens()
             counts = write(Asked(**json.loads(question)), lambda tokens: tell(tokens=tokens))
@@ -386,8 +386,8 @@ def main() -> None:
         print(f"{READY_PREFIX}http://127.0.0.1:{listener.getsockname()[1]}", file=told, flush=True)
         asker, _ = listener.accept()
         asker.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with asker, asker.makefile("rw", encoding="utf-8") as lines:
-            answer(partial(KINDS[options.kind], peer, stack), lines)
+        with asker, asker.makefile(encoding="utf-8") as questions, asker.makefile("w", encoding="utf-8") as answers:
+            answer(partial(KINDS[options.kind], peer, stack), questions, answers)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TextIO
 from urllib.parse import urlsplit
 
 import psutil
@@ -65,8 +65,8 @@ class PeerFailed(Exception):
 class PeerProcess:
     """One peer at one depth. It is opened by its first text, and stopped while it has no turn."""
 
-    def __init__(self, program: Program, lines: Any) -> None:
-        self._program, self._lines = program, lines
+    def __init__(self, program: Program, connection: socket.socket, answers: TextIO) -> None:
+        self._program, self._connection, self._answers = program, connection, answers
         self._program.signal(signal.SIGSTOP)
 
     @property
@@ -85,8 +85,8 @@ class PeerProcess:
         self._program.signal(signal.SIGCONT)
         try:
             began_s = time.perf_counter()
-            print(json.dumps(asdict(asked)), file=self._lines, flush=True)
-            while line := self._lines.readline():
+            self._connection.sendall(json.dumps(asdict(asked)).encode() + b"\n")
+            for line in self._answers:
                 at_s, told = time.perf_counter() - began_s, json.loads(line)
                 if "error" in told:
                     raise PeerFailed(told["error"])
@@ -132,7 +132,7 @@ class PeerCommand:
         url = urlsplit(stack.enter_context(network(program.url, rtt_ms, cores.agent)))
         connection = stack.enter_context(socket.create_connection((url.hostname or "", url.port or 0)))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return PeerProcess(program, stack.enter_context(connection.makefile("rw", encoding="utf-8")))
+        return PeerProcess(program, connection, stack.enter_context(connection.makefile(encoding="utf-8")))
 
 
 # -- the pair, as each peer reads it -----------------------------------------------------------------------------------

@@ -1,0 +1,144 @@
+"""What `bench.one_machine` makes of texts, and how it talks to its peers; no peer has to be installed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import sys
+from contextlib import ExitStack
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from bench.beside import Written
+from bench.one_machine import Found, compare, drafts_of, gaps_ms, own_text
+from bench.peer_drafts import LLAMA_SERVER, Asked, Counts, Emit, Write, answer
+from bench.peer_processes import PeerCommand, PeerFailed, prepare
+
+from outrider.edge.lab.cores import plan_cores
+from outrider.edge.results import GenerationRequest
+from outrider.export.make.pair import PairPaths
+
+REQUEST = GenerationRequest(prompt=(1, 2), max_tokens=3)
+# It answers as llama-server does: one token each line of the stream, the counts in the last.
+LLAMA = """\
+#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        for token in asked["prompt"][: asked["n_predict"]]:
+            self.wfile.write(b"data: " + json.dumps({{"tokens": [token]}}).encode() + b"\\n\\n")
+        timings = {{"draft_n": 4, "draft_n_accepted": 1}}
+        self.wfile.write(b"data: " + json.dumps({{"tokens": [], "timings": timings}}).encode() + b"\\n\\n")
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def text(tokens: tuple[int, ...], arrival_s: tuple[float, ...] = (1.0, 1.0, 2.0)) -> Written:
+    return Written(tokens, arrival_s, num_passes=2, num_drafted=4, num_accepted=1, draft_s=0.5)
+
+
+def test_gaps_are_those_within_texts() -> None:
+    """None lies between two texts; tokens that come together have one of 0."""
+    assert gaps_ms([(0.1, 0.1, 0.1), (5.0, 5.0, 5.0)]) == {50: 0.0, 95: 0.0, 99: 0.0}
+    assert gaps_ms([(0.0, 0.002), (9.0, 9.004)])[50] == pytest.approx(3.0)
+
+
+def test_figures_are_of_all_runs() -> None:
+    """Rates are of each run, from the request to the last token; shares are sums over sums."""
+    found = Found("plain", [[text((1, 2, 3))], [text((1, 2, 3), (1.0, 1.0, 3.0))]])
+    figures = found.figures
+    assert found.rates == [1.5, 1.0] and figures["first_ms"] == 1000.0
+    assert figures["passes"] == pytest.approx(4 / 6) and figures["accepted"] == 0.25 and figures["draft_ms"] == 125.0
+
+
+def test_a_text_is_compared_with_that_of_the_same_target() -> None:
+    ways = {"plain": Found("plain", [[text((1, 2, 3)), text((4, 5, 6))]])}
+    assert own_text(Found("plain", [[text((1, 2, 3)), text((4, 5, 7))]]), ways) == "1 of 2"
+    assert own_text(Found("not there", [[text((1, 2, 3))]]), ways) == ""
+
+
+def test_lookup_has_no_target_of_its_own() -> None:
+    assert drafts_of("openvino_lookup", [3, 5], [4, 8]) == [4]
+    assert drafts_of("openvino_genai", [3, 5], [4, 8]) == (0, 3, 5)
+    assert drafts_of("vllm", [3, 5], [4, 8]) == (0, 4, 8)
+
+
+def test_a_peer_that_fails_is_named_and_the_others_go_on() -> None:
+    num_texts = 0
+
+    async def works(request: GenerationRequest) -> Written:
+        return text(request.prompt)
+
+    async def ends(request: GenerationRequest) -> Written:
+        nonlocal num_texts
+        num_texts += 1
+        if num_texts > 2:
+            raise PeerFailed("no more")
+        return text(request.prompt)
+
+    ways = {"a": (works, "a"), "b": (ends, "a")}
+    found, failed = asyncio.run(compare(ways, [REQUEST, REQUEST], 1))
+    assert failed == {"b": "no more"} and list(found) == ["a"] and len(found["a"].last) == 2
+
+
+def test_what_is_not_given_is_an_error() -> None:
+    with pytest.raises(PeerFailed, match="--vllm-python"):
+        prepare("vllm", None, None, None)
+    with pytest.raises(PeerFailed, match="--llama-cpp"):
+        prepare("llama_cpp", None, None, None)
+
+
+def test_errors_are_answers() -> None:
+    """Of the opening, and of a text; the next question is answered again."""
+    opened: list[str] = []
+
+    def opens() -> Write:
+        opened.append("")
+        if len(opened) == 1:
+            raise ImportError("no such engine")
+
+        def write(asked: Asked, emit: Emit) -> Counts:
+            emit([7, 8])
+            return Counts(1, 2, asked.max_tokens)
+
+        return write
+
+    question = json.dumps({"prompt": [1], "max_tokens": 2, "temperature": 0.0, "seed": 0})
+    answers = StringIO()
+    answer(opens, StringIO(f"{question}\n{question}\n"), answers)
+    told = [json.loads(line) for line in answers.getvalue().splitlines()]
+    assert told[0] == {"error": "ImportError: no such engine"}
+    assert told[1:] == [
+        {"tokens": [7, 8]},
+        {"counts": {"num_passes": 1, "num_drafted": 2, "num_accepted": 2, "draft_s": 0.0}},
+    ]
+
+
+def peer(stack: ExitStack, **variables: str) -> Written:
+    command = PeerCommand("llama_cpp", PairPaths(Path("draft"), Path("target")), sys.executable, variables)
+    return asyncio.run(command(4, plan_cores(0), 0.0, stack).generate(REQUEST))
+
+
+def test_a_peers_process_streams_its_tokens(tmp_path: Path) -> None:
+    """Also one whose server is a child of it. What it cannot open is an error by name."""
+    server = tmp_path / "llama-server"
+    server.write_text(LLAMA.format(python=sys.executable))
+    server.chmod(stat.S_IRWXU)
+    with ExitStack() as stack:
+        found = peer(stack, **{LLAMA_SERVER: str(server)})
+        assert found.tokens == (1, 2) and found.num_accepted == 1 and found.num_passes == 2
+        assert 0.0 < found.arrival_s[0] <= found.arrival_s[1]
+        with pytest.raises(PeerFailed, match="FileNotFoundError"):
+            peer(stack, **{LLAMA_SERVER: str(tmp_path / "none")})
