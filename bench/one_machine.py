@@ -14,8 +14,10 @@ The same held-out texts in turn. A peer is stopped (SIGSTOP) while it has no tur
   core, for draft and target; request and tokens cross the same emulated network.
 
 A peer that fails is a row with its error, and with the command that shows it. Tokens/s are medians of the runs, from
-the request to the last token; the times between tokens are of all runs, 0 where tokens come together. Memory is the
-most that the processes had (Linux). `own text`: equal to that of the same target alone with the same seed. Where it
+the request to the last token; the times between tokens are of all runs, 0 where tokens come together. `accepted` is the
+share of drafted positions, most of which are alternatives in our tree; `draft ms` is of one of them, where the peer says
+it. The time from request to last token is passes per token times ms per pass. Memory is the most that each process had
+(Linux). `own text`: equal to that of the same target alone with the same seed. Where it
 samples, `nats` is the mean log-probability of a token under the target: a text of another distribution has less.
 
 Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s (greedy)
@@ -107,13 +109,15 @@ class Found:
     def figures(self) -> dict[str, Any]:
         """For the table and the document."""
         texts, num_tokens = self.texts, sum(len(text.tokens) for text in self.texts)
+        num_passes = sum(text.num_passes for text in texts)
         drafted, draft_s = sum(text.num_drafted for text in texts), sum(_draft_s(text) for text in texts)
         return {
             "rates": self.rates,
             "turns": self.num_turns,
             "first_ms": 1e3 * median(text.arrival_s[0] for text in texts),
             "gaps_ms": gaps_ms([text.arrival_s for text in texts]),
-            "passes": sum(text.num_passes for text in texts) / num_tokens,
+            "passes": num_passes / num_tokens,
+            "pass_ms": 1e3 * sum(text.arrival_s[-1] for text in texts) / num_passes,
             "accepted": sum(text.num_accepted for text in texts) / drafted if drafted else None,
             "draft_ms": 1e3 * draft_s / drafted if draft_s and drafted else None,
             "peak_mb": self.peak_mb,
@@ -228,8 +232,8 @@ def likelihoods(target: Path, requests: Sequence[GenerationRequest], found: Mapp
 
 def as_table(figures: Mapping[str, Mapping[str, Any]], stream: float) -> Table:
     """A row for each way."""
-    names = ("tokens/s", "of stream", "first ms", "p50 ms", "p95 ms", "p99 ms", "passes per token", "accepted")
-    table = figures_table("", "way", *names, "draft ms", "MB", "own text", "nats", left=("way",))
+    names = ("tokens/s", "of stream", "first ms", "p50 ms", "p95 ms", "p99 ms", "passes per token", "ms per pass")
+    table = figures_table("", "way", *names, "accepted", "draft ms", "MB", "own text", "nats", left=("way",))
     for name, each in figures.items():
         rate = median(each["rates"])
         table.add_row(
@@ -239,6 +243,7 @@ def as_table(figures: Mapping[str, Mapping[str, Any]], stream: float) -> Table:
             f"{each['first_ms']:.0f}",
             *(f"{gap_ms:.1f}" for gap_ms in each["gaps_ms"].values()),
             f"{each['passes']:.2f}",
+            f"{each['pass_ms']:.1f}",
             *("" if each[key] is None else f"{each[key]:.2f}" for key in ("accepted", "draft_ms")),
             f"{each['peak_mb']:.0f}",
             each["own_text"],
