@@ -14,11 +14,11 @@ The same held-out texts in turn. A peer is stopped (SIGSTOP) while it has no tur
   core, for draft and target; request and tokens cross the same emulated network.
 
 A peer that fails is a row with its error, and with the command that shows it. Tokens/s are medians of the runs, from
-the request to the last token; the times between tokens are of all runs, 0 where tokens come together. `accepted` is the
-share of drafted positions, most of which are alternatives in our tree; `draft ms` is of one of them, where the peer says
-it. The time from request to last token is passes per token times ms per pass. Memory is the most that each process had
-(Linux). `own text`: equal to that of the same target alone with the same seed. Where it
-samples, `nats` is the mean log-probability of a token under the target: a text of another distribution has less.
+the request to the last token; the times between tokens are of all runs, 0 where tokens come together. Time per token is
+`passes per token` times `ms per pass`. `accepted` is a share of drafted positions, of which a tree has many that cannot
+all be right; `draft ms` is the time of one, where the peer says it. `MB` is the sum of the most that each process had
+(Linux). `own text` counts texts that are those of the same target alone with the same seed. Where it samples, `nats` is
+the mean log-probability of a token under the target: a text of another distribution has less.
 
 Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s (greedy)
 or under 1.3 of it (sampled), and where no way of a peer runs.
