@@ -12,13 +12,16 @@ from pathlib import Path
 
 import pytest
 from bench.beside import Written
-from bench.one_machine import Found, compare, drafts_of, gaps_ms, own_text
+from bench.one_machine import Found, compare, drafts_of, gaps_ms, likelihoods, own_text
 from bench.peer_drafts import LLAMA_SERVER, Asked, Counts, Emit, Write, answer
 from bench.peer_processes import PeerCommand, PeerFailed, prepare
 
 from outrider.edge.lab.cores import plan_cores
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.pair import PairPaths
+from outrider.models.picks.sampling import SamplingParams
+from outrider.models.text.tokenizer import Tokenizer
+from outrider.reference import target_dir
 
 REQUEST = GenerationRequest(prompt=(1, 2), max_tokens=3)
 # It answers as llama-server does: one token each line of the stream, the counts in the last.
@@ -67,6 +70,16 @@ def test_a_text_is_compared_with_that_of_the_same_target() -> None:
     ways = {"plain": Found("plain", [[text((1, 2, 3)), text((4, 5, 6))]])}
     assert own_text(Found("plain", [[text((1, 2, 3)), text((4, 5, 7))]]), ways) == "1 of 2"
     assert own_text(Found("not there", [[text((1, 2, 3))]]), ways) == ""
+
+
+def test_a_text_of_another_distribution_is_less_likely() -> None:
+    """The reference target against ids that say nothing, all equally likely to be drawn."""
+    prompt = tuple(Tokenizer.from_dir(target_dir()).encode("def main():\n    return"))
+    request = GenerationRequest(prompt=prompt, params=SamplingParams(temperature=0.8), max_tokens=3)
+    likely = tuple(Tokenizer.from_dir(target_dir()).encode(" self.name"))
+    ways = {"likely": Found("", [[text(likely)]]), "drawn": Found("", [[text((4000, 3000, 2000))]])}
+    found = likelihoods(target_dir(), [request], ways)
+    assert 0.0 > found["likely"] > -6.0 > -9.0 > found["drawn"]
 
 
 def test_lookup_has_no_target_of_its_own() -> None:
