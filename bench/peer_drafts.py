@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from bench.peer_engines import PROPERTIES, link_for_genai, own_output
+from bench.peer_engines import PROPERTIES, own_output
 from bench.report import option, parser
 
 from outrider.models.ingress.sockets import READY_PREFIX
@@ -83,21 +83,16 @@ Write = Callable[[Asked, Emit], Counts]
 
 
 def openvino_genai(peer: Peer, stack: ExitStack, *, looks_up: bool = False) -> Write:
-    """Its pipeline, over links to the bundles' files, with the properties of `bench.peer_engines`."""
+    """Its pipeline, with the properties of `bench.peer_engines`."""
     import numpy as np
     import openvino as ov
     import openvino_genai as genai
 
-    def linked(bundle: Path) -> str:
-        place = stack.enter_context(tempfile.TemporaryDirectory())
-        link_for_genai(bundle, Path(place))
-        return place
-
     properties: dict[str, Any] = PROPERTIES | {"INFERENCE_NUM_THREADS": peer.threads}
     more: dict[str, Any] = {"prompt_lookup": True} if looks_up else {}
     if peer.drafted and not looks_up:
-        more["draft_model"] = genai.draft_model(linked(peer.draft), "CPU", **properties)
-    pipeline = genai.LLMPipeline(linked(peer.target), "CPU", **properties, **more)
+        more["draft_model"] = genai.draft_model(str(peer.draft), "CPU", **properties)
+    pipeline = genai.LLMPipeline(str(peer.target), "CPU", **properties, **more)
 
     class Streamer(genai.StreamerBase):  # type: ignore[misc]
         def __init__(self, emit: Emit) -> None:

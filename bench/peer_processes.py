@@ -44,6 +44,12 @@ from outrider.reference import draft_dir
 
 _SAID: Final = 600
 """Characters of a log that are shown."""
+_LINK: Final = """
+import sys
+from pathlib import Path
+from bench.peer_engines import link_for_genai
+link_for_genai(*map(Path, sys.argv[1:]))
+"""
 # llama.cpp's own converter. It knows tokenizers by a hash, and not ours; prompts are ids, so it never splits text.
 _CONVERT: Final = """
 import sys
@@ -139,7 +145,15 @@ class PeerCommand:
 
 
 def _openvino(widen_mb: float | None) -> PairPaths:
-    return Verifier().pair(widen_mb)
+    pair = Verifier().pair(widen_mb)
+
+    def linked(bundle: Path) -> Path:
+        def link(place: Path) -> None:
+            _run("openvino_tokenizers", _LINK, str(bundle), str(place))
+
+        return _kept(f"genai-{bundle.parent.name}", link)
+
+    return PairPaths(linked(pair.draft), linked(pair.target))
 
 
 def _safetensors(widen_mb: float | None) -> PairPaths:
@@ -158,15 +172,19 @@ def _onnx(widen_mb: float | None) -> PairPaths:
 
 def _gguf(llama_cpp: Path, widen_mb: float | None) -> PairPaths:
     def convert(source: Path, kind: str, place: Path) -> None:
-        command = [sys.executable, "-c", _CONVERT, str(llama_cpp), str(source)]
-        command += ["--outfile", str(place / "model.gguf"), "--outtype", kind]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise PeerFailed(f"llama.cpp's converter ended: {done.stderr[-_SAID:]}")
+        arguments = ["--outfile", str(place / "model.gguf"), "--outtype", kind]
+        _run("llama.cpp's converter", _CONVERT, str(llama_cpp), str(source), *arguments)
 
     target = _kept(f"gguf-{widen_mb or 0:g}", partial(convert, safetensors_target(widen_mb), "f32"))
     draft = _kept("gguf-draft", partial(convert, draft_dir(), "q8_0"))
     return PairPaths(draft / "model.gguf", target / "model.gguf")
+
+
+def _run(name: str, code: str, *arguments: str) -> None:
+    """In a process of its own: what it loads is no memory of ours."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PeerFailed(f"{name} ended: {done.stderr[-_SAID:]}")
 
 
 def _kept(name: str, make: Callable[[Path], None]) -> Path:
