@@ -17,8 +17,9 @@ A peer that fails is a row with its error, and with the command that shows it. T
 the request to the last token; the times between tokens are of all runs, 0 where tokens come together. Time per token is
 `passes per token` times `ms per pass`. `accepted` is a share of drafted positions, of which a tree has many that cannot
 all be right; `draft ms` is the time of one, where the peer says it. `MB` is the sum of the most that each process had
-(Linux). `own text` counts texts that are those of the same target alone with the same seed. Where it samples, `nats` is
-the mean log-probability of a token under the target: a text of another distribution has less.
+(Linux); of this one, which drafts for our modes, only what it grew by. `own text` counts texts that are those of the
+same target alone with the same seed. Where it samples, `nats` is the mean log-probability of a token under the target:
+a text of another distribution has less.
 
 Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s (greedy)
 or under 1.3 of it (sampled), and where no way of a peer runs.
@@ -47,12 +48,12 @@ from typing import Any
 
 import psutil
 from bench.beside import Written
-from bench.pairs import PAIR_OPTIONS, make_requests, open_pair
+from bench.pairs import PAIR_OPTIONS, make_requests, open_pair, pair_of
 from bench.peer_drafts import KINDS
 from bench.peer_processes import PeerFailed, PeerProcess, peak_mb, prepare
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import Subject
-from bench.verifier import safetensors_target
+from bench.verifier import safetensors_target, verifier_of
 from rich.console import Console
 from rich.table import Table
 
@@ -176,8 +177,10 @@ def waiting_agents(agent: Agent, drafted: Sequence[int], is_sampled: bool) -> di
     }
 
 
-async def measure(options: argparse.Namespace, subject: Subject) -> tuple[dict[str, Found], dict[str, str]]:
-    """Our own modes and the peers, interleaved; and what failed."""
+async def measure(
+    options: argparse.Namespace, subject: Subject, bench_mb: float
+) -> tuple[dict[str, Found], dict[str, str]]:
+    """Our own modes and the peers, interleaved; and what failed. bench_mb: of this process, without the draft."""
     peers, failed = dict[str, PeerProcess](), dict[str, str]()
     with ExitStack() as stack:
         async with connected(subject.url, subject.cores, options.rtt_ms) as endpoints:
@@ -194,10 +197,10 @@ async def measure(options: argparse.Namespace, subject: Subject) -> tuple[dict[s
                         ways[name] = peers[name].generate, plain
                 except PeerFailed as error:
                     failed[kind] = str(error)
-            Path("/proc/self/clear_refs").write_text("5")  # what was exported just now is no memory of a mode's
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: exporting is no part of a mode
             found, failures = await compare(ways, make_requests(options), options.runs)
         for name, each in found.items():
-            each.peak_mb = peers[name].peak_mb if name in peers else _own_mb()
+            each.peak_mb = peers[name].peak_mb if name in peers else _own_mb() - bench_mb
     return found, failed | failures
 
 
@@ -209,7 +212,7 @@ def drafts_of(kind: str, drafted: Sequence[int], others: Sequence[int]) -> Seque
 
 
 def _own_mb() -> float:
-    """Of the verifier, and of the process that drafts."""
+    """Of the verifier and of this process, which drafts."""
     own = psutil.Process()
     return peak_mb(own, *(each for each in own.children() if "outrider.cloud.server" in each.cmdline()))
 
@@ -269,8 +272,10 @@ def main(given: Sequence[str] | None = None) -> int:
     options, console = cli.parse_args(given), Console(width=None if sys.stdout.isatty() else 190)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped processes would stay behind
     sampled = options.temperature > 0.0
+    pair_of(options, verifier_of(options))  # exporting, also from the cache, loads torch
+    bench_mb = psutil.Process().memory_info().rss / 1e6
     with open_pair(options, beside=False, lookup=False) as subject:
-        found, failed = asyncio.run(measure(options, subject))
+        found, failed = asyncio.run(measure(options, subject, bench_mb))
     chances = likelihoods(safetensors_target(options.widen or None), make_requests(options), found) if sampled else {}
     figures = {
         name: {**each.figures, "own_text": own_text(each, found), "nats": chances.get(name)}
