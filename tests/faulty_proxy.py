@@ -1,9 +1,10 @@
-"""Makes a network worse than slow: cuts connections, holds what they carry, limits the rate, counts bytes."""
+"""Makes a network worse than slow: cuts connections, holds or alters what they carry, limits the rate, counts bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import re
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ class FaultyProxy(DelayProxy):
         self._is_held = False
         self._mark = b""
         self._cuts: deque[int] = deque()
+        self._num_flips = 0
+        self._is_planting = False
         self.bytes_up = 0
         self.bytes_down = 0
         self.num_connections = 0
@@ -73,6 +76,21 @@ class FaultyProxy(DelayProxy):
         """Changes the link's rate, for what comes from now on; 0 ends the limit."""
         self._kbit_s = kbit_s
 
+    def flip(self, num: int) -> None:
+        """Flips a bit in each of the next `num` reads, of any connection and either way."""
+        self._num_flips = num
+
+    def plant(self) -> None:
+        """Changes the first token of the next commit to its neighbour; all lengths stay. Without TLS nobody can see
+        that it is not the server's.
+        """
+        self._is_planting = True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether what was asked has been done, flips too."""
+        return not self._is_planting and not self._num_flips
+
     async def _connect(self, client: socket.socket) -> None:
         self.num_connections += 1
         await super()._connect(client)
@@ -94,6 +112,13 @@ class FaultyProxy(DelayProxy):
                 raise ConnectionResetError("cut on purpose")
         if self._is_held:
             return []
+        if self._num_flips:
+            self._num_flips -= 1
+            at = self._random.randrange(len(data))
+            data = data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
+        if self._is_planting and not is_up and (token := re.search(rb'"tokens":\[\d*(\d)', data)):
+            self._is_planting = False
+            data = data[: token.start(1)] + bytes([token[1][0] ^ 1]) + data[token.end(1) :]
         return [data] if is_up else self._up_to_cut(data)
 
     def _up_to_cut(self, data: bytes) -> Sequence[bytes | None]:

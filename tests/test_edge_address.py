@@ -15,14 +15,17 @@ from typing import Any
 import httpx
 import pytest
 from pydantic import ValidationError
+from tests.agents import generate, truth, whole
 from tests.certificates import make_own, make_signed, needs_openssl, openssl
 from tests.commands import KEY
+from tests.faulty_proxy import FaultyProxy
 from tests.serving import StepGate, serve_fake
 
 from outrider.edge.cli.command_options import PullOptions
 from outrider.edge.cli.draft_source import clouds_of
 from outrider.edge.doctor.cloud import CloudReport
 from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.results import TokenBatch
 from outrider.edge.serve.routes import PATHS_ARE
 from outrider.edge.setup.config_file import ConfigFile
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
@@ -357,3 +360,26 @@ def test_a_connection_cut_before_an_answer_may_be_a_refused_certificate(error: h
     assert "--tls-client-cert" in str(lost("https://verifier", error))
     assert "--tls-client-cert" not in str(lost("https://verifier", error, is_answering=True))
     assert "--tls-client-cert" not in str(lost("http://verifier", error))
+
+
+@needs_openssl
+async def test_a_bit_that_flips_inside_tls_costs_a_connection(tmp_path: Path) -> None:
+    """The record is refused in the middle of an answer, and the text goes on over a new connection."""
+    gate, troubles, request = StepGate(), list[str](), whole((5, 17, 99, 3))
+    certificate, key = make_own(tmp_path, "server")
+    trusting = ClientOptions(tls=ssl.create_default_context(cafile=str(certificate)))
+    with (
+        serve_fake(gate=gate, tls=TlsFiles(certificate, key)) as server,
+        FaultyProxy("127.0.0.1", int(server.url.rsplit(":", 1)[1])) as proxy,
+    ):
+        once = iter([lambda: proxy.flip(1)])
+
+        def flip(batch: TokenBatch) -> None:
+            next(once, lambda: None)()
+            gate.open()
+
+        gate.allow(1)  # what is read next is read after the flip
+        url = proxy.url.replace("http:", "https:")
+        result = await generate([url], request, options=trusting, on_trouble=troubles.append, on_tokens=flip)
+    assert result.tokens == truth(request) and result.num_sessions == 2
+    assert len(troubles) == 1 and "SSL" in troubles[0]

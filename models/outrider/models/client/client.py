@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -306,7 +307,7 @@ class VerifierClient(HttpEndpoint):
                     chunk = await exchange.next_chunk()
             except TimeoutError:
                 raise silent(self.url, silence_s) from None
-            except httpx.TransportError as e:
+            except (httpx.TransportError, ssl.SSLError) as e:
                 raise lost(self.url, e, is_answering=True) from e
             if not chunk:
                 return

@@ -72,8 +72,12 @@ class TargetMismatch(EndpointUnfit):
     """The server has another target than the one that began the text, so its tokens would be another text's."""
 
 
-def lost(url: str, error: httpx.TransportError, *, is_answering: bool = False) -> EndpointLost:
-    """The exception for a connection that failed. is_answering: within an answer, not before its head."""
+def lost(url: str, error: httpx.TransportError | ssl.SSLError, *, is_answering: bool = False) -> EndpointLost:
+    """The exception for a connection that failed. is_answering: within an answer, not before its head.
+
+    A record of TLS that was altered on its way is an SSLError: anyio and httpx give it a name of theirs only while the
+    connection is opened.
+    """
     if (wrong := _wrong(url, error)) is not None:
         return wrong
     # httpx has one type for both: what is no HTTP, and a connection that ends in the middle of an answer.
@@ -88,7 +92,7 @@ def lost(url: str, error: httpx.TransportError, *, is_answering: bool = False) -
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
 
 
-def _wrong(url: str, error: httpx.TransportError) -> EndpointWrong | None:
+def _wrong(url: str, error: httpx.TransportError | ssl.SSLError) -> EndpointWrong | None:
     """The exception for a connection that fails until somebody corrects the address or the certificate."""
     cause: BaseException | None = error
     while cause is not None:

@@ -209,7 +209,7 @@ class HttpEndpoint:
             raise EndpointLost(f"{self.url}: no whole answer came within {limit_s or 0.0:.3g} s") from None
         except httpx.ReadTimeout as e:
             raise silent(self.url, self._silence_s) from e
-        except httpx.TransportError as e:
+        except (httpx.TransportError, ssl.SSLError) as e:
             if await self._is_tls(e):
                 found = f"{self.url}: what answers there speaks TLS"
                 raise EndpointWrong(f"{found}; use https{self.url.removeprefix('http')}") from e
@@ -220,7 +220,7 @@ class HttpEndpoint:
                 raise
             raise EndpointLost(f"{self.url}: the connection was reset") from e
 
-    async def _is_tls(self, error: httpx.TransportError) -> bool:
+    async def _is_tls(self, error: httpx.TransportError | ssl.SSLError) -> bool:
         """Whether TLS answers at an http address that has never answered HTTP: asks, since a TLS server closes the
         connection of a plain client without a word, or with bytes that are none of HTTP.
         """
