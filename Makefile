@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-ray test-vllm bench bench-full lint types wheel check docs release format clean
+.PHONY: demo test test-ray test-vllm soak bench bench-full lint types wheel check docs release format clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo $(ARGS)
@@ -25,6 +25,10 @@ test-ray: $(STAMP)
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 	OUTRIDER_INTERPRET=1 PYTHONPATH=tests/vllm/interpreted $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_v2.py tests/vllm/test_heads.py $(ARGS)
+
+# An hour of random faults; every text must be its undisturbed twin. redis-server on the path is killed, too.
+soak: $(STAMP)
+	$(BIN)/python -m bench.soak $(ARGS)
 
 # Writes docs/results.md, its plot and README's table from what the benches find; the second takes hours, and goes on.
 bench: $(STAMP)

@@ -1,7 +1,15 @@
-"""Streams a text through real processes and strikes it in the middle, for `bench.faults`; knows no fault."""
+"""Streams a text through real processes and strikes it in the middle, for `bench.faults`; what it shares with
+`bench.soak` of striking.
+"""
 
 from __future__ import annotations
 
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -129,3 +137,37 @@ def drafting_of(counts: Mapping[str, float]) -> str:
     accepted, committed = counts.get("accepted", 0.0), counts.get("committed", 0.0)
     sessions = f"; session opened again {counts['resumed']:.0f}x" if counts.get("resumed") else ""
     return f"{'came back' if accepted else 'no more'}: {accepted:.0f} of the last {committed:.0f} tokens{sessions}"
+
+
+def pause(send_signal: Callable[[int], None], seconds: float) -> None:
+    """Stops a process, and starts it again."""
+    send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    send_signal(signal.SIGCONT)
+
+
+def num_met(agent: Program) -> int:
+    """What `bench.faulty_agent` wrote when the fault last ended; 0 before."""
+    return int([0, *re.findall(r"calls that met the fault: (\d+)", agent.said())][-1])
+
+
+def require_preload() -> None:
+    """Raises SystemExit where `WrongClock` cannot be made."""
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        raise SystemExit("needs Linux and a C compiler `cc`")
+
+
+class WrongClock:
+    """A wall clock for processes that are started with `environment`. place: a directory for its files."""
+
+    def __init__(self, place: Path) -> None:
+        library, self._offset = place / "wrong_clock.so", place / "clock"
+        source = Path(__file__).with_name("wrong_clock.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+        self._offset.write_bytes(struct.pack("<q", 0))
+        self.environment = {"LD_PRELOAD": str(library), "OUTRIDER_BENCH_CLOCK": str(self._offset)}
+
+    def jump_to(self, seconds: int) -> None:
+        """It is wrong by so many seconds from now on."""
+        with self._offset.open("r+b") as place:
+            place.write(struct.pack("<q", seconds))

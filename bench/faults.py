@@ -17,11 +17,7 @@ whole text while the network was silent.)
 
 from __future__ import annotations
 
-import re
-import shutil
 import signal
-import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +30,19 @@ from typing import Final
 
 import psutil
 from bench.attacks.identity import other_model
-from bench.fault_scene import Row, Scene, Struck, drafting_of, row_of, running, strike
+from bench.fault_scene import (
+    Row,
+    Scene,
+    Struck,
+    WrongClock,
+    drafting_of,
+    num_met,
+    pause,
+    require_preload,
+    row_of,
+    running,
+    strike,
+)
 from bench.processes import Program, device_counts, read_text, started
 from bench.report import TO_JSON, option, parser, write_json
 from rich.console import Console
@@ -63,7 +71,7 @@ def runtime_raises(scene: Scene, fault: str = "call") -> Iterator[Row]:
         struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
         agent.signal(signal.SIGUSR2)
         following = strike(scene, agent)
-        num_struck = _num_struck(agent)
+        num_struck = num_met(agent)
         row = row_of(
             scene,
             f"the draft's runtime raises {'once' if fault == 'call' else 'until the text ends'}",
@@ -168,7 +176,7 @@ def network_silent(scene: Scene) -> Iterator[Row]:
         agent = stack.enter_context(started(scene.agent([url])))
 
         def cut() -> None:
-            _pause(proxy.send_signal, CUT_S)
+            pause(proxy.send_signal, CUT_S)
 
         yield row_of(scene, f"the network is silent for {CUT_S:g} s", strike(scene, agent, cut), is_drafted=False)
 
@@ -207,7 +215,7 @@ def posts_disordered(scene: Scene) -> Iterator[Row]:
         struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
         agent.signal(signal.SIGUSR2)
         read_text(agent.url, {**scene.body, "max_tokens": 4})
-        num_struck = _num_struck(agent)
+        num_struck = num_met(agent)
         row = row_of(scene, "drafts arrive twice and out of order", struck, f"{num_struck} messages met the fault")
         row.is_met = row.is_met and num_struck > 0
         yield row
@@ -215,18 +223,9 @@ def posts_disordered(scene: Scene) -> Iterator[Row]:
 
 def clock_jumps(scene: Scene) -> Iterator[Row]:
     """The wall clock of agent and verifier jumps an hour ahead, and then two hours back."""
-    library, clock = scene.place / "wrong_clock.so", scene.place / "clock"
-    source = Path(__file__).with_name("wrong_clock.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
-    clock.write_bytes(struct.pack("<q", 0))
-    environment = {"LD_PRELOAD": str(library), "OUTRIDER_BENCH_CLOCK": str(clock)}
-
-    def jump_to(seconds: int) -> None:
-        with clock.open("r+b") as place:
-            place.write(struct.pack("<q", seconds))
-
-    with running(scene, environment=environment) as ([cloud], agent):
-        struck = strike(scene, agent, lambda: jump_to(HOUR_S), lambda: jump_to(-HOUR_S))
+    clock = WrongClock(scene.place)
+    with running(scene, environment=clock.environment) as ([cloud], agent):
+        struck = strike(scene, agent, lambda: clock.jump_to(HOUR_S), lambda: clock.jump_to(-HOUR_S))
         clocks = [read_text(url, {**scene.body, "max_tokens": 4}).created_s for url in (agent.url, cloud.url)]
         offsets = [seconds - time.time() for seconds in clocks]
         row = row_of(scene, "the clock jumps by +1 h, then by -2 h", struck)
@@ -240,14 +239,14 @@ def clock_jumps(scene: Scene) -> Iterator[Row]:
 def agent_asleep(scene: Scene) -> Iterator[Row]:
     """The laptop sleeps: the agent stops for a while."""
     with running(scene) as (_, agent):
-        struck = strike(scene, agent, lambda: _pause(agent.signal, ASLEEP_S))
+        struck = strike(scene, agent, lambda: pause(agent.signal, ASLEEP_S))
         yield row_of(scene, f"the agent is asleep for {ASLEEP_S:g} s", struck)
 
 
 def verifier_asleep(scene: Scene) -> Iterator[Row]:
     """The only verifier stops for a while."""
     with running(scene) as ([cloud], agent):
-        struck = strike(scene, agent, lambda: _pause(cloud.signal, ASLEEP_S))
+        struck = strike(scene, agent, lambda: pause(cloud.signal, ASLEEP_S))
         yield row_of(scene, f"the verifier is asleep for {ASLEEP_S:g} s", struck)
 
 
@@ -283,18 +282,6 @@ FAULTS: Final[dict[str, Callable[[Scene], Iterator[Row]]]] = {
 
 def _line(cloud: Program, port: int = 0) -> FaultyProxy:
     return FaultyProxy("127.0.0.1", cloud.port, ProxyOptions(RTT_MS), port)
-
-
-def _num_struck(agent: Program) -> int:
-    """What `bench.faulty_agent` wrote when the fault ended."""
-    return int(re.findall(r"calls that met the fault: (\d+)", agent.said())[-1])
-
-
-def _pause(send_signal: Callable[[int], None], seconds: float) -> None:
-    """Stops a process, and starts it again."""
-    send_signal(signal.SIGSTOP)
-    time.sleep(seconds)
-    send_signal(signal.SIGCONT)
 
 
 def undisturbed(scene: Scene) -> None:
@@ -333,8 +320,7 @@ def main() -> int:
             **TO_JSON,
         },
     ).parse_args()
-    if sys.platform != "linux" or shutil.which("cc") is None:
-        raise SystemExit("needs Linux and a C compiler `cc`")
+    require_preload()
     pair = export_reference_pair(widen_mb=options.widen or None)
     prompt = load_prompts(1)[0].text
     body = {"prompt": prompt, "max_tokens": options.max_tokens, "temperature": 0.8, "seed": 7, "ignore_eos": True}

@@ -1,14 +1,22 @@
-"""Opens sessions and drops them at random points, with whole ones between; checks that the verifier keeps nothing.
+"""Strikes agents, verifiers, replicas, Redis and links at random for an hour; each text must be its undisturbed twin.
 
-    python -m bench.soak [--sessions 3000] [--json PATH]
+    python -m bench.soak [--minutes 60] [--seed 0] [--only FAULT] [--sessions 3000] [--plant] [--json PATH]
 
-The verifier is a real process over the reference target, not widened. A client leaves before the first event, with half
-of the head or of the body sent, in the middle of a long prompt, while it drafts, with half of a draft sent, while the
-text streams, in a /v1/verify call, in a streamed completion, after a DELETE, or after the end; by a close or by a
-reset. Points are drawn with a seed. After each hundred of these come one text of each mode of the agent.
+Real processes of the reference pair, the target not widened. Texts run all the while, several at once: greedy and
+sampled, with top-p, processors and grammars, in every mode of the agent's API and through the local endpoint. Half of
+the places have one verifier, the other two replicas on Ray behind TLS and a Redis. A fault is drawn, strikes while a
+text is under way, and is healed; the next one waits until all texts that met it are over. A text goes on and is its
+twin, which the verifier wrote alone before, token by token; or it ends with an error that has a name, its beginning is
+the twin's, and it is asked for again until it is right. In plain HTTP nobody can see a flipped digit of a token, so
+bits flip inside TLS; --plant makes such a wrong token and has to fail.
 
-Exits 1 where memory grew by more than 2 % over the last three quarters, where a block, session, thread or descriptor is
-left when nothing runs, or where a text afterwards is not the one from before.
+At the end sessions are dropped at random points (`bench.dropped`) at the verifier that has lived through the last
+faults: 1,000 to warm up, 3,000 that count.
+
+Exits 1 where a text differs, fails without a fault or without a name, or hangs: 180 s without anything new; where an
+hour, or its share, has fewer than 500 texts or a fault fewer than 20 times; where memory grew by more than 2 % over the
+last three quarters of the dropped sessions, or a block, session, thread or descriptor is left when nothing runs. Needs
+Linux and a C compiler; openssl and redis-server for two faults, which the table names where they cannot be made.
 """
 
 from __future__ import annotations
@@ -16,242 +24,131 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import httpx
-import psutil
-from bench.bare_http import Wire
-from bench.report import TO_JSON, option, parser, verdict
+from bench import dropped
+from bench.fault_scene import require_preload
+from bench.report import TO_JSON, figures_table, option, parser, verdict
+from bench.soak_faults import FAULTS, Place, away, plain_place, replicated_place
+from bench.soak_texts import Case, Ledger, Traffic, make_cases
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from outrider.edge.lab.laboratory import Lab, open_lab, three_modes
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.results import GenerationRequest
+from outrider.edge.lab.laboratory import Lab, open_lab
 from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.client.client import VerifierClient
-from outrider.models.errors import CloudError
-from outrider.models.picks.sampling import SamplingParams
 from outrider.reference import load_prompts
 
-MOST_GROWTH: Final = 0.02
-OPEN: Final = ("num_requests_running", "num_requests_waiting", "sessions_open")
-"""Gauges that are 0 once nothing runs."""
-MORE_DESCRIPTORS: Final = 4
-"""Connections that a look at the server may leave closing."""
-LONG_PROMPT: Final = 900
-KV_CACHE_MB: Final = "48"
-"""So small that every block is used while the server warms up: pages that are touched late would look like growth."""
-EACH: Final = 100
-AT_ONCE: Final = 32
+TEXTS_AN_HOUR: Final = 500
+FAULTS_AN_HOUR: Final = 20
+NUM_EACH: Final = 6
+MAX_TOKENS: Final = 160
+AT_ONCE: Final = 3
+ALONE: Final = ("--no-lookup",)
+"""Of the verifier that writes the twins: nothing is guessed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One session to be dropped. at: the share of the way at which it is, 0 to 1; salt: varies prompt and seed."""
+def disturb(
+    places: dict[bool, tuple[Place, Traffic]], names: Sequence[str], chance: random.Random, minutes: float
+) -> None:
+    """Strikes in whole rounds of all faults, in an order that is drawn, until the time is over; at least one round.
 
-    url: str
-    prompts: Sequence[list[int]]
-    at: float
-    salt: int
-    max_tokens: int = 24
-
-    def body(self, length: int = 24) -> dict[str, Any]:
-        """Of POST /v1/sessions."""
-        prompt = self.prompts[self.salt % len(self.prompts)]
-        salted = [2 + self.salt % 250, *(prompt * (1 + length // len(prompt)))[: length - 1]]
-        sampling = {"temperature": 0.8, "seed": self.salt, "ignore_eos": True}
-        return {"prompt": salted, "max_tokens": self.max_tokens, **sampling}
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens after which it leaves a stream."""
-        return 1 + int(self.at * (self.max_tokens - 2))
-
-
-async def half_sent(wire: Wire, visit: Visit) -> None:
-    """Leaves with a part of the request sent."""
-    data = wire.request("POST", "/v1/sessions", visit.body())
-    await wire.send(data[: 1 + int(visit.at * (len(data) - 2))])
-
-
-async def before_first_event(wire: Wire, visit: Visit) -> None:
-    """Leaves at once after the request."""
-    await wire.post("/v1/sessions", visit.body())
-    await asyncio.sleep(0.02 * visit.at)
-
-
-async def in_mid_prompt(wire: Wire, visit: Visit) -> None:
-    """Leaves while a long prompt is computed."""
-    await wire.post("/v1/sessions", visit.body(LONG_PROMPT))
-    await wire.event()
-    await asyncio.sleep(0.3 * visit.at)
-
-
-async def _read_to(wire: Wire, num_tokens: int) -> tuple[str, int]:
-    """The session's id, and how many tokens had been committed by the event that brought so many."""
-    session, count = "", 0
-    while count < num_tokens:
-        event = await wire.event()
-        if event is None or event.get("type") == "end":
-            break
-        session = event.get("session", session)
-        count = max(count, event.get("base", 0) + len(event.get("tokens", ())))
-    return session, count
-
-
-async def while_streaming(wire: Wire, visit: Visit) -> None:
-    """Leaves after some tokens."""
-    await wire.post("/v1/sessions", visit.body())
-    await _read_to(wire, visit.num_tokens)
-
-
-async def after_the_end(wire: Wire, visit: Visit) -> None:
-    """Reads everything; the cache is kept for what continues the session."""
-    await wire.post("/v1/sessions", visit.body() | {"keep_prefix": visit.at < 0.5})
-    await _read_to(wire, visit.max_tokens + 1)
-
-
-async def while_drafting(wire: Wire, visit: Visit) -> None:
-    """Leaves after some tokens and drafts for them, perhaps with half of the last draft sent."""
-    await wire.post("/v1/sessions", visit.body())
-    drafts = Wire(visit.url)
-    await drafts.open()
-    try:
-        for num_tokens in range(1, 1 + visit.num_tokens, 4):
-            session, base = await _read_to(wire, num_tokens)
-            if not session:
-                return
-            body = {"base": base, "paths": [[7, 8, 9, 10], [11, 12]]}
-            data = drafts.request("POST", f"/v1/sessions/{session}/drafts", body)
-            await drafts.send(data[: len(data) // 2] if num_tokens + 4 > visit.num_tokens and visit.salt % 2 else data)
-    finally:
-        await drafts.leave(visit.salt % 2 == 0)
-
-
-async def deleted(wire: Wire, visit: Visit) -> None:
-    """Ends the session by DELETE after some tokens, and leaves without reading the rest."""
-    await wire.post("/v1/sessions", visit.body())
-    session, _ = await _read_to(wire, visit.num_tokens)
-    async with Wire(visit.url) as other:
-        await other.send(other.request("DELETE", f"/v1/sessions/{session}"))
-        await other.reader.readline()
-
-
-async def in_verify(wire: Wire, visit: Visit) -> None:
-    """Leaves a /v1/verify call, before its answer or after."""
-    item = visit.body()
-    item["prefix"] = item.pop("prompt")
-    await wire.post("/v1/verify", {"items": [item | {"draft": [7, 8, 9]}] * 3})
-    if visit.at < 0.5:
-        await asyncio.sleep(0.04 * visit.at)
-    else:
-        await wire.reader.readline()
-
-
-async def in_completion(wire: Wire, visit: Visit) -> None:
-    """Leaves a streamed completion after some chunks."""
-    await wire.post("/v1/completions", visit.body() | {"stream": True, "n": 1})
-    for _ in range(visit.num_tokens):
-        if await wire.event() is None:
+    places: by whether they have replicas.
+    """
+    until_s = time.monotonic() + 60 * minutes
+    while True:
+        for name in chance.sample(names, len(names)):
+            fault = FAULTS[name]
+            place, traffic = places[fault.is_replicated]
+            traffic.wait_for_middle(0.9 * chance.random(), at_endpoint=fault.is_agents)
+            with traffic.struck(name, may_break=fault.may_break):
+                fault.strike(place, chance)
+        if time.monotonic() > until_s:
             return
 
 
-POINTS: Final[tuple[Callable[[Wire, Visit], Awaitable[None]], ...]] = (
-    half_sent,
-    before_first_event,
-    in_mid_prompt,
-    while_streaming,
-    while_drafting,
-    deleted,
-    in_verify,
-    in_completion,
-    after_the_end,
-)
+def as_table(ledger: Ledger, names: Iterable[str]) -> Table:
+    """The faults as a table."""
+    columns = ("fault", "injected", "texts met it", "went on, equal", "ended by an error", "different")
+    table = figures_table("Faults, and the texts that were under way", *columns, left=("fault",))
+    counts = (ledger.injected, ledger.struck, ledger.num_equal, ledger.ended, ledger.different)
+    for name in names:
+        if words := away(name):
+            table.add_row(name, escape(words))
+            continue
+        table.add_row(name, *(str(count[name]) for count in counts))
+    table.add_row("none", "", *(str(count[""]) for count in counts[1:]))
+    return table
 
 
-async def drop(url: str, prompts: Sequence[list[int]], number: int, room: asyncio.Semaphore) -> None:
-    """Opens and drops the session of a number. An answer that is an error may come while the server is full."""
-    drawn = random.Random(number)
-    point = drawn.choice(POINTS)
-    visit = Visit(url, prompts, drawn.random(), number)
-    async with room:
-        wire = Wire(url)
-        await wire.open()
-        try:
-            await point(wire, visit)
-        except CloudError:
-            pass
-        finally:
-            await wire.leave(drawn.random() < 0.5)
+def run(
+    lab: Lab,
+    cases: Sequence[Case],
+    names: Sequence[str],
+    *,
+    seed: int = 0,
+    minutes: float = 0.0,
+    least_texts: int = 0,
+    longest_s: float = 60.0,
+    plant: bool = False,
+    sessions: tuple[int, int] = (0, 0),
+    console: Console,
+) -> tuple[Ledger, dict[str, Any]]:
+    """The whole run; what is missed is in the ledger. sessions: to be dropped at the end, and before these to warm up.
 
-
-async def texts(lab: Lab, prompt: Sequence[int]) -> list[tuple[int, ...]]:
-    """The same text in each mode of the agent."""
-    request = GenerationRequest(tuple(prompt), SamplingParams(0.8, seed=3), max_tokens=12, ignore_eos=True)
-    async with VerifierClient(lab.url) as client:
-        modes = three_modes(Endpoints([client]), lab.drafter).values()
-        return [(await mode.generate(request)).tokens for mode in modes]
-
-
-async def at_rest(url: str) -> dict[str, float]:
-    """The server's gauges once nothing runs; parked prefixes may stay."""
-    async with httpx.AsyncClient() as client:
-        for _ in range(200):
-            lines = (await client.get(f"{url}/metrics")).text.splitlines()
-            values = dict(line.split() for line in lines if line and not line.startswith("#") and "{" not in line)
-            gauges = {name: float(values[f"outrider_{name}"]) for name in OPEN}
-            if not any(gauges.values()):
-                break
-            await asyncio.sleep(0.05)
-    cache = [float(values[f"outrider_kv_cache_{name}"]) for name in ("blocks", "free_blocks", "parked_blocks")]
-    return {**gauges, "blocks": cache[0] - cache[1] - cache[2]}
-
-
-def server_of(url: str) -> psutil.Process:
-    """The process that listens where `url` points."""
-    port = int(url.rsplit(":", 1)[1])
-    for child in psutil.Process().children(recursive=True):
-        if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in child.net_connections("tcp")):
-            return child
-    raise SystemExit(f"no process of ours listens on port {port}")
-
-
-async def soak(lab: Lab, numbers: range, console: Console) -> list[float]:
-    """Runs the sessions of these numbers; the server's memory after each hundred, in MB that it shares with none."""
-    server, samples = server_of(lab.url), list[float]()
+    longest_s: that a fault may last.
+    """
+    ledger, chance, figures = Ledger(), random.Random(seed), dict[str, Any]()
     prompts = [list(lab.encode(prompt.text)) for prompt in load_prompts(64)]
-    room = asyncio.Semaphore(AT_ONCE)
-    for start in range(numbers.start, numbers.stop, EACH):
-        await asyncio.gather(*(drop(lab.url, prompts, number, room) for number in range(start, start + EACH)))
-        await texts(lab, prompts[start // EACH % len(prompts)])
-        samples.append(server.memory_full_info().uss / 1e6)
-        console.print(f"{start + EACH:5d} sessions   {samples[-1]:8.1f} MB   {server.num_fds()} descriptors")
-    return samples
+    with ExitStack() as stack:
+        places = dict[bool, tuple[Place, Traffic]]()
+        for is_replicated in sorted({FAULTS[name].is_replicated for name in names}):
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            place = stack.enter_context(
+                replicated_place(lab, folder, prompts, longest_s)
+                if is_replicated
+                else plain_place(lab, folder, prompts, longest_s, "--no-recent", "--kv-cache-mb", dropped.KV_CACHE_MB)
+            )
+            places[is_replicated] = place, Traffic(lab, cases, place.agent, place.url, ledger, place.tls)
+        try:
+            with ExitStack() as flows:
+                for _, traffic in places.values():
+                    flows.enter_context(traffic.flowing(lab, AT_ONCE))
+                if plant:
+                    places[False][0].proxy.plant()
+                disturb(places, names, chance, minutes)
+                for _, traffic in places.values():
+                    traffic.wait_for_texts(least_texts)
+        except SystemExit as error:
+            ledger.missed.append(str(error))
+        if sessions[0] and not ledger.missed and False in places:
+            struck = replace(lab, url=places[False][0].cloud.url)
+            missed, figures = asyncio.run(dropped.measure(struck, *sessions, console))
+            ledger.missed += missed
+        if ledger.missed:
+            for place, _ in places.values():
+                for program in (place.cloud, place.agent):
+                    console.print(program.said()[-2000:], style="dim", markup=False, highlight=False)
+    return ledger, figures
 
 
-async def measure(lab: Lab, sessions: int, warm_up: int, console: Console) -> tuple[list[str], dict[str, Any]]:
-    """What is missed, and the figures."""
-    server, prompt = server_of(lab.url), list(lab.encode(load_prompts(1)[0].text))
-    await soak(lab, range(warm_up), console)
-    first = await texts(lab, prompt)
-    await at_rest(lab.url)
-    before = (server.num_threads(), server.num_fds())
-    samples = await soak(lab, range(warm_up, warm_up + sessions), console)
-    last = await texts(lab, prompt)
-    left = await at_rest(lab.url)
-    threads, descriptors = server.num_threads(), server.num_fds()
-    steady = samples[len(samples) // 4 :]
-    missed = [f"{name}: {value:g} of {name} are left though nobody is there" for name, value in left.items() if value]
-    if threads > before[0] or descriptors > before[1] + MORE_DESCRIPTORS:
-        missed.append(f"{threads} threads and {descriptors} descriptors; {before[0]} and {before[1]} before")
-    if (growth := steady[-1] - steady[0]) > MOST_GROWTH * steady[0]:
-        missed.append(f"memory grew by {growth:.1f} MB of {steady[0]:.1f}; expected at most {MOST_GROWTH:.0%}")
-    if len({*first, *last}) != 1:
-        missed.append(f"texts differ: {first} before, {last} afterwards")
-    console.print(f"growth over the last three quarters: {growth:+.2f} MB of {steady[0]:.1f} MB")
-    return missed, {"sessions": sessions, "memory_mb": samples, "threads": threads, "descriptors": descriptors, **left}
+def too_few(ledger: Ledger, names: Sequence[str], minutes: float) -> list[str]:
+    """What an hour must have, in its share."""
+    least_texts, least_each = int(TEXTS_AN_HOUR * minutes / 60), int(FAULTS_AN_HOUR * minutes / 60)
+    missed = [
+        f"{name}: {ledger.injected[name]} times; expected at least {least_each}"
+        for name in names
+        if ledger.injected[name] < least_each
+    ]
+    if (num := ledger.num_equal.total()) < least_texts:
+        missed.append(f"{num} texts; expected at least {least_texts}")
+    return missed
 
 
 def main() -> int:
@@ -259,17 +156,49 @@ def main() -> int:
     options = parser(
         __doc__,
         {
-            "--sessions": option(3000, "hundreds"),
-            "--warm-up": option(
-                1000, "sessions before, not measured: what each length of a prompt takes is there then"
-            ),
+            "--minutes": option(60.0, "0: one round of all faults"),
+            "--seed": option(0, "of the faults"),
+            "--only": {"action": "append", "choices": tuple(FAULTS), "help": "a fault; repeat for several"},
+            "--sessions": option(3000, "to be dropped at the end, in hundreds; 0: none"),
+            "--warm-up": option(1000, "sessions before these: what each length of a prompt takes is there then"),
+            "--plant": option(False, "change a token on its way, so that the run must fail"),
             **TO_JSON,
         },
     ).parse_args()
+    require_preload()
     console, pair = Console(width=120), export_reference_pair()
-    with open_lab(pair.target, pair.draft, cloud_options=("--kv-cache-mb", KV_CACHE_MB)) as lab:
-        missed, figures = asyncio.run(measure(lab, options.sessions, options.warm_up, console))
-    return verdict(console, missed, options.json, figures)
+    asked = options.only or list(FAULTS)
+    names = [name for name in asked if not away(name)]
+    with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab:
+        cases = make_cases(lab, NUM_EACH, MAX_TOKENS)
+        ledger, figures = run(
+            lab,
+            cases,
+            names,
+            seed=options.seed,
+            minutes=options.minutes,
+            plant=options.plant,
+            sessions=(options.sessions, options.warm_up),
+            console=console,
+        )
+    console.print(as_table(ledger, asked))
+    console.print(f"{ledger.num_equal.total()} texts equal their twins; {ledger.num_accepted} tokens were drafted")
+    for name, errors in ledger.errors.items():
+        for words, num in errors.most_common():
+            console.print(f"{name or 'no fault'}, {num} times: {words}", markup=False, highlight=False)
+    missed = [*ledger.missed, *too_few(ledger, names, options.minutes)]
+    document = {
+        "seed": options.seed,
+        "texts": ledger.num_equal.total(),
+        "injected": ledger.injected,
+        "struck": ledger.struck,
+        "equal": ledger.num_equal,
+        "ended": ledger.ended,
+        "different": ledger.different,
+        "errors": ledger.errors,
+        "dropped_sessions": figures,
+    }
+    return verdict(console, missed, options.json, document)
 
 
 if __name__ == "__main__":
