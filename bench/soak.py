@@ -25,7 +25,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -49,19 +49,24 @@ TEXTS_AN_HOUR: Final = 500
 FAULTS_AN_HOUR: Final = 20
 NUM_EACH: Final = 6
 MAX_TOKENS: Final = 160
-AT_ONCE: Final = 3
+AT_ONCE: Final = 2
+"""Texts in each place: more make a process that was killed start slowly, and faults are few then."""
 ALONE: Final = ("--no-lookup",)
 """Of the verifier that writes the twins: nothing is guessed."""
 
 
 def disturb(
-    places: dict[bool, tuple[Place, Traffic]], names: Sequence[str], chance: random.Random, minutes: float
+    places: dict[bool, tuple[Place, Traffic]],
+    names: Sequence[str],
+    chance: random.Random,
+    minutes: float,
+    on_round: Callable[[float], None],
 ) -> None:
     """Strikes in whole rounds of all faults, in an order that is drawn, until the time is over; at least one round.
 
-    places: by whether they have replicas.
+    places: by whether they have replicas. on_round: called with the seconds so far.
     """
-    until_s = time.monotonic() + 60 * minutes
+    began_s = time.monotonic()
     while True:
         for name in chance.sample(names, len(names)):
             fault = FAULTS[name]
@@ -69,7 +74,8 @@ def disturb(
             traffic.wait_for_middle(0.9 * chance.random(), at_endpoint=fault.is_agents)
             with traffic.struck(name, may_break=fault.may_break):
                 fault.strike(place, chance)
-        if time.monotonic() > until_s:
+        on_round(took_s := time.monotonic() - began_s)
+        if took_s > 60 * minutes:
             return
 
 
@@ -105,6 +111,10 @@ def run(
     longest_s: that a fault may last.
     """
     ledger, chance, figures = Ledger(), random.Random(seed), dict[str, Any]()
+
+    def on_round(took_s: float) -> None:
+        console.print(f"{took_s / 60:5.1f} minutes: {ledger.injected.total()} faults, {ledger.num_equal.total()} texts")
+
     prompts = [list(lab.encode(prompt.text)) for prompt in load_prompts(64)]
     with ExitStack() as stack:
         places = dict[bool, tuple[Place, Traffic]]()
@@ -122,15 +132,16 @@ def run(
                     flows.enter_context(traffic.flowing(lab, AT_ONCE))
                 if plant:
                     places[False][0].proxy.plant()
-                disturb(places, names, chance, minutes)
+                disturb(places, names, chance, minutes, on_round)
                 for _, traffic in places.values():
                     traffic.wait_for_texts(least_texts)
         except SystemExit as error:
             ledger.missed.append(str(error))
         if sessions[0] and not ledger.missed and False in places:
             struck = replace(lab, url=places[False][0].cloud.url)
-            missed, figures = asyncio.run(dropped.measure(struck, *sessions, console))
+            missed, figures["dropped_sessions"] = asyncio.run(dropped.measure(struck, *sessions, console))
             ledger.missed += missed
+        figures["processes_ended_by_memory"] = sum(place.num_ended for place, _ in places.values())
         if ledger.missed:
             for place, _ in places.values():
                 for program in (place.cloud, place.agent):
@@ -169,6 +180,8 @@ def main() -> int:
     console, pair = Console(width=120), export_reference_pair()
     asked = options.only or list(FAULTS)
     names = [name for name in asked if not away(name)]
+    if options.plant and all(FAULTS[name].is_replicated for name in names):
+        raise SystemExit("--plant needs a fault of the verifier without TLS")
     with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab:
         cases = make_cases(lab, NUM_EACH, MAX_TOKENS)
         ledger, figures = run(
@@ -182,7 +195,10 @@ def main() -> int:
             console=console,
         )
     console.print(as_table(ledger, asked))
-    console.print(f"{ledger.num_equal.total()} texts equal their twins; {ledger.num_accepted} tokens were drafted")
+    console.print(
+        f"{ledger.num_equal.total()} texts equal their twins; {ledger.num_accepted} tokens were drafted; "
+        f"{figures['processes_ended_by_memory']} processes ended for want of memory, and were started again"
+    )
     for name, errors in ledger.errors.items():
         for words, num in errors.most_common():
             console.print(f"{name or 'no fault'}, {num} times: {words}", markup=False, highlight=False)
@@ -196,7 +212,7 @@ def main() -> int:
         "ended": ledger.ended,
         "different": ledger.different,
         "errors": ledger.errors,
-        "dropped_sessions": figures,
+        **figures,
     }
     return verdict(console, missed, options.json, document)
 
