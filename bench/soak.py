@@ -3,12 +3,12 @@
     python -m bench.soak [--minutes 60] [--seed 0] [--only FAULT] [--sessions 3000] [--plant] [--json PATH]
 
 Real processes of the reference pair, the target not widened. Texts run all the while, several at once: greedy and
-sampled, with top-p, processors and grammars, in every mode of the agent's API and through the local endpoint. Half of
-the places have one verifier, the other two replicas on Ray behind TLS and a Redis. A fault is drawn, strikes while a
-text is under way, and is healed; the next one waits until all texts that met it are over. A text goes on and is its
-twin, which the verifier wrote alone before, token by token; or it ends with an error that has a name, its beginning is
-the twin's, and it is asked for again until it is right. In plain HTTP nobody can see a flipped digit of a token, so
-bits flip inside TLS; --plant makes such a wrong token and has to fail.
+sampled, with top-p, processors and grammars, in every mode of the agent's API and through the local endpoint, in two
+places: at one verifier, and at two replicas on Ray behind TLS, with a Redis. A fault is drawn, strikes while a text is
+under way, and is healed; the next one waits until all texts that met it are over. A text goes on and is its twin, which
+the verifier wrote alone before, token by token; or it ends with an error that has a name, its beginning is the twin's,
+and it is asked for again until it is right. In plain HTTP nobody can see a flipped digit of a token, so bits flip
+inside TLS; --plant makes such a wrong token and has to fail.
 
 At the end sessions are dropped at random points (`bench.dropped`) at the verifier that has lived through the last
 faults: 1,000 to warm up, 3,000 that count.
@@ -16,7 +16,7 @@ faults: 1,000 to warm up, 3,000 that count.
 Exits 1 where a text differs, fails without a fault or without a name, or hangs: 180 s without anything new; where an
 hour, or its share, has fewer than 500 texts or a fault fewer than 20 times; where memory grew by more than 2 % over the
 last three quarters of the dropped sessions, or a block, session, thread or descriptor is left when nothing runs. Needs
-Linux and a C compiler; openssl and redis-server for two faults, which the table names where they cannot be made.
+Linux and a C compiler; openssl for the faults of replicas, redis-server for its own: the table names what is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -93,24 +93,24 @@ def as_table(ledger: Ledger, names: Iterable[str]) -> Table:
     return table
 
 
-def run(
-    lab: Lab,
-    cases: Sequence[Case],
-    names: Sequence[str],
-    *,
-    seed: int = 0,
-    minutes: float = 0.0,
-    least_texts: int = 0,
-    longest_s: float = 60.0,
-    plant: bool = False,
-    sessions: tuple[int, int] = (0, 0),
-    console: Console,
-) -> tuple[Ledger, dict[str, Any]]:
-    """The whole run; what is missed is in the ledger. sessions: to be dropped at the end, and before these to warm up.
-
-    longest_s: that a fault may last.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run does. longest_s: that a fault may last. plant: a wrong token. sessions: to be dropped at the end, and
+    before these to warm up.
     """
-    ledger, chance, figures = Ledger(), random.Random(seed), dict[str, Any]()
+
+    seed: int = 0
+    minutes: float = 0.0
+    longest_s: float = 60.0
+    plant: bool = False
+    sessions: tuple[int, int] = (0, 0)
+
+
+def run(
+    lab: Lab, cases: Sequence[Case], names: Sequence[str], plan: Plan, console: Console
+) -> tuple[Ledger, dict[str, Any]]:
+    """The whole run; what is missed is in the ledger. Also the other figures."""
+    ledger, chance, figures = Ledger(), random.Random(plan.seed), dict[str, Any]()
 
     def on_round(took_s: float) -> None:
         console.print(f"{took_s / 60:5.1f} minutes: {ledger.injected.total()} faults, {ledger.num_equal.total()} texts")
@@ -121,25 +121,25 @@ def run(
         for is_replicated in sorted({FAULTS[name].is_replicated for name in names}):
             folder = Path(stack.enter_context(TemporaryDirectory()))
             place = stack.enter_context(
-                replicated_place(lab, folder, prompts, longest_s)
+                replicated_place(lab, folder, prompts, plan.longest_s)
                 if is_replicated
-                else plain_place(lab, folder, prompts, longest_s, "--no-recent", "--kv-cache-mb", dropped.KV_CACHE_MB)
+                else plain_place(
+                    lab, folder, prompts, plan.longest_s, "--no-recent", "--kv-cache-mb", dropped.KV_CACHE_MB
+                )
             )
             places[is_replicated] = place, Traffic(lab, cases, place.agent, place.url, ledger, place.tls)
         try:
             with ExitStack() as flows:
                 for _, traffic in places.values():
                     flows.enter_context(traffic.flowing(lab, AT_ONCE))
-                if plant:
+                if plan.plant:
                     places[False][0].proxy.plant()
-                disturb(places, names, chance, minutes, on_round)
-                for _, traffic in places.values():
-                    traffic.wait_for_texts(least_texts)
+                disturb(places, names, chance, plan.minutes, on_round)
         except SystemExit as error:
             ledger.missed.append(str(error))
-        if sessions[0] and not ledger.missed and False in places:
+        if plan.sessions[0] and not ledger.missed and False in places:
             struck = replace(lab, url=places[False][0].cloud.url)
-            missed, figures["dropped_sessions"] = asyncio.run(dropped.measure(struck, *sessions, console))
+            missed, figures["dropped_sessions"] = asyncio.run(dropped.measure(struck, *plan.sessions, console))
             ledger.missed += missed
         figures["processes_ended_by_memory"] = sum(place.num_ended for place, _ in places.values())
         if ledger.missed:
@@ -184,16 +184,9 @@ def main() -> int:
         raise SystemExit("--plant needs a fault of the verifier without TLS")
     with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab:
         cases = make_cases(lab, NUM_EACH, MAX_TOKENS)
-        ledger, figures = run(
-            lab,
-            cases,
-            names,
-            seed=options.seed,
-            minutes=options.minutes,
-            plant=options.plant,
-            sessions=(options.sessions, options.warm_up),
-            console=console,
-        )
+        sessions = options.sessions, options.warm_up
+        plan = Plan(options.seed, options.minutes, plant=options.plant, sessions=sessions)
+        ledger, figures = run(lab, cases, names, plan, console)
     console.print(as_table(ledger, asked))
     console.print(
         f"{ledger.num_equal.total()} texts equal their twins; {ledger.num_accepted} tokens were drafted; "

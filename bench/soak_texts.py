@@ -180,11 +180,6 @@ class Traffic:
                     if thread.is_alive():
                         raise SystemExit(f"texts hang at the end: {self._names()}")
 
-    def wait_for_texts(self, num: int) -> None:
-        """Returns once so many have become equal, of all traffic."""
-        while (had := self._ledger.num_equal.total()) < num:
-            self._wait(lambda: self._ledger.num_equal.total() > had, "no text ended")
-
     def wait_for_middle(self, share: float, *, at_endpoint: bool) -> None:
         """Returns while a text of which this share has come goes on. at_endpoint: one of the local endpoint."""
 

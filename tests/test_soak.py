@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from bench.soak import ALONE, run, too_few
+from bench.soak import ALONE, Plan, run, too_few
 from bench.soak_faults import FAULTS
 from bench.soak_texts import Case, Ledger, make_cases
 from rich.console import Console
@@ -41,7 +41,7 @@ def cases(lab: Lab) -> list[Case]:
 def test_faults_change_no_text(lab: Lab, cases: list[Case]) -> None:
     """Each kind strikes in mid-text; whatever it does, every text goes on and is its twin."""
     names = [name for name in NAMES if name != "verifier killed"]
-    ledger, _ = run(lab, cases, names, longest_s=LONGEST_S, console=Console(quiet=True))
+    ledger, _ = run(lab, cases, names, Plan(longest_s=LONGEST_S), Console(quiet=True))
     assert ledger.missed == [] and not ledger.ended and not ledger.different
     assert ledger.injected == dict.fromkeys(names, 1)
     assert all(ledger.struck[name] >= 1 for name in names)
@@ -50,7 +50,7 @@ def test_faults_change_no_text(lab: Lab, cases: list[Case]) -> None:
 
 def test_a_wrong_token_is_caught(lab: Lab, cases: list[Case]) -> None:
     """One token that is changed on its way: the run names the text and the place."""
-    ledger, _ = run(lab, cases, ["connections cut"], plant=True, least_texts=4, console=Console(quiet=True))
+    ledger, _ = run(lab, cases, ["connections cut"], Plan(plant=True), Console(quiet=True))
     assert len(ledger.missed) == 1 and ledger.missed[0].startswith("DIFFERENT: ")
     assert ledger.different.total() == 1
 
