@@ -59,9 +59,10 @@ MAPS: Final = ((1, 0.01, 0.1), (1, 0.01, 0.25), (16, 0.01, 0.1), (16, 0.01, 0.25
 """Sessions, and times over a step: of a further token, of a token of the draft beside."""
 NEAR: Final = 1.03
 """Ratio of two numbers of clients between which the search ends."""
-# Of our server's processor, per pass: without drafts and with (bench.server_overhead at 256 sessions; of the latter,
-# the part outside the event loop, which overlaps with the GPU's work: 20 ms a step).
-PLAIN_HOST_S, DRAFTS_HOST_S = 0.04e-3, 0.08e-3
+# Of our server's processor, per pass, without drafts and with: bench.server_overhead at 256 sessions found 0.037 ms
+# without, and 0.069 more in the engine with drafts (docs/log.md, 2026-11-26). What drafts take in the event loop
+# overlaps with the GPU's work and is left out.
+PLAIN_HOST_S, DRAFTS_HOST_S = 0.037e-3, 0.106e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,10 @@ def simulate(machine: Machine, way: str, count: int, devices: Field, num_tokens:
         if way != NONE:
             draft = RankedDraft(RANKS, WIDTH, number, devices.lost)
             device = Device(draft, gamma if way == BESIDE else 1, WIDTH, FLOOR if way == DEVICES else 0.0)
-        down, up = (Link.of(devices.rtt_ms / 2e3, devices.jitter_ms / 1e3, 2 * number + side) for side in (0, 1))
+        half_s, jitter_s = devices.rtt_ms / 2e3, devices.jitter_ms / 1e3
+        links = Link.of(half_s, jitter_s, 2 * number), Link.of(half_s, jitter_s, 2 * number + 1)
         drafting = Drafting.BESIDE if way == BESIDE else Drafting.ON
-        peers.append(Peer(verifier.timeline, text, device, drafting, call_s=devices.draft_ms / 1e3, down=down, up=up))
+        peers.append(Peer(verifier.timeline, text, device, drafting, call_s=devices.draft_ms / 1e3, links=links))
     sessions = verifier.run(peers)
     figures = Figures.of(sessions)
     rates = [

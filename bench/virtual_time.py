@@ -200,13 +200,15 @@ class Peer:
         drafting: Drafting = Drafting.ON,
         call_s: float = 0.0,
         core: Core | None = None,
-        down: Link | None = None,
-        up: Link | None = None,
+        links: tuple[Link, Link] | None = None,
     ) -> None:
-        """call_s: of an answer, or of each call of a device that drafts on. core: for its answers, if it shares one."""
+        """call_s: of an answer, or of each call of a device that drafts on. core: for its answers, if it shares one.
+
+        links: down and up.
+        """
         self._timeline, self.text, self._device, self._drafting = timeline, text, device, drafting
         self._call_s, self._core = call_s, core or Core()
-        self._down, self._up = down or Link(), up or Link()
+        self._down, self._up = links or (Link(), Link())
         self._engine: Engine | None = None
         self._is_drafting, self._epoch = False, 0
         self._id = 0
