@@ -13,16 +13,17 @@ The same held-out texts in turn. A peer is stopped (SIGSTOP) while it has no tur
 * On two (`--cores 1 --rtt-ms 20`) the cloud has a core and the agent another, one thread each. A peer has the cloud's
   core, for draft and target; request and tokens cross the same emulated network.
 
-A peer that fails is a row with its error, and with the command that shows it. Tokens/s are medians of the runs, from
-the request to the last token; the times between tokens are of all runs, 0 where tokens come together. Time per token is
-`passes per token` times `ms per pass`. `accepted` is a share of drafted positions, of which a tree has many that cannot
-all be right; `draft ms` is the time of one, where the peer says it. `MB` is the sum of the most that each process had
-(Linux); of this one, which drafts for our modes, only what it grew by. `own text` counts texts that are those of the
+A peer that fails is named with its error, and with the command that shows it. No engine keeps prompts from text to
+text. Tokens/s are medians of the runs, from the request to the last token; the times between tokens are of all runs, 0
+where tokens come together. Time per token is `passes per token` times `ms per pass`. `accepted` is a share of drafted
+positions, of which a tree has many that cannot all be right; `draft ms` is the time of one, where the peer says it.
+`MB` is the sum of the most that each process had (Linux); of this one, which drafts for our modes, only what it grew
+by: compare copies of the target, no tens of MB. `own text` counts texts that are those of the
 same target alone with the same seed. Where it samples, `nats` is the mean log-probability of a token under the target:
 a text of another distribution has less.
 
 Greedy texts must be equal. Exits 1 where stream is under 0.98 of stop-and-wait, under the best peer's tokens/s (greedy)
-or under 1.3 of it (sampled), and where no way of a peer runs.
+or under 1.3 of it (sampled), and where no way of a peer with drafts runs (sampled: none at all).
 
     python -m bench.one_machine [--temperature 0] [--widen 700] [--runs 3] [--cores 0] [--rtt-ms 0] [--form tree]
         [--peers KIND ...] [--vllm-python PYTHON] [--llama-cpp FOLDER] [--json PATH]
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import statistics
 import sys
@@ -41,7 +43,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -50,6 +52,7 @@ import psutil
 from bench.beside import Written
 from bench.pairs import PAIR_OPTIONS, make_requests, open_pair, pair_of
 from bench.peer_drafts import KINDS
+from bench.peer_engines import HUGE_PAGES
 from bench.peer_processes import PeerFailed, PeerProcess, peak_mb, prepare
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import Subject
@@ -102,9 +105,9 @@ class Found:
         return sum(text.num_turns for text in self.texts if isinstance(text, GenerationResult))
 
     @property
-    def last(self) -> list[tuple[int, ...]]:
-        """The texts of the last run."""
-        return [text.tokens for text in self.runs[-1]]
+    def tokens(self) -> list[tuple[int, ...]]:
+        """Of the texts of all runs."""
+        return [text.tokens for text in self.texts]
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -197,7 +200,8 @@ async def measure(
                         ways[name] = peers[name].generate, plain
                 except PeerFailed as error:
                     failed[kind] = str(error)
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: exporting is no part of a mode
+            if (peaks := Path("/proc/self/clear_refs")).exists():
+                peaks.write_text("5")  # begin anew: exporting is no part of a mode
             found, failures = await compare(ways, make_requests(options), options.runs)
         for name, each in found.items():
             each.peak_mb = peers[name].peak_mb if name in peers else _own_mb() - bench_mb
@@ -218,7 +222,7 @@ def _own_mb() -> float:
 
 
 def likelihoods(target: Path, requests: Sequence[GenerationRequest], found: Mapping[str, Found]) -> dict[str, float]:
-    """Mean log-probability of a token of each way's last run, at the requests' temperature, in nats."""
+    """Mean log-probability of a token of each way, at the requests' temperature, in nats."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -231,7 +235,7 @@ def likelihoods(target: Path, requests: Sequence[GenerationRequest], found: Mapp
         chances = torch.log_softmax(logits / request.params.temperature, dim=-1)
         return float(chances.gather(1, torch.tensor(text)[:, None]).mean())
 
-    return {name: fmean(map(likelihood, requests, each.last)) for name, each in found.items()}
+    return {name: fmean(map(likelihood, cycle(requests), each.tokens)) for name, each in found.items()}
 
 
 def as_table(figures: Mapping[str, Mapping[str, Any]], stream: float) -> Table:
@@ -263,13 +267,17 @@ def main(given: Sequence[str] | None = None) -> int:
         "--rtt-ms": option(0.0),
         "--drafted": option([3, 5, 8, 12], "tokens that openvino_genai's draft guesses for each pass"),
         "--others-drafted": option([4, 8], "the same of the other peers, and of blocks of one size"),
-        "--peers": {"nargs": "*", "choices": tuple(KINDS), "default": list(KINDS)},
+        "--peers": {"nargs": "*", "choices": tuple(KINDS), "help": "by default all whose place is known"},
         "--vllm-python": option(help="the interpreter of an environment with vLLM and Outrider"),
         "--llama-cpp": option(type=Path, help="llama.cpp's source, with build/bin/llama-server"),
     }
     cli = parser(__doc__, {**PAIR_OPTIONS, **more, **TO_JSON})
     cli.set_defaults(cores=0, widen=700.0, temperature=0.0, prompts=4, max_tokens=128)
     options, console = cli.parse_args(given), Console(width=None if sys.stdout.isatty() else 190)
+    if options.peers is None:
+        away = {kind for kind, place in (("vllm", options.vllm_python), ("llama_cpp", options.llama_cpp)) if not place}
+        options.peers = [kind for kind in KINDS if kind not in away]
+    os.environ |= HUGE_PAGES  # of all processes that are started here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped processes would stay behind
     sampled = options.temperature > 0.0
     pair_of(options, verifier_of(options))  # exporting, also from the cache, loads torch
@@ -300,18 +308,25 @@ def main(given: Sequence[str] | None = None) -> int:
         if (ratio := median(a / b for a, b in zip(stream.rates, found[name].rates, strict=True))) < goal
     ]
     if not sampled:
-        missed += [f"{name}: texts differ from stream's" for name, each in found.items() if each.last != stream.last]
-    missed += [f"{kind}: no way runs" for kind in options.peers if not any(name.startswith(kind) for name in found)]
+        missed += [
+            f"{name}: texts differ from stream's" for name, each in found.items() if each.tokens != stream.tokens
+        ]
+    missed += [
+        f"{kind}: no way with drafts runs"
+        for kind in options.peers
+        # Where it samples, the target alone is enough: a speculation that only picks greedily is told with its error.
+        if not any(name.startswith(kind) and (sampled or PLAIN not in name) for name in found)
+    ]
     told = {"temperature": options.temperature, "rtt_ms": options.rtt_ms, "form": options.form}
     return verdict(console, missed, options.json, {**told, "ways": figures, "failed": failed})
 
 
 def own_text(found: Found, ways: Mapping[str, Found]) -> str:
-    """How many texts of the last run are those of the same target alone; empty where that did not run."""
+    """How many texts are those of the same target alone; empty where that did not run."""
     if (plain := ways.get(found.plain)) is None:
         return ""
-    num_same = sum(text == other for text, other in zip(found.last, plain.last, strict=True))
-    return f"{num_same} of {len(plain.last)}"
+    num_same = sum(text == other for text, other in zip(found.tokens, plain.tokens, strict=True))
+    return f"{num_same} of {len(plain.tokens)}"
 
 
 if __name__ == "__main__":

@@ -89,7 +89,10 @@ def openvino_genai(peer: Peer, stack: ExitStack, *, looks_up: bool = False) -> W
     import openvino_genai as genai
 
     properties: dict[str, Any] = PROPERTIES | {"INFERENCE_NUM_THREADS": peer.threads}
-    more: dict[str, Any] = {"prompt_lookup": True} if looks_up else {}
+    # Its own default but for the cache of prefixes, which would skip the prompts of all runs but the first.
+    schedule = genai.SchedulerConfig()
+    schedule.enable_prefix_caching, schedule.max_num_batched_tokens = False, 1 << 20
+    more: dict[str, Any] = {"scheduler_config": schedule} | ({"prompt_lookup": True} if looks_up else {})
     if peer.drafted and not looks_up:
         more["draft_model"] = genai.draft_model(str(peer.draft), "CPU", **properties)
     pipeline = genai.LLMPipeline(str(peer.target), "CPU", **properties, **more)

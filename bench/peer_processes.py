@@ -26,7 +26,6 @@ from urllib.parse import urlsplit
 import psutil
 from bench.beside import Written
 from bench.peer_drafts import LLAMA_SERVER, Asked
-from bench.peer_engines import HUGE_PAGES
 from bench.processes import Program, source_path, started
 from bench.verifier import Verifier, safetensors_target
 from filelock import FileLock
@@ -42,6 +41,8 @@ from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import OutriderError
 from outrider.reference import draft_dir
 
+_SILENCE_S: Final = 300.0
+"""After which a peer that says nothing has failed."""
 _SAID: Final = 600
 """Characters of a log that are shown."""
 _LINK: Final = """
@@ -97,9 +98,13 @@ class PeerProcess:
                 if "error" in told:
                     raise PeerFailed(told["error"])
                 if "counts" in told:
+                    if len(arrived) != request.max_tokens:
+                        raise PeerFailed(f"it wrote {len(arrived)} tokens; expected {request.max_tokens}")
                     tokens, arrival_s = zip(*arrived, strict=True)
                     return Written(tokens, arrival_s, **told["counts"])
                 arrived += [(token, at_s) for token in told["tokens"]]
+        except TimeoutError:
+            raise PeerFailed(f"it said nothing for {_SILENCE_S:g} s") from None
         except OSError:
             pass  # the process ended; its log says why
         finally:
@@ -130,7 +135,7 @@ class PeerCommand:
         command = ["-m", "bench.peer_drafts", self.kind, str(self.pair.target), str(self.pair.draft)]
         command += ["--drafted", str(drafted), "--threads", str(len(cores.cloud or ()) or os.cpu_count())]
         log = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "log"
-        environment = HUGE_PAGES | {"PYTHONPATH": source_path()} | dict(self.variables)
+        environment = {"PYTHONPATH": source_path()} | dict(self.variables)
         try:
             program = stack.enter_context(started(Program(command, log, cores.cloud, environment, self.python)))
         except (OSError, OutriderError) as error:
@@ -138,6 +143,7 @@ class PeerCommand:
         url = urlsplit(stack.enter_context(network(program.url, rtt_ms, cores.agent)))
         connection = stack.enter_context(socket.create_connection((url.hostname or "", url.port or 0)))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(_SILENCE_S)
         return PeerProcess(program, connection, stack.enter_context(connection.makefile(encoding="utf-8")))
 
 
