@@ -19,7 +19,7 @@ import httpx
 import psutil
 from bench.dropped import drop
 from bench.fault_scene import WrongClock, num_met, pause
-from bench.processes import Program, endpoint_arguments, started, verifier
+from bench.processes import Program, endpoint_arguments, read_text, started, verifier
 from tests.certificates import make_own
 from tests.faulty_proxy import FaultyProxy, ProxyOptions
 from tests.redis_server import redis_server
@@ -33,9 +33,11 @@ RATE_KBIT_S: Final = 64.0
 DAY_S: Final = 86_400
 ROOM_BYTES: Final = 1 << 20
 """That a process may still take once its memory is limited."""
+CLOCK_S: Final = 60.0
+"""That an answer may take whose date is compared."""
 NUM_DROPPED: Final = 16
 NUM_FLIPS: Final = 3
-START_S: Final = 300.0
+START_S: Final = 150.0
 """For a replica to come back; Ray is slow on a busy machine."""
 
 
@@ -162,7 +164,9 @@ def dropped(place: Place, chance: random.Random) -> None:
 
 def cut(place: Place, chance: random.Random) -> None:
     """Every connection to the verifier is closed; what was under way is lost."""
+    before = place.proxy.num_cuts
     place.proxy.cut()
+    _until(lambda: place.proxy.num_cuts > before, "no connection was cut")
 
 
 def throttled(place: Place, chance: random.Random) -> None:
@@ -175,7 +179,12 @@ def throttled(place: Place, chance: random.Random) -> None:
 def clock_jumps(place: Place, chance: random.Random) -> None:
     """The wall clock of agent and verifier is wrong by up to a day from now on, either way."""
     assert place.clock is not None
-    place.clock.jump_to(chance.randrange(-DAY_S, DAY_S))
+    seconds = chance.randrange(-DAY_S, DAY_S)
+    place.clock.jump_to(seconds)
+    for program in (place.cloud, place.agent):
+        said = read_text(program.url, {"prompt": place.prompts[0], "max_tokens": 2})
+        if said.error or abs(said.created_s - time.time() - seconds) > CLOCK_S:
+            raise SystemExit(f"a clock is not wrong by {seconds} s: {said}")
 
 
 def disk_full(place: Place, chance: random.Random) -> None:
@@ -191,9 +200,9 @@ def disk_full(place: Place, chance: random.Random) -> None:
             raise SystemExit("the disk was not full: the audit log grew")
 
 
-def memory_limited(place: Place, chance: random.Random) -> None:
-    """One of the two cannot allocate for a while. A process that this ends is started again."""
-    program = chance.choice((place.cloud, place.agent))
+def memory_limited(place: Place, chance: random.Random, *, is_agent: bool) -> None:
+    """It can hardly allocate for a while; whether it has to is its own affair. If that ends it, it is started again."""
+    program = place.agent if is_agent else place.cloud
     with _limited(program, psutil.RLIMIT_AS, psutil.Process(program.pid).memory_info().vms + ROOM_BYTES):
         place.hold(chance)
     _until(lambda: has_ended(program) or _is_live(program), "a process neither answers nor ends")
@@ -274,28 +283,32 @@ def _until(is_so: Callable[[], bool], words: str, limit_s: float = 60.0) -> None
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind. is_agents: strikes while a text goes through the endpoint. may_break: the endpoint's clients may lose
-    their connections. is_replicated: of replicas.
+    """A kind. is_agents: only texts through the endpoint meet it. may_end: it may end a text, by an error with a name.
+    may_break: the endpoint's clients may lose their connections in place of that. is_replicated: of replicas.
     """
 
     strike: Callable[[Place, random.Random], None]
     is_agents: bool = False
+    may_end: bool = False
     may_break: bool = False
     is_replicated: bool = False
 
 
 FAULTS: Final[dict[str, Fault]] = {
-    "agent killed": Fault(partial(killed, is_agent=True), is_agents=True, may_break=True),
+    "agent killed": Fault(partial(killed, is_agent=True), is_agents=True, may_end=True, may_break=True),
     "agent stopped": Fault(partial(stopped, is_agent=True), is_agents=True),
+    "agent's memory limited": Fault(
+        partial(memory_limited, is_agent=True), is_agents=True, may_end=True, may_break=True
+    ),
     "draft's runtime raises": Fault(runtime_raises, is_agents=True),
-    "verifier killed": Fault(partial(killed, is_agent=False)),
+    "verifier killed": Fault(partial(killed, is_agent=False), may_end=True),
     "verifier stopped": Fault(partial(stopped, is_agent=False)),
+    "verifier's memory limited": Fault(partial(memory_limited, is_agent=False), may_end=True),
     "sessions dropped": Fault(dropped),
     "connections cut": Fault(cut),
     "link throttled": Fault(throttled),
     "clock jumps": Fault(clock_jumps),
     "disk full": Fault(disk_full),
-    "memory limited": Fault(memory_limited, may_break=True),
     "bits flipped": Fault(flipped, is_replicated=True),
     "replica killed": Fault(replica_killed, is_replicated=True),
     "Redis killed": Fault(redis_killed, is_replicated=True),

@@ -11,6 +11,7 @@ import json
 import random
 import ssl
 import threading
+import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,8 @@ from outrider.models.processors.options import PLAIN
 
 HANG_S: Final = 180.0
 """A text that is not over so long after its fault hangs, and so does one that brings nothing for so long."""
+_UNNAMED: Final = ("the stream ended", "HTTP 500", "the server failed on this request")
+"""How errors begin that say nothing of what happened."""
 ENDPOINT: Final = "local endpoint"
 WAYS: Final = (*MODES, *[ENDPOINT] * (len(MODES) // 2))
 """How a text is asked for: the agent's modes, and every third time the endpoint."""
@@ -94,19 +97,48 @@ def _body(name: str, request: GenerationRequest) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A text that is being written. num: of its characters or tokens that have come. fault: that struck it."""
+    """A text that is being written. num: of its characters or tokens that have come. fault: that struck it.
+
+    may_end: the fault may end it, by an error with a name. may_break: or without one. longest_s: without anything new.
+    """
 
     case: Case
     way: str
     num: int = 0
     num_accepted: int = 0
     fault: str = ""
+    may_end: bool = False
     may_break: bool = False
+    longest_s: float = 0.0
+    _last_s: float = field(default_factory=time.monotonic)
+
+    def came(self, num: int) -> None:
+        """Takes so many characters or tokens in all."""
+        now = time.monotonic()
+        self.longest_s, self._last_s = max(self.longest_s, now - self._last_s), now
+        self.num = num
 
     @property
     def share(self) -> float:
         """Of the text, that has come."""
         return self.num / max(1, len(self.case.text if self.way == ENDPOINT else self.case.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """A fault, as texts see it. is_agents: only texts through the local endpoint meet it. may_end, may_break: as in
+    Attempt.
+    """
+
+    name: str
+    is_agents: bool = False
+    may_end: bool = False
+    may_break: bool = False
+
+    def meet(self, attempt: Attempt) -> None:
+        """Notes it at a text that runs, if it can meet it."""
+        if attempt.way == ENDPOINT or not self.is_agents:
+            attempt.fault, attempt.may_end, attempt.may_break = self.name, self.may_end, self.may_break
 
 
 @dataclass(slots=True)
@@ -153,8 +185,9 @@ class Traffic:
         self._ledger = ledger
         self._turn = ledger.turn
         self._running: list[Attempt] = []
-        self._fault, self._may_break, self._is_over = "", False, False
-        pairs = list(itertools.product(cases, dict.fromkeys(WAYS)))
+        self._fault: Strike | None = None
+        self._is_over = False
+        pairs = list(itertools.product(cases, WAYS))
         random.Random(len(pairs)).shuffle(pairs)
         self._next = itertools.cycle(pairs)
 
@@ -190,23 +223,20 @@ class Traffic:
         self._wait(is_there, "nothing comes")
 
     @contextmanager
-    def struck(self, fault: str, *, may_break: bool) -> Iterator[None]:
-        """A fault strikes meanwhile. Returns when all texts that met it are over.
-
-        may_break: it may cut the connections of the endpoint's clients.
-        """
+    def struck(self, fault: Strike) -> Iterator[None]:
+        """A fault strikes meanwhile. Returns when all texts that met it are over."""
         with self._turn:
-            self._fault, self._may_break = fault, may_break
+            self._fault = fault
             for each in self._running:
-                each.fault, each.may_break = fault, may_break
-        self._ledger.injected[fault] += 1
+                fault.meet(each)
         try:
             yield
+            self._ledger.injected[fault.name] += 1
         finally:
             with self._turn:
-                self._fault = ""
+                self._fault = None
                 self._turn.notify_all()
-        self._wait(lambda: not any(each.fault for each in self._running), f"after {fault}")
+        self._wait(lambda: not any(each.fault for each in self._running), f"after {fault.name}")
 
     def _wait(self, is_so: Any, words: str) -> None:
         with self._turn:
@@ -235,14 +265,15 @@ class Traffic:
         """Whether it is its twin; it is asked for again where a fault ended it."""
         case, ledger, found, expected = attempt.case, self._ledger, list[Any](), list[Any]()
         with self._turn:
-            attempt.fault, attempt.may_break = self._fault, self._may_break
+            if self._fault is not None:
+                self._fault.meet(attempt)
             self._running.append(attempt)
         try:
             if attempt.way == ENDPOINT:
                 expected.extend(case.text)
                 read = read_text(self._agent.url, case.body, lambda text: self._came(attempt, len(text)))
                 found.extend(read.text)
-                error, is_named = read.error, not _is_broken(read.error) or attempt.may_break
+                error, is_named = read.error, has_name(read.error) or attempt.may_break
                 attempt.num_accepted = read.num_accepted
             else:
                 expected.extend(case.tokens)
@@ -258,15 +289,20 @@ class Traffic:
             if found != (expected[: len(found)] if error else expected):
                 ledger.differs(attempt, found, expected)
                 return True
+            attempt.came(attempt.num)
+            if attempt.longest_s > HANG_S:
+                ledger.missed.append(
+                    f"HANG: {case.name}, {attempt.way}, {fault or 'no fault'}: nothing came for so long"
+                )
             if not error:
                 ledger.num_equal[fault] += 1
                 self._turn.notify_all()
                 return True
             ledger.ended[fault] += 1
             ledger.errors[fault][error] += 1
-            if not fault or not is_named:
+            if not attempt.may_end or not is_named:
                 about = f"{case.name}, {attempt.way}, {fault or 'no fault'}"
-                ledger.missed.append(f"{'UNNAMED' if fault else 'FAILED'}: {about}: {error}")
+                ledger.missed.append(f"{'UNNAMED' if attempt.may_end else 'FAILED'}: {about}: {error}")
             return not fault
 
     async def _generate(self, attempt: Attempt, drafter: Drafter, found: list[Any]) -> str:
@@ -290,10 +326,10 @@ class Traffic:
 
     def _came(self, attempt: Attempt, num: int) -> None:
         with self._turn:
-            attempt.num = num
+            attempt.came(num)
             self._turn.notify_all()
 
 
-def _is_broken(error: str) -> bool:
-    """Whether a client of the endpoint lost the connection, and got no error that names anything."""
-    return hasattr(httpx, error.partition(":")[0]) or error.startswith("the stream ended")
+def has_name(error: str) -> bool:
+    """Whether an error that a client of the endpoint got names anything: no lost connection, no failure inside."""
+    return not hasattr(httpx, error.partition(":")[0]) and not error.startswith(_UNNAMED)
