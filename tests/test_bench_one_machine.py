@@ -23,7 +23,7 @@ from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
-REQUEST = GenerationRequest(prompt=(1, 2), max_tokens=2)
+REQUEST = GenerationRequest(prompt=(1, 2, 3), max_tokens=3)
 # It answers as llama-server does: one token each line of the stream, the counts in the last.
 LLAMA = """\
 #!{python}
@@ -151,7 +151,7 @@ def test_a_peers_process_streams_its_tokens(tmp_path: Path) -> None:
     server.chmod(stat.S_IRWXU)
     with ExitStack() as stack:
         found = peer(stack, **{LLAMA_SERVER: str(server)})
-        assert found.tokens == (1, 2) and found.num_accepted == 1 and found.num_passes == 2
+        assert found.tokens == (1, 2, 3) and found.num_accepted == 1 and found.num_passes == 2
         assert 0.0 < found.arrival_s[0] <= found.arrival_s[1]
         with pytest.raises(PeerFailed, match="FileNotFoundError"):
             peer(stack, **{LLAMA_SERVER: str(tmp_path / "none")})
