@@ -11,6 +11,7 @@ import signal
 import ssl
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 from tests import tiny_models
 from tests.waiting import run
@@ -125,6 +127,23 @@ def few_objects_to_collect() -> None:
 
 
 @pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all processes of this run: what takes long to make is made by one of them."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def made_once(place: Path, make: Callable[[Path], object]) -> Path:
+    """The folder that `make` makes; other processes wait for it."""
+    with FileLock(place.with_suffix(".lock")):
+        if not place.is_dir():
+            unfinished = place.with_suffix(".unfinished")
+            make(unfinished)
+            unfinished.rename(place)
+    return place
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_model("qwen2")` is the Hugging Face directory of a random FP32 model, made once per session.
 
@@ -145,30 +164,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def tiny_ir(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_ir("qwen2", int8=True)` is the directory of that model's OpenVINO IR, exported once per session."""
-    root = tmp_path_factory.mktemp("tiny-ir")
-    made: dict[str, Path] = {}
+def tiny_ir(tiny_model: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
+    """`tiny_ir("qwen2", int8=True)` is the directory of that model's OpenVINO IR, exported once."""
 
     def export(family: str, *, int8: bool = False) -> Path:
-        name = f"{family}-{'int8' if int8 else 'fp32'}"
-        if name not in made:
-            made[name] = (
-                tiny_models.compress_int8(export(family), root / name)
-                if int8
-                else tiny_models.export_openvino(tiny_model(family), root / name)
-            )
-        return made[name]
+        if int8:
+            make = partial(tiny_models.compress_int8, export(family))
+            return made_once(shared_folder / f"tiny-ir-{family}-int8", make)
+        return made_once(shared_folder / f"tiny-ir-{family}", partial(tiny_models.export_openvino, tiny_model(family)))
 
     return export
 
 
 @pytest.fixture(scope="session")
-def reference_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory (for OUTRIDER_CACHE) that holds the bundled pair's exports, made once per session."""
+def reference_cache(shared_folder: Path) -> Path:
+    """A cache directory (for OUTRIDER_CACHE) that holds the bundled pair's exports, made once."""
     from outrider.export.make.reference_pair import export_reference_pair
 
-    root = tmp_path_factory.mktemp("reference-cache")
+    root = shared_folder / "reference-cache"
     export_reference_pair(root)
     return root
 
@@ -193,14 +206,16 @@ def npu_pair(reference_cache: Path) -> PairPaths:
 
 
 @pytest.fixture(scope="session")
-def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def onnx_draft(shared_folder: Path) -> Path:
     """The bundled draft in INT8 for ONNX Runtime on the CPU."""
     from outrider.export.make.pair import reference_directories
     from outrider.export.make.pipeline import export_model
     from outrider.export.recipes import ExportOptions
 
-    place = tmp_path_factory.mktemp("onnx") / "draft"
-    return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path
+    options = ExportOptions("draft", runtime="onnxruntime")
+    return made_once(
+        shared_folder / "onnx-draft", lambda place: export_model(reference_directories().draft, place, options)
+    )
 
 
 @pytest.fixture(scope="session")
