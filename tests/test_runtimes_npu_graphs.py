@@ -92,6 +92,7 @@ def test_windows_are_those_of_positions_not_of_slots(
         ("llama", {"prompt_len": 100, "response_len": 10, "step_len": 4}, 0, (110, 4, True)),
         ("llama", {"prompt_len": 100, "response_len": 10, "step_len": 100}, 0, (110, 100, False)),
         ("llama", {}, 90, (90, 8, True)),
+        ("llama", {}, 40, (40, 8, True)),  # under a prompt's pass
     ],
 )
 def test_odd_lengths(
@@ -110,10 +111,14 @@ def test_odd_lengths(
     runtime = OpenVinoNpuRuntime(tiny_ir(family), options)
     limits = runtime.limits.max_positions, runtime.max_branches, runtime._prompt is not None
     assert limits == expected
-    assert_close(runtime.extend_rows(FIRST[:66]), truth(FIRST[:66]))
-    runtime.truncate(40)
-    assert_close(runtime.extend_rows(SECOND[:5]), truth(FIRST[:40] + SECOND[:5])[-5:])
-    assert_close(runtime.extend(SECOND[5:50]), truth(FIRST[:40] + SECOND[:50])[-1])
+    size = expected[0]  # every position is used
+    first, kept = FIRST[: size * 3 // 5], size * 2 // 5
+    assert_close(runtime.extend_rows(first), truth(first))
+    runtime.truncate(kept)
+    assert_close(runtime.extend_rows(SECOND[:5]), truth(first[:kept] + SECOND[:5])[-5:])
+    assert_close(runtime.extend(SECOND[5 : size - kept]), truth(first[:kept] + SECOND[: size - kept])[-1])
+    with pytest.raises(ConfigError, match=f"{size + 1} tokens do not fit the {size} positions"):
+        runtime.extend([1])
     runtime.close()
 
 
