@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import logging
 import socket
 import threading
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from tests.drafts import make_draft
-from tests.serving import FakeServer, code_of, fake_tokenizer, serve_fake
+from tests.serving import FakeServer, code_of, fake_tokenizer, save_fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import DownloadLimits, DownloadSlots, DraftFiles, ServerSettings
 from outrider.cloud.server import serve as serve_module
@@ -23,6 +24,7 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.models.bundle.bundle import hash_file
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.security import KeyRing
+from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.offered import DraftList
 
 WEIGHTS = "/v1/drafts/cpu-int8/openvino_model.bin"
@@ -31,13 +33,18 @@ CONTENT = bytes(range(256)) * 8
 
 @pytest.fixture(scope="module")
 def offered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeServer, Path]]:
-    """A server with one draft, and where it lies."""
-    place = tmp_path_factory.mktemp("offered")
+    """A server with one draft, and where it lies. Beside what it lists, here and of its tokenizer, lie other files."""
+    place, own = tmp_path_factory.mktemp("offered"), tmp_path_factory.mktemp("target") / "tokenizer"
     make_draft(place / "cpu-int8", rate=0.75, content=CONTENT)
-    (place / "secret.txt").write_text("PRIVATE")
-    (place / "cpu-int8" / "unlisted.md").write_text("PRIVATE")
-    with serve_fake(drafts=place) as server:
-        yield server, place / "cpu-int8"
+    own.mkdir()
+    save_fake_tokenizer(own)
+    for each in (place / "cpu-int8", own):
+        (each / "unlisted.md").write_text("PRIVATE")
+        (each.parent / "secret.txt").write_text("PRIVATE")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.serving.fake_tokenizer", lambda **_: Tokenizer.from_dir(own, name="fake"))
+        with serve_fake(drafts=place) as server:
+            yield server, place / "cpu-int8"
 
 
 def offered_in(place: Path, *, shares_tokenizer: bool = True) -> tuple[DraftFiles, ...]:
@@ -175,42 +182,49 @@ def test_a_tag_decides_what_is_sent(offered: tuple[FakeServer, Path]) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        "../secret.txt",
-        "..%2fsecret.txt",
-        "%2e%2e/secret.txt",
-        "cpu-int8/../secret.txt",
-        "cpu-int8/..%2f..%2fetc%2fpasswd",
-        "cpu-int8/%2fetc/passwd",
-        "cpu-int8//openvino_model.bin",
-        "cpu-int8/./openvino_model.bin",
-        "cpu-int8/openvino_model.bin%00",
-        "cpu-int8/..%5csecret.txt",
-        "cpu-int8/openvino_model.bin/",
-        "cpu-int8/unlisted.md",
-        "cpu-int8/",
-        "./openvino_model.bin",
-        "CPU-INT8/openvino_model.bin",
-        "....//secret.txt",
-        "..;/secret.txt",
-        "%252e%252e/secret.txt",
-        "cpu-int8/../../../../../../etc/passwd",
         *(
-            f"../tokenizer/{name}"
+            f"drafts/{path}"
+            for path in (
+                "../secret.txt",
+                "..%2fsecret.txt",
+                "%2e%2e/secret.txt",
+                "cpu-int8/../secret.txt",
+                "cpu-int8/..%2f..%2fetc%2fpasswd",
+                "cpu-int8/%2fetc/passwd",
+                "cpu-int8//openvino_model.bin",
+                "cpu-int8/./openvino_model.bin",
+                "cpu-int8/openvino_model.bin%00",
+                "cpu-int8/..%5csecret.txt",
+                "cpu-int8/openvino_model.bin/",
+                "cpu-int8/unlisted.md",
+                "cpu-int8/",
+                "./openvino_model.bin",
+                "CPU-INT8/openvino_model.bin",
+                "....//secret.txt",
+                "..;/secret.txt",
+                "%252e%252e/secret.txt",
+                "cpu-int8/../../../../../../etc/passwd",
+            )
+        ),
+        *(
+            f"tokenizer/{name}"
             for name in (
                 *("", "unlisted.md", "manifest.json", "openvino_model.bin", "./tokenizer.json", "tokenizer.json%00"),
-                *("%2fetc%2fpasswd", "/etc/passwd", "../../../../../../etc/passwd", "..%2fsecret.txt"),
+                *("%2fetc%2fpasswd", "/etc/passwd", "../../../../../../etc/passwd", "../tokenizer/tokenizer.json"),
+                *(f"{up}/secret.txt" for up in ("..", "%2e%2e", "..%2f..", "%252e%252e", "..%5c", "....//", "..;")),
             )
         ),
     ],
 )
 def test_only_listed_names_lead_to_files(offered: tuple[FakeServer, Path], path: str) -> None:
-    """Sent as written: a client library would tidy the path."""
+    """Sent as written: a client library would tidy the path. The refusal is one of the protocol."""
     parts = urlsplit(offered[0].url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
     try:
-        connection.request("GET", f"/v1/drafts/{path}")
+        connection.request("GET", f"/v1/{path}")
         answer = connection.getresponse()
-        assert answer.status == 404 and b"PRIVATE" not in answer.read()
+        content = answer.read()
+        assert answer.status == 404 and json.loads(content)["error"]["code"] and b"PRIVATE" not in content
     finally:
         connection.close()
 

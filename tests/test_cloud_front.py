@@ -92,6 +92,8 @@ def first_line(front: RunningFront, request: str) -> str:
         ("GET /%2e%2e/%2Fx", 404),
         ("TRACE /v1/model", 405),
         ("PROPFIND /v1/model", 405),
+        ("GET http://evil.example/v1/model", 200),
+        ("CONNECT evil.example:80", 400),
     ],
 )
 def test_odd_targets_are_the_clients_faults(

@@ -210,6 +210,21 @@ def test_serve_with_ray_has_what_a_single_server_has(tmp_path: Path, monkeypatch
     assert {line["endpoint"] for line in lines if line["status"] == 401} == {"/v1/models", "/metrics", "unmatched"}
 
 
+def test_a_header_of_a_front_cannot_be_forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a client's key open a replica's own port; the front takes no such header, not even by its secret."""
+    keys, owner = tmp_path / "keys", ApiKey.plain(ALICE).digest.hex()
+    keys.write_text(f"{ALICE}\n")
+    forged = [f"{secret}.{owner}{limits}" for secret in ("0" * 64, "") for limits in ("", ".100.0.0")]
+    with running(ServeOptions("fake", ray=True, api_key_file=keys, drain_s=0.0), monkeypatch) as found:
+        for url, values in ((found.replica, [ALICE, *forged]), (found.url, [f"s3cret.{owner}.100.0.0", *forged])):
+            for headers in ({}, *map(bearer, [*values, ".", "0" * 64])):
+                for path in ("/v1/models", "/metrics"):
+                    assert httpx.get(url + path, headers=headers).status_code == 401
+                for path in ("/v1/completions", "/v1/sessions"):
+                    assert httpx.post(url + path, json=BODY, headers=headers).status_code == 401
+        assert found.opened.core.engine.stats().totals.committed == 0
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_the_tokenizer_is_shared_unless_the_option_says_no(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.agents import SURE, free_port, proxy_to
-from tests.commands import Outrider, screen
+from tests.commands import KEY, OTHER_KEY, Outrider, screen
 from tests.local_endpoint import (
     DRAFTS,
     MESSAGES,
@@ -24,7 +25,7 @@ from tests.local_endpoint import (
     fake_draft,
     serve_local,
 )
-from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.serving import FakeServer, StepGate, bearer, code_of, fake_tokenizer, serve_fake, target_tokens
 from tests.waiting import run
 
 from outrider.edge.cli.run import offline_line
@@ -38,12 +39,13 @@ from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.offline import OfflineText, OfflineWriter, _without_first, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
-from outrider.edge.serve.state import OfflineSettings
+from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.unverified import MAX_KEPT, MAX_KEPT_TOKENS, KeptText, UnverifiedAnswers
 from outrider.models.client.client import VerifierClient
 from outrider.models.client.errors import EndpointUnfit, EndpointWrong
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.http.answer_text import TextStyle
+from outrider.models.http.security import KeyRing
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.processors.chooser import TokenLogprobs
 
@@ -233,7 +235,7 @@ def test_a_file_never_gets_text_that_is_taken_back(is_terminal: bool) -> None:
 
 
 def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
-    """Whole, streamed and as a chat. Another client cannot ask for it, and an answer is verified once."""
+    """Whole, streamed and as a chat; an answer is verified once."""
     with serve_fake(config=SURE) as cloud:
         port = free_port()
         with serve_local(f"http://127.0.0.1:{port}", DRAFTS, runtime=fake_draft(agreement=0.9), offline=DRAFT) as local:
@@ -253,24 +255,47 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
             assert local.refusal(503, {"id": document["id"]}, verify) == "no_verifier"
             local.wait_until(local.is_at_rest)
             with proxy_to(cloud.url, listen_port=port):
-                kept = local.core.unverified
-                kept._in_work.add(document["id"])  # as while another call has it verified
-                assert local.refusal(409, {"id": document["id"]}, verify) == "answer_in_work"
-                kept._in_work.clear()
                 verified = local.post({"id": document["id"]}, verify)
                 (choice,) = verified["choices"]
                 assert choice["text"] == expected() and verified["model"] == "fake"
                 assert choice["confirmed_tokens"] + choice["replaced_tokens"] == 48
                 assert choice["is_same"] == (text == expected())
                 assert local.refusal(404, {"id": document["id"]}, verify) == "unknown_answer"
-                with pytest.raises(RequestError, match="no unverified answer"):
-                    kept.find(chat["id"], b"another client")
                 alone = httpx.post(f"{cloud.url}/v1/chat/completions", json=fields).json()
                 (choice,) = local.post({"id": chat["id"]}, verify)["choices"]
                 assert choice["text"] == alone["choices"][0]["message"]["content"]
                 (online,) = local.post(body())["choices"]
                 assert online["text"] == expected() and "outrider" not in online
                 local.wait_until(local.is_at_rest)
+
+
+def test_an_unverified_answer_is_its_own_clients() -> None:
+    """Another key finds none, with a cloud and without; of eight calls at once one has it verified, by one text."""
+    settings, own, other = LocalSettings(KeyRing([KEY, OTHER_KEY]), depth="8"), bearer(KEY), bearer(OTHER_KEY)
+    port, verify, gate = free_port(), "/v1/outrider/verify", StepGate()
+    with (
+        serve_fake(config=SURE, gate=gate) as cloud,
+        serve_local(f"http://127.0.0.1:{port}", settings, runtime=fake_draft(agreement=0.9), offline=DRAFT) as local,
+    ):
+        asked = {"id": local.post(body(), headers=own)["id"]}
+        assert local.refusal(404, asked, verify, headers=other) == "unknown_answer"
+        with proxy_to(cloud.url, listen_port=port), ThreadPoolExecutor(8) as pool:
+            assert local.refusal(404, asked, verify, headers=other) == "unknown_answer"
+            assert local.refusal(401, asked, verify) == "unauthorized"
+            url = local.url + verify
+            calls = [pool.submit(httpx.post, url, json=asked, headers=own, timeout=60.0) for _ in range(8)]
+            try:
+                local.wait_until(lambda: sum(call.done() for call in calls) == 7)
+                refused = [code_of(call.result()) for call in calls if call.done()]
+            finally:
+                gate.open()
+            assert refused == [(409, "answer_in_work")] * 7
+            assert sorted(call.result().status_code for call in calls) == [200, *[409] * 7]
+            assert local.refusal(404, asked, verify, headers=own) == "unknown_answer"
+            local.wait_until(local.is_at_rest)
+            counted = cloud.core.metrics.requests.items()
+            texts = {status: num for (path, _, status), num in counted if path == "/v1/sessions"}
+            assert texts == {200: 1}
 
 
 def test_an_answer_is_checked_by_one_call_at_a_time() -> None:

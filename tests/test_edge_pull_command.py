@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.agents import nowhere
 from tests.commands import Outrider, screen
 from tests.drafts import files_of, make_draft
-from tests.raw_server import NOT_FOUND, raw_server, writes
+from tests.raw_server import NOT_FOUND, RawServer, raw_server, writes
 from tests.serving import FakeServer, serve_fake
 
 from outrider.edge.cli.draft_source import Notes, clouds_of, find_drafts
@@ -93,6 +96,46 @@ def test_a_pull_goes_on_to_the_next_cloud(
         f"{for_npus.url} has no draft that fits. Trying {server.url}.",
     ]
     assert f"cpu from {server.url}: fp32" in shown.err and "rror" not in shown.err
+
+
+@pytest.mark.parametrize("is_announced", [True, False], ids=["a file without end", "more than announced"])
+def test_a_server_that_lies_about_sizes_fills_no_disk(
+    place: Path, shelf: Shelf, outrider: Outrider, is_announced: bool
+) -> None:
+    """Nothing is asked for where the files are larger than what is announced, else no more is kept than that."""
+    files, pad = files_of(place / "cpu"), bytes(1 << 20)
+    entry = {"path": "pad.txt", "size": len(pad), "sha256": hashlib.sha256(pad).hexdigest()}
+    manifest = json.loads(files["manifest.json"])
+    files["manifest.json"] = json.dumps({**manifest, "files": [*manifest["files"], entry]}).encode()
+    listed = [
+        {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in files.items()
+    ]
+    total = sum(map(len, files.values())) + len(pad)
+    draft: dict[str, Any] = {
+        "name": "cpu",
+        "model": "tiny",
+        "device": "cpu",
+        "runtime": "openvino",
+        "precision": "int8",
+    }
+    draft |= {"size_bytes": total if is_announced else 1, "files": [*listed, entry]}
+    offered = {"model": "fake", "target": "t", "tokenizer": manifest["tokenizer_fingerprint"], "drafts": [draft]}
+
+    def reply(server: RawServer, connection: socket.socket) -> None:
+        path = server.asked[connection][0].removeprefix("/v1/drafts").removeprefix("/cpu/")
+        data = files.get(path, b"") if path else json.dumps(offered).encode()
+        head = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+        writes(head + data, b"" if data else pad)(server, connection)
+
+    with raw_server(reply) as server:
+        error = outrider("pull", "--server", server.url, "--name", "cpu", code=2).err
+        asked = [path for path in server.paths if path.startswith("/v1/drafts/")]
+    on_disk = sum(map(len, files_of(shelf.root).values()))
+    assert "Traceback" not in error and list(shelf.drafts()) == []
+    if is_announced:
+        assert "/v1/drafts/cpu/pad.txt" in asked and on_disk <= total, error
+    else:
+        assert not asked and on_disk == 0, error
 
 
 async def test_a_cloud_that_may_have_one_is_tried_again(empty: FakeServer) -> None:

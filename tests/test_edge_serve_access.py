@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
-from tests.commands import KEY, Outrider
-from tests.hostile_pages import FOREIGN, ask_as_page
+from tests.commands import KEY, OTHER_KEY, Outrider
+from tests.hostile_pages import FOREIGN, JSON, ask_as_page
 from tests.local_endpoint import (
     MESSAGES,
     PROMPT,
@@ -46,10 +46,12 @@ from outrider.models.wire.protocol import RenderAnswer
 
 POSTS: dict[str, dict[str, Any]] = {
     "/v1/completions": body(),
-    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
     "/v1/outrider/generate": {"prompt": "a", "max_tokens": 1, "seed": 1},
     "/v1/outrider/verify": {"id": "cmpl-none"},
 }
+STATUSES = dict.fromkeys(POSTS, 200) | {"/v1/outrider/verify": 404}
+"""Of whoever may call."""
 
 
 @pytest.mark.parametrize(("headers", "status", "code"), FOREIGN)
@@ -62,6 +64,23 @@ def test_a_page_of_another_site_cannot_call(
             assert code_of(ask_as_page(web, local.url + path, headers, whole)) == (status, code)
         for path in ("/v1/models", "/v1/outrider/info", "/metrics", "/") if code == "host_not_allowed" else ():
             assert web.get(local.url + path, headers=headers).status_code == 403
+
+
+def test_its_own_page_may_call_every_route(local: LocalEndpoint) -> None:
+    """As a browser sends its requests."""
+    headers = JSON | {"origin": local.url, "sec-fetch-site": "same-origin"}
+    for path, whole in POSTS.items():
+        answer = httpx.post(local.url + path, json=whole, headers=headers, timeout=30.0)
+        assert answer.status_code == STATUSES[path], answer.text
+
+
+def test_a_key_opens_no_route_to_a_page_of_another_site(cloud: FakeServer) -> None:
+    """Nor is there a route without the key."""
+    with serve_local(cloud.url, LocalSettings(KeyRing([KEY]))) as local:
+        foreign = bearer(KEY) | {"origin": "https://evil.example"}
+        for path, whole in POSTS.items():
+            assert local.refusal(403, whole, path, headers=foreign) == "origin_not_allowed"
+            assert local.refusal(401, whole, path) == "unauthorized"
 
 
 def test_cors_is_for_configured_origins_only(cloud: FakeServer) -> None:
@@ -181,36 +200,54 @@ def test_the_system_names_the_owner_of_one_connection(
 
 
 AS_NOBODY = """
-import encodings.idna, os, socket, sys  # the other user may not read the library
+import encodings.idna, json, os, socket, sys  # the other user may not read the library
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
-answers = []
-for count, ends in ((1, False), (1, True), (4, False)):
-    with socket.create_connection(("127.0.0.1", int(sys.argv[1])), 30.0) as connection:
-        connection.sendall(sys.argv[2].encode() * count)
-        if ends:
-            connection.shutdown(socket.SHUT_WR)
-        answers.append(connection.recv(65536)[9:12].decode() or "left")
-print(*answers)
+for request in json.loads(sys.argv[2]):
+    for count, ends, waits in ((1, False, True), (1, False, False), (1, True, True), (4, False, True)):
+        with socket.create_connection(("127.0.0.1", int(sys.argv[1])), 30.0) as connection:
+            connection.sendall(request.encode() * count)
+            if ends:
+                connection.shutdown(socket.SHUT_WR)
+            print(waits and connection.recv(65536)[9:12].decode() or "left")
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can call as another user")
-@pytest.mark.parametrize(("any_user", "status"), [(False, 403), (True, 200)])
-def test_a_real_other_user_is_refused(cloud: FakeServer, any_user: bool, status: int) -> None:
-    """Plainly, with its writing side closed, and pipelined; with --any-user it is answered, and root always is."""
-    with serve_local(cloud.url, LocalSettings(any_user=any_user)) as local:
-        content, host = json.dumps(body(max_tokens=1)), httpx.URL(local.url)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n"
-        request = f"{head}Content-Type: application/json\r\n\r\n{content}"
-        command = [sys.executable, "-c", AS_NOBODY, str(host.port), request]
+@pytest.mark.parametrize(
+    ("settings", "key", "refused"),
+    [
+        (LocalSettings(), None, 403),
+        (LocalSettings(any_user=True), None, None),
+        (LocalSettings(KeyRing([KEY])), KEY, None),
+        (LocalSettings(KeyRing([KEY])), OTHER_KEY, 401),
+    ],
+    ids=["without a key", "with --any-user", "with the key", "with a wrong key"],
+)
+def test_a_real_other_user(cloud: FakeServer, settings: LocalSettings, key: str | None, refused: int | None) -> None:
+    """At every route: plainly, leaving without an answer, with its writing side closed, and pipelined. It is refused,
+    and the verifier has no text of it; with --any-user or the key it is answered, and root always is.
+    """
+    with serve_local(cloud.url, settings) as local:
+        requests = list[str]()
+        for path, whole in POSTS.items():
+            content = json.dumps(whole)
+            head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n"
+            head += f"Authorization: Bearer {key}\r\n" if key else ""
+            requests.append(f"{head}Content-Type: application/json\r\n\r\n{content}")
+        command = [sys.executable, "-c", AS_NOBODY, str(httpx.URL(local.url).port), json.dumps(requests)]
         before = cloud.core.engine.stats().totals
         done = subprocess.run(command, capture_output=True, text=True)
-        plain, *others = done.stdout.split()
-        assert plain == str(status) and len(others) == 2, done.stderr
-        assert any_user or (set(others) <= {"403", "left"} and cloud.core.engine.stats().totals == before)
-        assert local.post(body(max_tokens=1))["choices"]
+        found = done.stdout.split()
+        assert len(found) == 4 * len(POSTS), done.stderr
+        local.wait_until(local.is_at_rest)
+        if refused:
+            assert set(found[::4]) == {str(refused)} and set(found) == {str(refused), "left"}
+            assert cloud.core.engine.stats().totals == before
+        else:
+            assert [int(plain) for plain in found[::4]] == list(STATUSES.values())
+        assert local.post(body(max_tokens=1), headers=bearer(KEY) if settings.keys else {})["choices"]
         local.wait_until(local.is_at_rest)
 
 

@@ -50,6 +50,7 @@ def test_as_many_prefixes_are_held_as_one_call_can_have() -> None:
     names = [harness.parked(prompt_of(i), ALICE) for i in range(256)]
     for i in range(300):
         harness.parked(prompt_of(i), BOB)
+    assert harness.engine.stats().parked == 2 * 256
     for name in names:
         harness.submit([], 1, once=True, prefix_hash=name, owner=ALICE)
     harness.run()

@@ -197,8 +197,10 @@ def test_messages_over_the_budget_are_named_and_the_others_taken() -> None:
         (tree(tokens=[1 << 20]), (400, "token_out_of_range")),
         (framed(TreeDraft(9, 0, [1], [ROOT], [5]).encode()), (400, "draft_ahead")),
         (tree()[:-1], (408, "request_timeout")),
+        (framed(b'{"base":0,"paths":[[1]]}'), (400, "draft_ahead")),
+        (tree() + bytes(9), (400, "invalid_request")),
     ],
-    ids=["no tree", "empty", "too long", "no token", "ahead", "unfinished"],
+    ids=["no tree", "empty", "too long", "no token", "ahead", "unfinished", "JSON", "zeros behind a message"],
 )
 def test_what_is_no_message_ends_the_request_and_not_the_session(data: bytes, found: tuple[int, str]) -> None:
     """With an error, and a reason on the stream; a second request is refused, single messages are taken."""

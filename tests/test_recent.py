@@ -133,6 +133,21 @@ def test_memory_stays_within_its_limits(puts: list[tuple[int, int, int]]) -> Non
     assert find(store, place(b"small")) == text(1, 2)
 
 
+def test_what_one_key_keeps_in_memory_is_bounded() -> None:
+    """By the bounds of a server: 256 texts, 9 MB; another key's text stays."""
+    store = MemoryStore()
+    store.put(place(b"small"), text(1, 2))
+    for number in range(600):
+        store.put(place(b"large", (number,)), text(*range(32)))
+    assert store.stats().texts == 256 + 1
+    for number in range(600):
+        store.put(place(b"large", (number,)), text(*range(MAX_TOKENS)))
+    stats = store.stats()
+    assert stats.texts is not None and 100 < stats.texts <= 256 + 1
+    assert stats.bytes is not None and 8e6 < stats.bytes <= 9e6
+    assert find(store, place(b"small")) == text(1, 2) and find(store, place(b"large", (599,))) is not None
+
+
 # -- options -----------------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,13 @@ def test_a_salt_divides_what_is_kept_of_texts() -> None:
     """Another salt of the same key sees no earlier text, cannot go on with a prefix, and pushes nothing out."""
     salted: dict[str, Any] = {"cache_salt": "one", "keep_prefix": True}
     with serving(MemoryStore()) as (server, client):
+        for path, asked_for in (
+            ("sessions", {"prompt": [5], "max_tokens": 1}),
+            ("verify", {"items": [{"prefix": [5]}]}),
+        ):
+            for length, status in ((64, 200), (65, 400)):
+                answer = client.post(f"/v1/{path}", json=asked_for | {"cache_salt": "x" * length})
+                assert answer.status_code == status
         done = run_session(client, {"prompt": [5, 17, 99], "max_tokens": 40, "ignore_eos": True, **salted})
         kept(server, 1)
         name = done.end.prefix_hash

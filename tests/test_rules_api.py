@@ -219,7 +219,12 @@ def test_a_distribution_that_is_none_is_refused_by_name(name: str) -> None:
 
 def nan_bodies() -> list[str]:
     item = '{"items": [{"prefix": [1, 2], "draft": [1], "rule": "tolerance", "draft_log_q": [%s], "delta": %s}]}'
-    return [item % values for values in (("NaN", "1"), ("-0.1", "NaN"), ("0.5", "1"), ("-Infinity", "1"), ("-1", "31"))]
+    drawn = (
+        '{"items": [{"prefix": [1, 2], "draft": [1], "rule": "rejection", "draft_q": [[1, NaN]], "temperature": 1}]}'
+    )
+    return [drawn] + [
+        item % values for values in (("NaN", "1"), ("-0.1", "NaN"), ("0.5", "1"), ("-Infinity", "1"), ("-1", "31"))
+    ]
 
 
 @pytest.mark.parametrize("body", nan_bodies())

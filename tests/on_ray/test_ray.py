@@ -179,6 +179,15 @@ def test_nothing_of_ray_listens_beyond_loopback(running: Running) -> None:
     assert {address for address, _ in listening} == {"127.0.0.1"}
     assert not {8265, 8000} & {port for _, port in listening}
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    urls = [report.url for report in running.reports()]
+    assert len(urls) == 2 and {int(url.rsplit(":", 1)[1]) for url in urls} <= {port for _, port in listening}
+    owner = ApiKey.plain(KEY).digest.hex()
+    for url in (running.url, *urls):  # replicas answer nobody but their front, which takes no header of a front
+        for value in (f"{'0' * 64}.{owner}.100.0.0", f".{owner}", ".", *([KEY] if url in urls else [])):
+            headers = {"authorization": f"Bearer {value}"}
+            for path in ("/v1/completions", "/v1/sessions"):
+                assert httpx.post(url + path, json={"prompt": [1], "max_tokens": 1}, headers=headers).status_code == 401
+            assert httpx.get(f"{url}/metrics", headers=headers).status_code == 401
 
 
 def test_a_killed_replica_loses_nothing(
