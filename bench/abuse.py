@@ -1,4 +1,4 @@
-"""Attacks a running server and the local endpoint, in every way of the list below, and measures who suffers.
+"""Attacks a running server, the agent and its local endpoint, in every way of the list below: who suffers?
 
     python -m bench.abuse [--only ROW] [--json PATH]
     python -m bench.abuse --tree DIR          # the version that lies there, by DIR/.venv
@@ -6,13 +6,14 @@
     python -m bench.abuse --server PYTHON --engine vllm    # vLLM verifies; this interpreter runs servers only
     python -m bench.abuse --ray --only 7      # `outrider-cloud serve --ray`; rows with emulated steps stay as they are
 
-What an attack costs others is measured here; that it is refused is said by tests (docs/benchmarks.md, "Abuse").
+What an attack costs others is measured here, and what needs a terminal or a browser; that an attack is refused is
+said by tests (docs/benchmarks.md, "Abuse").
 
 Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
-missed or a row could not be measured, which the table says. Needs Linux and two cores, row 37 Ray. Takes about 35
-minutes, most of it for rows 6, 50 and 51, and longer where limits are missed.
+missed or a row could not be measured, which the table says. Needs Linux and two cores, row 29 Chromium, row 37 Ray.
+Takes about 40 minutes, half of it for rows 6, 50 and 51, and longer where limits are missed.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ from bench.attacks.generated import generated_local, generated_requests
 from bench.attacks.large_requests import heavy_rules, largest_drafts, many_choices
 from bench.attacks.local_crowds import delayed_texts, greedy_texts
 from bench.attacks.local_hostile import local_hostile
-from bench.attacks.local_verifiers import slow_verifier
+from bench.attacks.local_verifiers import kept_answers, slow_verifier
 from bench.attacks.long_requests import long_requests
 from bench.attacks.sharing import large_verify_calls, long_prompts, long_sessions, unequal_owners
 from bench.attacks.subject import EMBEDDED, VLLM, Row, Subject
+from bench.attacks.terminal import escapes, huge_answers
 from bench.attacks.traces import hostile_contexts
-from bench.attacks.trees import large_trees, orphan_flood, sure_wrong_trees
+from bench.attacks.trees import large_trees, malformed_trees, orphan_flood, sure_wrong_trees
 from bench.report import write_json
 from rich.console import Console
 from rich.markup import escape
@@ -75,9 +77,12 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (9, pipelined_requests),
     (9, unread_answers),
     (10, draft_flood),
+    (15, escapes),
+    (15, huge_answers),
     (16, sure_wrong_trees),
     (17, orphan_flood),
     (18, large_trees),
+    (19, malformed_trees),
     (21, unread_downloads),
     (21, unread_tokenizers),
     (21, greedy_downloads),
@@ -85,6 +90,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (24, local_documents),
     (25, greedy_texts),
     (26, local_connections),
+    (27, kept_answers),
     (28, delayed_texts),
     (29, local_hostile),
     (30, slow_verifier),

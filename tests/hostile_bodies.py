@@ -55,6 +55,24 @@ def long(head: bytes, unit: bytes, tail: bytes) -> Callable[[int], bytes]:
     return lambda max_bytes: head + unit * ((max_bytes - len(head) - len(tail)) // len(unit)) + tail
 
 
+BROKEN_TREES: tuple[tuple[bytes, str], ...] = (
+    (b"", "ends within"),
+    (b"\x00\x00\x00", "ends within"),
+    (b"\x00\x00\x01\x05", "parent 1 numbers before"),
+    (b"\x00\x20\x0f\x03\x05", "distance 3"),
+    (b"\x00\x20\x0f\x00\x05", "distance 0"),
+    (b"\xff\xff\xff\xff\xff\x01", "more than 31 bits"),
+    (b"\x00\x00\xf0" + b"\xff\xff\xff\xff\x0f", "at most 2147483647"),
+    (b"\x00\x00\xf0" + b"\x80" * 60_000, "more than 31 bits"),
+    (b"\x00\x00\xf0\x05\xf0\x85", "ends within"),
+    (b"\x00\x00\xf0\x05\xff", "ends within"),
+    (b"\x00\x00\xff\x64\x05", "parent 100 numbers before"),
+    (b"\x00\x00" + b"\x00\x05" * 513, "513 nodes"),
+    (b"\x00\x00" + b"\x00\x05" * (1 << 19), "nodes"),
+    (b"\xff" * 4096, "more than 31 bits"),
+)
+"""Draft messages that are no tree, and what their refusal says. Row 19 of `bench.abuse` measures their memory."""
+
 COMPLETIONS, CHAT, VERIFY, SESSIONS = "/v1/completions", "/v1/chat/completions", "/v1/verify", "/v1/sessions"
 DRAFTS, RENDER = "/v1/sessions/{session}/drafts", "/v1/render"
 

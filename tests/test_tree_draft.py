@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.hostile_bodies import BROKEN_TREES
 
 from outrider.cloud.api.draft_posts import MAX_TREE_BYTES
 from outrider.models.errors import RequestError
@@ -66,22 +67,7 @@ def test_the_longest_message_is_taken() -> None:
 
 def test_what_no_device_sends_is_refused() -> None:
     """With the reason."""
-    for body, reason in (
-        (b"", "ends within"),
-        (b"\x00\x00\x00", "ends within"),
-        (b"\x00\x00\x01\x05", "parent 1 numbers before"),
-        (b"\x00\x20\x0f\x03\x05", "distance 3"),
-        (b"\x00\x20\x0f\x00\x05", "distance 0"),
-        (b"\xff\xff\xff\xff\xff\x01", "more than 31 bits"),
-        (b"\x00\x00\xf0" + b"\xff\xff\xff\xff\x0f", "at most 2147483647"),
-        (b"\x00\x00\xf0" + b"\x80" * 60_000, "more than 31 bits"),
-        (b"\x00\x00\xf0\x05\xf0\x85", "ends within"),
-        (b"\x00\x00\xf0\x05\xff", "ends within"),
-        (b"\x00\x00\xff\x64\x05", "parent 100 numbers before"),
-        (b"\x00\x00" + b"\x00\x05" * (MAX_MESSAGE_NODES + 1), "513 nodes"),
-        (b"\x00\x00" + b"\x00\x05" * (1 << 19), "nodes"),
-        (b"\xff" * 4096, "more than 31 bits"),
-    ):
+    for body, reason in BROKEN_TREES:
         with pytest.raises(RequestError, match=reason):
             decode_tree(body)
 

@@ -1,4 +1,4 @@
-"""Attacks the local endpoint while its verifier is slow: questions that wait."""
+"""Attacks the local endpoint while its verifier is away or slow: answers that it keeps, and questions that wait."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -18,22 +19,47 @@ from bench.attacks.local import (
     CHAT,
     GENERATE,
     HONEST,
+    MAX_OWN,
     MIN_RATE,
     PLACES,
+    STEP_MS,
     WELL,
     honest_texts,
     text_body,
     warm_up,
 )
-from bench.attacks.probes import beside
-from bench.attacks.subject import COMPLETIONS, KEYS, Row, Subject, seconds
+from bench.attacks.probes import MAX_GROWTH_MB, beside, memory_of
+from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Subject, seconds
 from bench.changed_bundle import TURNS, change_bundle
 
+_NUM_ANSWERS: Final = 150
 _DELAY_S: Final = 10.0
 _NUM_CALLERS: Final = 200
 _CAP_S: Final = 20.0
 _MAX_UPSTREAM: Final = 16
 """Questions about the model that may be at the verifier at a time, however many clients ask."""
+
+
+def kept_answers(subject: Subject) -> Iterator[Row]:
+    """Has answers written after the verifier has gone; whose they are, and how many stay, is said by tests."""
+    with ExitStack() as cloud, ExitStack() as stack:
+        url = cloud.enter_context(subject.emulated(step_ms=STEP_MS)).url
+        endpoint = stack.enter_context(subject.endpoint(url, "--offline-ok", *PLACES, keys=KEYS))
+        warm_up(endpoint)
+        cloud.close()
+        body = {"prompt": "def walk(path):", "max_tokens": 4, "ignore_eos": True}
+        with memory_of(endpoint) as memory, ThreadPoolExecutor(MAX_OWN) as pool:
+            answers = list(pool.map(lambda _: endpoint.complete(body, ATTACKER), range(_NUM_ANSWERS)))
+    if not all("outrider" in answer["choices"][0] for answer in answers):
+        raise NotMeasured("an answer without a cloud does not say that it is unverified")
+    yield Row(
+        "27",
+        f"`outrider serve --offline-ok`: {_NUM_ANSWERS} unverified answers of one key: memory",
+        f"+{memory.growth_mb:.0f} MB",
+        f"+{MAX_GROWTH_MB:.0f} MB",
+        memory.is_small,
+        {"before_mb": memory.before_mb, "peak_mb": memory.peak_mb},
+    )
 
 
 def slow_verifier(subject: Subject) -> Iterator[Row]:

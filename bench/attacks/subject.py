@@ -234,6 +234,10 @@ class Subject:
         arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud, "--draft", str(draft or self.bundles[1])]
         return self._running([*arguments, *ANY_PORT, "--threads", "1", *options], keys, self.own_python)
 
+    def agent(self, *arguments: str) -> list[str]:
+        """The command line of `outrider run` on the reference draft."""
+        return [self.own_python, "-m", "outrider.edge.cli", "run", "--draft", str(self.bundles[1]), *arguments]
+
     @contextmanager
     def _running(
         self, arguments: Sequence[str], keys: Sequence[str] = (), python: str | None = None

@@ -1,4 +1,4 @@
-"""Attacks by trees of drafts: sure and wrong, without parents, as large as they may be."""
+"""Attacks by trees of drafts: sure and wrong, without parents, as large as they may be, malformed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from statistics import median
 from typing import Any, Final
 
 import psutil
-from bench.attacks.attackers import attacking, pipeline, received
+from bench.attacks.attackers import attacking, pipeline, received, received_for, repeat
 from bench.attacks.devices import Devices, run_devices
 from bench.attacks.drafts import texts_of
-from bench.attacks.probes import MAX_GROWTH_MB, beside
+from bench.attacks.probes import MAX_GROWTH_MB, beside, memory_of
 from bench.attacks.subject import Answer, NotMeasured, Row, Server, Stream, Subject, prompt_of
 from bench.attacks.tree_bytes import MAX_NODES, MEDIA_TYPE, chain, fan, post_bytes, tree_bytes, wrong_trees
+from tests.hostile_bodies import BROKEN_TREES
 
 ATTACK_S: Final = 8.0
 MAX_MESSAGE_MS: Final = 10.0
@@ -133,6 +134,31 @@ def large_trees(subject: Subject) -> Iterator[Row]:
         f"{MAX_MESSAGE_MS:g} ms",
         extra_ms <= MAX_MESSAGE_MS,
         {"shapes": found, "one_node_cpu_ms": small_ms, "statuses": dict(statuses)},
+    )
+
+
+def malformed_trees(subject: Subject) -> Iterator[Row]:
+    """Sends bodies that no encoder writes, all kinds at once; that each is refused is said by tests."""
+    with (
+        subject.emulated(step_ms=10.0) as server,
+        server.crowd([{"prompt": prompt_of(4), **LONG}]) as crowd,
+    ):
+        stream = crowd.running()
+        _require_taken(Counter([_post(server, stream, tree_bytes(len(stream.tokens), 0, [(1, 0)])).status]))
+        requests = [post_bytes(server.port, stream.session, body) for body, _ in BROKEN_TREES]
+        with (
+            memory_of(server) as memory,
+            attacking(repeat, server.port, requests, 4, 20.0) as reports,
+        ):
+            statuses = Counter(received_for(reports, ATTACK_S))
+    num_refused = sum(num for status, num in statuses.items() if 400 <= status < 500)
+    yield Row(
+        "19",
+        f"malformed trees, {len(requests)} kinds, four at a time for {ATTACK_S:g} s: memory",
+        f"+{memory.growth_mb:.0f} MB after {num_refused} refusals of {statuses.total()} bodies",
+        f"+{MAX_GROWTH_MB:.0f} MB; all refused",
+        memory.is_small and 0 < num_refused == statuses.total(),
+        {"before_mb": memory.before_mb, "peak_mb": memory.peak_mb, "statuses": dict(statuses)},
     )
 
 
