@@ -24,10 +24,10 @@ class Gpu:
     dollars_per_hour: float
 
 
-# NVIDIA's data sheets (H100 SXM: 3.35 TB/s, 989 TFLOP/s in BF16 and 1,979 in FP8, dense; H200: 4.8 TB/s, 141 GB). What
-# kernels reach of it: 0.8 of the bandwidth, with which the 8B shape takes 7.6 ms at one sequence and 9.4 at 32, where
-# bench.gpu measured 7.6 and 10.0 (docs/benchmarks.md), and 0.6 of the arithmetic. Prices: usual list prices of GPU
-# clouds, 2025.
+# Assumed: peaks of 3.35 TB/s (H100 SXM) and 4.8 (H200), of 989 TFLOP/s in BF16 and 1,979 in FP8, dense. What kernels
+# reach of them: 0.8 of the bandwidth, with which the 8B shape takes 7.6 ms at one sequence and 9.4 at 32, where
+# bench.gpu measured 7.6 and 10.0 (docs/benchmarks.md), and 0.6 of the arithmetic. Neither that nor the prices were
+# looked up.
 H100: Final = Gpu("H100", 80 * GB, 0.8 * 3.35e12, {2: 0.6 * 989e12, 1: 0.6 * 1979e12}, 2.5)
 H200: Final = Gpu("H200", 141 * GB, 0.8 * 4.8e12, {2: 0.6 * 989e12, 1: 0.6 * 1979e12}, 3.5)
 
@@ -82,7 +82,7 @@ DENSE_8B: Final = Model(
 )  # Qwen3-8B's shape
 # Llama 3.1 70B's shape; two exchanges a layer of some 15 us each are 2.4 ms.
 DENSE_70B: Final = Model("70B dense", 70.6e9, 70.6e9, 2, 80 * 8 * 128 * 2 * 2, 80 * 64 * 128 * 4, 4.3e-3)
-# DeepSeek-V3's report (arXiv 2412.19437): 671B, of which 37B are active; 256 routed experts a layer, 8 of them for a
+# DeepSeek-V3's shape (arXiv 2412.19437): 671B, of which 37B are active; 256 routed experts a layer, 8 of them for a
 # token; FP8 weights; 61 layers of latent attention with 576 numbers a token and 128 heads.
 MIXTURE: Final = Model(
     "671B mixture", 671e9, 17e9, 1, 61 * 576 * 2, 61 * 128 * (576 + 512) * 2, 5.0e-3, experts=256, routed=8

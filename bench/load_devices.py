@@ -17,8 +17,10 @@ from typing import Any, Final, Protocol
 from bench.bare_http import Wire
 
 from outrider.edge.drafting.belief import Belief
-from outrider.edge.drafting.calibration import Calibration, Guess
+from outrider.edge.drafting.calibration import Guess
+from outrider.edge.drafting.depth import DepthController, DraftPlan
 from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.modes.stream import tree_message
 from outrider.models.errors import CloudError
 from outrider.models.picks.sampling import SamplingParams
@@ -92,31 +94,54 @@ class Recorded:
 class Device:
     """One session's guesses: an answer expands `num_calls` nodes, the likeliest first.
 
-    floor: nodes less likely to be reached are not expanded.
+    depth: says how far to draft; without one, always on. estimates: what it goes by, and the calibration; kept from
+    text to text, as an agent keeps them.
     """
 
-    def __init__(self, recorded: Guesser, num_calls: int, width: int, floor: float = 0.0) -> None:
-        self._recorded, self._num_calls, self._width, self._floor = recorded, num_calls, width, floor
-        self._calibration = Calibration()
-        self._belief = Belief(self._calibration.chance, LEAST_REACH if width > 1 else 0.0)
+    def __init__(
+        self,
+        recorded: Guesser,
+        num_calls: int,
+        width: int,
+        depth: DepthController | None = None,
+        estimates: Estimates | None = None,
+    ) -> None:
+        self.estimates = estimates or Estimates()
+        self._recorded, self._num_calls, self._width = recorded, num_calls, width
+        self._depth = depth or DepthController(DraftPlan(MAX_DEPTH))
+        self._belief = Belief(self.estimates.calibration.chance, LEAST_REACH if width > 1 else 0.0)
 
     def on_commit(self, base: int, tokens: Sequence[int]) -> bool:
         """Takes a commit. Returns whether any of its tokens was not the first guess."""
         outcome = self._belief.on_commit(base, tokens)
-        for guesses, token in outcome.tested:
-            self._calibration.observe(guesses, token)
+        self.estimates.on_commit(outcome, None)
+        self._depth.observe(outcome)
         self._belief.tree.replant()
         return len(outcome.hits) < len(outcome.tokens) or any(node.rank for node in outcome.hits)
 
     def answer(self) -> bytes | None:
-        """The message with the new nodes; None without any."""
-        tree = self._belief.tree
-        for _ in range(self._num_calls):
-            nodes = tree.take_best(1, self._floor, MAX_DEPTH)
-            if not nodes:
-                break
+        """Expands nodes; the message with the new ones, None without any."""
+        self.expand()
+        return self.message()
+
+    def expand(self) -> bool:
+        """Expands nodes. Returns whether any was worth it."""
+        tree, plan, num_expanded = self._belief.tree, self._depth.plan(), 0
+        while num_expanded < self._num_calls and (nodes := tree.take_best(1, plan.floor, plan.depth)):
             tree.expand(nodes[0], self._recorded.guess(len(self._belief.known), nodes[0].path()))
-        unsent = tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
+            num_expanded += 1
+        return num_expanded > 0
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether the verifier has a guess of the next token."""
+        return self._belief.tree.has_sent
+
+    def message(self) -> bytes | None:
+        """With the nodes that are not sent yet; None without any, and where the plan is silent."""
+        if self._depth.plan().silent:
+            return None
+        unsent = self._belief.tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
         return tree_message(len(self._belief.known), unsent).body if unsent else None
 
 

@@ -1,25 +1,32 @@
-"""Compares `bench.virtual_time` with what `bench.load` and `bench.capacity` measure, for `bench.scale --check`.
+"""Compares `bench.virtual_time` with what three benches measure, for `bench.scale --check`.
 
 `bench.load` runs with steps that sleep. The simulation plays the same texts with the same recorded drafts, and takes
 from the machine constants, none of which depends on the number of sessions or on the mode:
 
   late, around  ms that a step takes longer than it sleeps for, and ms of the server between two steps, each for a step
                 and for a token of it: its own clock (/metrics), cloud-only at the fewest and at the most sessions: two
-                equations each
+                equations each, so tokens/s of cloud-only at these two agree by construction
   answer        ms of the core that all devices of `bench.load` share, for a commit and its answer: this process's
                 processor time over the commits of a run of stream at the most sessions
   message       ms of a message: half of a draft's lag as /metrics has it at the fewest sessions, less the answer
 
 Medians of as many runs as the bench has. Whether an answer comes before the next step begins or after it decides much,
-so on a busy machine they mislead: run it on a quiet one.
+so on a busy machine they mislead: run it on a quiet one. Its devices answer each commit once.
 
-`bench.capacity` gives t_d, t_v and gamma; nothing is added to these. Its `batched` is left out: the times of its steps
-are not measured apart.
+`bench.capacity` gives the times t_d and t_v, gamma, the texts and the recorded drafts. What is compared is what the
+engine makes of them: how many tokens of each draft it verifies and accepts. The draft beside, replayed with its own
+times, can differ in little else. `batched` is left out: the times of its steps are not measured apart.
+
+`bench.never_slower --emulate` has one real agent that drafts on, by tree, at some round trips. The simulation plays the
+ranks of these texts (`RankedDraft`) with exactly the times that are emulated, and with nothing for server, HTTP or
+agent. Compared with nothing are jitter, many devices that draft on at once, the processor's time with drafts, and all
+that is assumed of GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,15 +35,22 @@ from typing import Final
 
 import bench.capacity as capacity
 import bench.load as load
+import bench.pairs as pairs
+import bench.round_trips as round_trips
 import httpx
 from bench.attacks.exchange import values_of
 from bench.capacity import Costs
 from bench.load_devices import Device, Session
-from bench.virtual_time import Core, Drafting, Link, Peer, Text, Verifier
+from bench.report import parser
+from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, RankedDraft, Text, Verifier
 from rich.console import Console
 from rich.progress import Progress
 
 from outrider.cloud.engine import Policy
+from outrider.edge.drafting.depth import CostModelDepth
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.worker import TreeLimits
+from outrider.export.report.simulation.ranks import Ranks
 
 WITHIN: Final = 0.1
 """By how much tokens/s and p95 may differ."""
@@ -138,7 +152,7 @@ class Simulated:
             policy: Verifier(
                 lambda sequences, tokens: (step_ms + extra_ms * (tokens - 1) + at(found.late, tokens)) / 1e3,
                 len(subject.orders),
-                host_s=lambda passes, tokens: at(found.around, tokens) / 1e3,
+                host_s=lambda passes, tokens, step_s: at(found.around, tokens) / 1e3,
                 policy=Policy(policy),
             )
             for policy in set(load.SERVER_OF.values())
@@ -155,9 +169,7 @@ class Simulated:
                 device = Device(subject.recorded[False, index], subject.num_calls, subject.width)
             text = Text(subject.texts[False, index], len(order.prompt))
             links = Link(half_s), Link(half_s + subject.rtt_ms / 1e3)
-            peers.append(
-                Peer(verifier.timeline, text, device, Drafting.ANSWERS, self._found.answer / 1e3, core, *links)
-            )
+            peers.append(Peer(verifier.timeline, text, device, Drafting.ANSWERS, self._found.answer / 1e3, core, links))
         return load.Figures.of(verifier.run(peers))
 
     def measure(self, cells: load.Cells) -> dict[tuple[int, str], load.Figures]:
@@ -177,13 +189,13 @@ def compare_load(given: Sequence[str], console: Console) -> list[Pair]:
     with load.open_subject(options) as subject, Progress(console=console, transient=True) as progress:
         cells, _ = load.measure(subject, options.sessions, options.modes, options.runs, progress)
         found = constants(subject, options)
-        pairs: list[Pair] = []
+        compared: list[Pair] = []
         for (count, mode), played in Simulated(subject, found, step_ms, extra_ms).measure(cells).items():
             measured, name = cells[count][mode].middle, f"{count} sessions, {mode}"
-            pairs.append(Pair(f"{name}, tokens/s", measured.tokens_per_s, played.tokens_per_s))
-            pairs.append(Pair(f"{name}, p95 ms", measured.gaps_ms[P95], played.gaps_ms[P95]))
+            compared.append(Pair(f"{name}, tokens/s", measured.tokens_per_s, played.tokens_per_s))
+            compared.append(Pair(f"{name}, p95 ms", measured.gaps_ms[P95], played.gaps_ms[P95]))
     console.print(f"measured: {found}", highlight=False)
-    return pairs
+    return compared
 
 
 def compare_capacity(given: Sequence[str]) -> list[Pair]:
@@ -197,9 +209,7 @@ def compare_capacity(given: Sequence[str]) -> list[Pair]:
         )
         alone = [turns(found, [number], options.gamma, costs.draft_s, costs.verify_s) for number in range(len(orders))]
         together = turns(found, range(len(orders)), options.gamma, 0.0, costs.verify_s)
-    spans = [(session.commits[0][0], session.commits[-1][0], len(session.text)) for (session,) in alone]
-    firsts = sum(len(session.commits[0][1]) for (session,) in alone)
-    beside = (sum(count for *_, count in spans) - firsts) / sum(end - begin for begin, end, _ in spans)
+    beside = rate_after_first([session for (session,) in alone])
     devices = capacity.saturated_rate(together)
     measured = {name: median(rates) for name, rates in found.rates.items()}
     return [
@@ -224,3 +234,43 @@ def turns(found: capacity.Found, numbers: Sequence[int], gamma: int, draft_s: fl
             for number in numbers
         ]
     )
+
+
+def compare_devices(emulate: Sequence[float], rtts_ms: Sequence[float], num_runs: int) -> list[Pair]:
+    """Runs tree and cloud-only of `bench.never_slower` with these times of step, further token and draft in ms."""
+    options = parser(None, pairs.PAIR_OPTIONS).parse_args(["--emulate", *map(str, emulate)])
+    with pairs.open_pair(options, lookup=False) as subject:
+        requests = pairs.make_requests(options)
+        found = asyncio.run(round_trips.measure(subject, rtts_ms, requests, num_runs, left_out=round_trips.OPTIONAL))
+    assert found.ranks is not None, "ranks of a draft that is also beside the target"
+    return [
+        Pair(
+            f"drafting on, round trip {place.rtt_ms:g} ms, tokens/s",
+            median(place.cells[round_trips.TREE].rates),
+            drafting_on(found.ranks, emulate, place.rtt_ms, num_runs),
+        )
+        for place in found.places
+    ]
+
+
+def drafting_on(ranks: Ranks, emulate: Sequence[float], rtt_ms: float, num_runs: int) -> float:
+    """Tokens/s of one device and its texts, one after the other; the first run teaches, as the bench's warm-up does."""
+    step_s, extra_s, draft_s = (each / 1e3 for each in emulate)
+    verifier, estimates = Verifier(lambda sequences, tokens: step_s + extra_s * (tokens - 1), 1), Estimates()
+    depth, limits = CostModelDepth(estimates), TreeLimits()
+    sessions = list[Session]()
+    for _ in range(1 + num_runs):
+        first = 0
+        for text in ranks.texts:
+            device = Device(RankedDraft(ranks, limits.width, first), 1, limits.width, depth, estimates)
+            links = Link(rtt_ms / 2e3), Link(rtt_ms / 2e3)
+            peer = Peer(verifier.timeline, Text([RIGHT] * len(text)), device, call_s=draft_s, links=links)
+            sessions += verifier.run([peer])
+            first += len(text)
+    return rate_after_first(sessions[len(ranks.texts) :])
+
+
+def rate_after_first(sessions: Sequence[Session]) -> float:
+    """Tokens/s of texts one after the other, from the first commit of each."""
+    num_tokens = sum(len(session.text) - len(session.commits[0][1]) for session in sessions)
+    return num_tokens / sum(session.commits[-1][0] - session.commits[0][0] for session in sessions)

@@ -13,18 +13,20 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from bench.load_devices import Device, Session
 from numpy.typing import NDArray
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.seam import CommitEvent, DraftHints, EndEvent, Event, GenerateRequest, PickOptions
 from outrider.edge.drafting.calibration import Guess, model_guesses
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.export.report.simulation.ranks import MISSED, Ranks
 from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import Candidates, SamplingParams
@@ -34,10 +36,15 @@ from outrider.models.wire.tree_draft import decode_tree
 
 StepTime = Callable[[int, int], float]
 """Seconds of a step of so many sequences with so many tokens in all."""
+HostTime = Callable[[int, int, float], float]
+"""Seconds of the server after a step of so many passes and tokens, which itself took so many seconds."""
 
 VOCAB_SIZE: Final = 4096
 _BLOCK_SIZE: Final = 16
 _MAX_POSITIONS: Final = 4096
+_LIMITS: Final = TreeLimits()
+_KNOWN_BY: Final = 5
+"""Times of a size, more than its calibration has."""
 RIGHT, WRONG = 1, 2
 """The tokens of a text that is not recorded: all of them are `RIGHT`; wrong guesses count up from `WRONG`."""
 
@@ -92,7 +99,7 @@ class KnownTexts:
 
     def __init__(self, timeline: Timeline, step_s: StepTime) -> None:
         self.texts: Sequence[Text] = (Text(()),)
-        self._timeline, self._step_s = timeline, step_s
+        self._timeline, self.step_s = timeline, step_s
         self._number_of: dict[int, int] = {}  # by its first block
         self.num_steps = self.num_tokens = 0
 
@@ -109,7 +116,7 @@ class KnownTexts:
             picked = text.tokens[max(0, end - item.num_rows) : max(0, end)] if item.num_rows else ()
             picks += picked
             picks += [0] * (item.num_rows - len(picked))  # past the end, or of the calibration
-        self._timeline.run_until(self._timeline.now + self._step_s(len(batch), self.num_tokens))
+        self._timeline.run_until(self._timeline.now + self.step_s(len(batch), self.num_tokens))
         return picks
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray:  # type: ignore[type-arg]
@@ -123,19 +130,18 @@ class KnownTexts:
 class RankedDraft:
     """A draft whose guesses hold the target's picks as often, and look as sure, as those of a real one.
 
-    ranks: of the real draft along its texts (`outrider.export.report.simulation`); it begins at a place of its own.
+    ranks: of the real draft along its texts (`outrider.export.report.simulation`). first: the pick that it begins at.
     lost: share of picks that none of its guesses is, beyond those of the real one.
     """
 
-    def __init__(self, ranks: Ranks, width: int, seed: int, lost: float = 0.0) -> None:
+    def __init__(self, ranks: Ranks, width: int, first: int, lost: float = 0.0, seed: int = 0) -> None:
         self._picked, self._width, self._lost = ranks.picked, width, lost
-        self._seed = seed
-        self._first = random.Random(seed).randrange(len(self._picked))
+        self._first, self._seed = first, seed
 
     def guess(self, num_known: int, branch: Sequence[int]) -> list[Guess]:
         """The same for the same branch, whenever it is asked for."""
         position, is_right = num_known + len(branch), all(token == RIGHT for token in branch)
-        chance = random.Random(f"{self._seed} {position} {'' if is_right else branch}")
+        chance = random.Random(f"{self._seed} {self._first} {position} {'' if is_right else branch}")
         if is_right:
             picked = self._picked[(self._first + position) % len(self._picked)]
             rank = MISSED if chance.random() < self._lost else picked.rank
@@ -156,7 +162,7 @@ class Link:
     _last: float = 0.0
 
     @classmethod
-    def of(cls, half_s: float, jitter_s: float, seed: int) -> Link:
+    def of(cls, half_s: float, jitter_s: float, seed: float) -> Link:
         """With jitter of its own."""
         return cls(half_s, jitter_s, random.Random(seed))
 
@@ -180,8 +186,8 @@ class Core:
 
 
 class Drafting(StrEnum):
-    """When a device drafts: one answer to each commit, as `bench.load` has it; on and on, as long as a guess is likely
-    enough; or beside the target, which waits for it before each step.
+    """When a device drafts: one answer to each commit, as `bench.load` has it; on and on, while a guess is worth it; or
+    beside the target, which waits for it before each step.
     """
 
     ANSWERS = "answers"
@@ -201,16 +207,19 @@ class Peer:
         call_s: float = 0.0,
         core: Core | None = None,
         links: tuple[Link, Link] | None = None,
+        stands_for: float = 1.0,
     ) -> None:
         """call_s: of an answer, or of each call of a device that drafts on. core: for its answers, if it shares one.
 
-        links: down and up.
+        links: down and up. stands_for: so many sessions, so a token takes a step so many times what its device is told.
         """
         self._timeline, self.text, self._device, self._drafting = timeline, text, device, drafting
         self._call_s, self._core = call_s, core or Core()
         self._down, self._up = links or (Link(), Link())
+        self._stands_for = stands_for
         self._engine: Engine | None = None
         self._is_drafting, self._epoch = False, 0
+        self._unsent_since: float | None = None
         self._id = 0
         self.is_over = False
         self.session = Session()
@@ -218,11 +227,12 @@ class Peer:
     def begin(self, engine: Engine, number: int, patience_ms: float | None) -> None:
         """Asks for its text."""
         self._engine = engine
+        lag_ms = self._device.estimates.lag_ms if self._device is not None else None
         request = GenerateRequest(
             (number,) * self.text.num_prompt,
             PickOptions(SamplingParams(0.0)),
             len(self.text.tokens),
-            hints=DraftHints(patience_ms=patience_ms),
+            hints=DraftHints(patience_ms=patience_ms, lag_ms=lag_ms),
         )
         self._id = engine.submit(request, self._on_event)
 
@@ -244,9 +254,14 @@ class Peer:
             return
         self.session.commits.append((self._timeline.now, event.tokens))
         if self._device is not None and self._drafting is Drafting.ON:
+            assert self._engine is not None
+            stats = self._engine.stats()
+            token_ms = None if stats.draft_token_ms is None else stats.draft_token_ms / self._stands_for
+            self._device.estimates.on_times(stats.step_ms, token_ms)
             if self._device.on_commit(event.base, event.tokens):  # what it drafts now is of no use
                 self._epoch += 1
                 self._is_drafting = False
+            self._flush()
             self._draft()
 
     def _answer(self, event: CommitEvent) -> None:
@@ -259,22 +274,42 @@ class Peer:
     def _draft(self) -> None:
         """Begins a call, unless one is running."""
         if not self._is_drafting and not self.is_over:
-            self._is_drafting, epoch = True, self._epoch
-            self._timeline.at(self._timeline.now + self._call_s, lambda: self._drafted(epoch))
+            self._is_drafting, epoch, began = True, self._epoch, self._timeline.now
+            self._timeline.at(began + self._call_s, lambda: self._drafted(epoch, began))
 
-    def _drafted(self, epoch: int) -> None:
+    def _drafted(self, epoch: int, began: float) -> None:
         if epoch != self._epoch:
             return
         assert self._device is not None
         self._is_drafting = False
-        body = self._device.answer()
-        if body is not None:  # else nothing is likely enough before the next commit
-            self._send(body)
-            self._draft()
+        if not self._device.expand():  # nothing is worth it before the next commit
+            return self._flush()
+        self._device.estimates.on_drafted(1e3 * self._call_s, 1)
+        if self._unsent_since is None:
+            self._unsent_since = began
+        # As an agent, which waits for a few nodes more.
+        wait_s = _LIMITS.calm_s if self._device.has_sent else _LIMITS.flush_s
+        if self._timeline.now - self._unsent_since >= wait_s:
+            self._flush()
+        self._draft()
+
+    def _flush(self) -> None:
+        assert self._device is not None
+        self._unsent_since = None
+        self._send(self._device.message())
 
     def _send(self, body: bytes | None) -> None:
         if body is not None:
-            self._timeline.at(self._up.arrival(self._timeline.now), lambda: self._post(body))
+            began = self._timeline.now
+            self._timeline.at(self._up.arrival(began), lambda: self._posted(body, began))
+
+    def _posted(self, body: bytes, began: float) -> None:
+        """At the verifier, whose answer tells the device the round trip."""
+        assert self._device is not None
+        self._post(body)
+        estimates = self._device.estimates
+        answered = self._down.arrival(self._timeline.now)
+        self._timeline.at(answered, lambda: estimates.on_posted(1e3 * (answered - began)))
 
     def _post(self, body: bytes) -> None:
         assert self._engine is not None
@@ -292,10 +327,18 @@ class Peer:
         return True
 
 
+class Progress(NamedTuple):
+    """Tokens and passes of all runs, at a time."""
+
+    at: float
+    tokens: int
+    passes: int
+
+
 class Verifier:
     """The engine, on a timeline. What it has learned stays from run to run, as a server's does.
 
-    host_s: of the server around a step, by the passes and the tokens in it. beside_s: of all calls before a step of a
+    progress: after each step and wait. host_s: of the server around a step. beside_s: of all calls before a step of a
     draft beside the target, by the sequences that it drafts for.
     """
 
@@ -304,36 +347,51 @@ class Verifier:
         step_s: StepTime,
         max_running: int,
         *,
-        host_s: StepTime = lambda passes, tokens: 0.0,
+        host_s: HostTime = lambda passes, tokens, step_s: 0.0,
         policy: Policy = Policy.AUTO,
         beside_s: Callable[[int], float] | None = None,
     ) -> None:
         self.timeline = Timeline()
-        self._host_s, self._beside_s = host_s, beside_s
+        self.progress = list[Progress]()
+        self._host_s, self._beside_s, self._max_running = host_s, beside_s, max_running
         self._runtime = KnownTexts(self.timeline, step_s)
         config = EngineConfig(max_running=max_running, policy=policy, form=TreeForm.LINE, share_prefixes=False)
         self._engine = Engine(self._runtime, config, clock=lambda: self.timeline.now)
         self._engine.calibrate()
 
-    def run(self, peers: Sequence[Peer]) -> list[Session]:
-        """All sessions at once, to their end."""
+    def knows_steps(self, sizes: Iterable[int]) -> None:
+        """Tells the engine what steps of so many tokens take with all places taken, as a server finds in minutes.
+
+        Its calibration has one sequence, and it forgets that only in hundreds of steps.
+        """
+        for size in [*sizes] * _KNOWN_BY:
+            seconds = self._runtime.step_s(self._max_running, size)
+            self._engine._drafting.stepped(StepSize.of(size, 1), seconds, False)
+
+    def run(self, peers: Sequence[Peer], most_tokens: float = math.inf) -> list[Session]:
+        """All sessions at once, to their end, or until they have so many tokens in all."""
         self._runtime.texts = [peer.text for peer in peers]
         for number, peer in enumerate(peers):
             peer.begin(self._engine, number, patience_ms=None if self._beside_s is None else 0.0)
-        while not all(peer.is_over for peer in peers):
+        totals = self._engine.stats().totals
+        num_before = totals.committed
+        while totals.committed - num_before < most_tokens and not all(peer.is_over for peer in peers):
             if self._beside_s is not None and (num_drafting := sum(peer.guess_beside() for peer in peers)):
                 self.timeline.run_until(self.timeline.now + self._beside_s(num_drafting))
             self._step()
-        self.timeline.drain()
+            totals = self._engine.stats().totals
+            self.progress.append(Progress(self.timeline.now, totals.committed, totals.passes))
+        if most_tokens == math.inf:
+            self.timeline.drain()
         return [peer.session for peer in peers]
 
     def _step(self) -> None:
         """A step and the server's part of it; or what happens until one may begin."""
-        num_steps, num_passes = self._runtime.num_steps, self._engine.stats().totals.passes
+        num_steps, num_passes, began = self._runtime.num_steps, self._engine.stats().totals.passes, self.timeline.now
         wait_s, now = self._engine.step(), self.timeline.now
         if self._runtime.num_steps > num_steps:
             num_passes = self._engine.stats().totals.passes - num_passes
-            return self.timeline.run_until(now + self._host_s(num_passes, self._runtime.num_tokens))
+            return self.timeline.run_until(now + self._host_s(num_passes, self._runtime.num_tokens, now - began))
         until = min(self.timeline.next_at, math.inf if wait_s is None else now + wait_s)
         if until == math.inf:
             raise RuntimeError("the engine waits for nothing that will happen")
