@@ -121,7 +121,7 @@ def simulate(machine: Machine, way: str, count: int, devices: Field) -> Outcome:
         host_s=lambda passes, tokens, step_s: machine.host.after(way, each * passes, step_s),
         beside_s=(lambda some: gamma * machine.draft_s(round(each * some))) if way == BESIDE else None,
     )
-    verifier.knows_steps(times * num_played for times in (1, 2, 3, 4, 6, 8))
+    verifier.knows_steps(1 + MOST_GAMMA)
     num_learning, num_counted = LEARNED_IN // num_played, len(RANKS.picked) // num_played
     seeds, calibration = random.Random(devices.seed), Calibration()
     shift, half_s, jitter_s = seeds.randrange(len(RANKS.picked)), devices.rtt_ms / 2e3, devices.jitter_ms / 1e3

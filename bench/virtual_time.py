@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.estimators import SIZES, StepSize
 from outrider.cloud.seam import CommitEvent, DraftHints, EndEvent, Event, GenerateRequest, PickOptions
 from outrider.edge.drafting.calibration import Guess, model_guesses
 from outrider.edge.drafting.worker import TreeLimits
@@ -359,14 +359,14 @@ class Verifier:
         self._engine = Engine(self._runtime, config, clock=lambda: self.timeline.now)
         self._engine.calibrate()
 
-    def knows_steps(self, sizes: Iterable[int]) -> None:
-        """Tells the engine what steps of so many tokens take with all places taken, as a server finds in minutes.
+    def knows_steps(self, most: int) -> None:
+        """Tells the engine what steps take with all places taken and up to so many tokens each, as it finds in minutes.
 
         Its calibration has one sequence, and it forgets that only in hundreds of steps.
         """
-        for size in [*sizes] * _KNOWN_BY:
-            seconds = self._runtime.step_s(self._max_running, size)
-            self._engine._drafting.stepped(StepSize.of(size, 1), seconds, False)
+        few, many = self._max_running, most * self._max_running
+        for size in [size for size in SIZES if few <= size <= many] * _KNOWN_BY:
+            self._engine._drafting.stepped(StepSize.of(size, 1), self._runtime.step_s(few, size), False)
 
     def run(self, peers: Sequence[Peer], most_tokens: float = math.inf) -> list[Session]:
         """All sessions at once, to their end, or until they have so many tokens in all."""

@@ -26,7 +26,7 @@ _EXPECTED_TOKENS = 4  # of a device's first answer, until one has arrived
 _UNSEEN_DISCOUNT = 0.01
 CHEAP = 0.02
 """Of a step: what a further token costs where it costs little, and where nothing is known of it."""
-_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
 """Step sizes that have a time of their own."""
 _CONTEXT_SHARE = 0.05  # of a step in the usual context
 _MEMORY = 0.97  # weight of an observation after a newer one at its position
@@ -117,7 +117,7 @@ class StepTimeCurve:
     def __init__(self, captured: Iterable[int] = ()) -> None:
         self._captured = sorted(set(captured))
         largest = self._captured[-1] if self._captured else 0
-        self._sizes = [*self._captured, *([size for size in _SIZES if size > largest] or [2 * largest])]
+        self._sizes = [*self._captured, *([size for size in SIZES if size > largest] or [2 * largest])]
         self._bucket = cache(self._nearest)
         self._num_steps = 0
         # By size: the number of each step and its seconds at no position attended.
@@ -211,7 +211,7 @@ class StepTimeCurve:
         if not self._medians:
             return np.ones(max_tokens)
         if (by_tokens := self._by_tokens) is None or len(by_tokens) < max_tokens:
-            by_tokens = self._by_tokens = self._predicted(max(_SIZES[-1], max_tokens))
+            by_tokens = self._by_tokens = self._predicted(max(SIZES[-1], max_tokens))
         out = by_tokens[:max_tokens]
         if self._slope_s:
             fixed = fixed or StepSize()
