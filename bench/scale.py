@@ -253,7 +253,7 @@ def main(given: Sequence[str] | None = None) -> int:
             "--draft-ms": option(devices.draft_ms, "of a token on a device"),
             "--rtt-ms": option(devices.rtt_ms),
             "--jitter-ms": option(devices.jitter_ms, "added to a message, on average"),
-            "--seed": option(devices.seed, "of all chance: another moves a figure by less than 3 %"),
+            "--seed": option(devices.seed, "of all chance"),
             **TO_JSON,
         },
     ).parse_args(given)
