@@ -19,6 +19,8 @@ from openvino import opset13 as ops
 from tests.conftest import TINY_VOCAB
 from tests.waiting import lets_other_threads_run
 
+from outrider.export.make.pair import PairPaths
+from outrider.models.bundle.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.openvino_graph import load_paged_model
@@ -323,3 +325,31 @@ def test_a_new_length_of_a_prompt_costs_no_memory(tiny_ir: Callable[..., Path]) 
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     before, after = map(int, done.stdout.split())
     assert after - before < 8e6, (before, after)
+
+
+WITHOUT_MEMORY = """
+import resource, sys
+from pathlib import Path
+import psutil
+from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.openvino_paged import OpenVinoPagedRuntime
+
+runtime = OpenVinoPagedRuntime(Path(sys.argv[1]), RuntimeOptions(num_threads=1, kv_cache_bytes=16 << 20))
+blocks = range(300 // runtime.block_size + 1)
+first = runtime.forward([SequenceSlice([5, 6], 0, blocks, 2)]).copy()
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, resource.RLIM_INFINITY))
+try:
+    found = runtime.forward([SequenceSlice(range(5, 305), 0, blocks, 2)])
+except RuntimeError:
+    print("raised")
+else:
+    print("the step before" if (found == first).all() else "computed")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_step_that_lacks_memory_raises(reference_pair: PairPaths) -> None:
+    """It does not return the rows of the step before."""
+    command = [sys.executable, "-c", WITHOUT_MEMORY, str(Bundle.open(reference_pair.target).model_file)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.stdout == "raised\n", found.stderr

@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.openvino_graph import PagedModel, bind_step, load_paged_model, shared_tensor, step_logits
+from outrider.models.runtimes.openvino_graph import (
+    PagedModel,
+    bind_step,
+    load_paged_model,
+    run_request,
+    shared_tensor,
+    step_logits,
+)
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
 
 _WHOLE_BYTES: Final = frozenset({"f32", "f16", "u8", "i8"})
@@ -81,7 +88,7 @@ class OpenVinoPagedRuntime:
         self._request.set_tensor("qq_bias", shared_tensor(step.mask))
         self._request.set_tensor("qq_bias_begins", shared_tensor(step.mask_begins))
         bind_step(self._request, self._model, step)
-        self._request.infer(share_outputs=True)
+        run_request(self._request)
         return step_logits(self._request, self._model, step)[: self._num_rows]
 
     def _rounds_one_row_differently(self) -> bool:
