@@ -138,17 +138,22 @@ def stopped(place: Place, chance: random.Random, *, is_agent: bool) -> None:
 
 def runtime_raises(place: Place, chance: random.Random) -> None:
     """The draft's runtime raises in a call of the agent's."""
-    before = num_met(place.agent)
-    _until(lambda: _raised(place, before), "no call of the draft's runtime")
+    before = _num_raised(place)
+
+    def has_raised() -> bool:
+        place.agent.signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        return _num_raised(place) > before
+
+    _until(has_raised, "no call of the draft's runtime")
 
 
-def _raised(place: Place, before: int) -> bool:
+def _num_raised(place: Place) -> int:
+    """As the process that runs now has counted; ends the fault."""
     size = len(place.agent.said())
-    place.agent.signal(signal.SIGUSR1)
-    time.sleep(0.2)
     place.agent.signal(signal.SIGUSR2)
-    _until(lambda: len(place.agent.said()) > size, "the agent does not say how many calls raised")
-    return num_met(place.agent) > before
+    _until(lambda: place.agent.said().endswith("\n") and len(place.agent.said()) > size, "the agent does not count")
+    return num_met(place.agent)
 
 
 def dropped(place: Place, chance: random.Random) -> None:
