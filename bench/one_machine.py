@@ -314,7 +314,7 @@ def main(given: Sequence[str] | None = None) -> int:
     missed += [
         f"{kind}: no way with drafts runs"
         for kind in options.peers
-        # Where it samples, the target alone is enough: a speculation that only picks greedily is told with its error.
+        # Sampled texts need no way with drafts: some peers speculate greedily only. Their errors are printed.
         if not any(name.startswith(kind) and (sampled or PLAIN not in name) for name in found)
     ]
     told = {"temperature": options.temperature, "rtt_ms": options.rtt_ms, "form": options.form}

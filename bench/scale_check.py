@@ -161,7 +161,7 @@ class Simulated:
     def run(self, mode: str, count: int) -> load.Figures:
         """As `Subject.run`."""
         subject, half_s = self._subject, self._found.message / 1e3
-        verifier, core = self._verifiers[load.SERVER_OF[mode]], Core()
+        verifier, core = self._verifiers[load.SERVER_OF[mode]], Core(self._found.answer / 1e3)
         peers: list[Peer] = []
         for index, order in enumerate(subject.orders[:count]):
             device = None
@@ -169,7 +169,7 @@ class Simulated:
                 device = Device(subject.recorded[False, index], subject.num_calls, subject.width)
             text = Text(subject.texts[False, index], len(order.prompt))
             links = Link(half_s), Link(half_s + subject.rtt_ms / 1e3)
-            peers.append(Peer(verifier.timeline, text, device, Drafting.ANSWERS, self._found.answer / 1e3, core, links))
+            peers.append(Peer(verifier.timeline, text, device, Drafting.ANSWERS, core, links))
         return load.Figures.of(verifier.run(peers))
 
     def measure(self, cells: load.Cells) -> dict[tuple[int, str], load.Figures]:
@@ -264,7 +264,7 @@ def drafting_on(ranks: Ranks, emulate: Sequence[float], rtt_ms: float, num_runs:
         for text in ranks.texts:
             device = Device(RankedDraft(ranks, limits.width, first), 1, limits.width, depth, estimates)
             links = Link(rtt_ms / 2e3), Link(rtt_ms / 2e3)
-            peer = Peer(verifier.timeline, Text([RIGHT] * len(text)), device, call_s=draft_s, links=links)
+            peer = Peer(verifier.timeline, Text([RIGHT] * len(text)), device, core=Core(draft_s), links=links)
             sessions += verifier.run([peer])
             first += len(text)
     return rate_after_first(sessions[len(ranks.texts) :])

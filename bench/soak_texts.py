@@ -143,9 +143,9 @@ class Strike:
 
 @dataclass(slots=True)
 class Ledger:
-    """What became of texts, by fault; "" is none. injected: faults. errors: what clients were shown. missed: sentences.
+    """Counts texts by the fault that they met, "" for none. injected: faults. errors: what clients got.
 
-    struck: texts that met it. num_equal: those that are their twin's. ended: those that ended with an error, and were
+    missed: what failed, in sentences. struck: texts that met it. num_equal: those that are their twin's. ended: those that ended with an error, and were
     asked for again. turn: held to change any of it.
     """
 

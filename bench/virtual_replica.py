@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from bench.load_devices import Device
-from bench.virtual_time import RIGHT, Drafting, Link, Peer, RankedDraft, StepTime, Text, Verifier
+from bench.virtual_time import RIGHT, Core, Drafting, Link, Peer, RankedDraft, StepTime, Text, Verifier
 from tests.ranks import read_ranks
 
 from outrider.edge.drafting.calibration import Calibration
@@ -139,7 +139,7 @@ def simulate(machine: Machine, way: str, count: int, devices: Field) -> Outcome:
                 Text([RIGHT] * min(MOST_TOKENS, 4 * (num_learning + num_counted))),  # none ends before all is counted
                 device,
                 Drafting.BESIDE if way == BESIDE else Drafting.ON,
-                call_s=devices.draft_ms / 1e3,
+                Core(devices.draft_ms / 1e3),
                 links=(Link.of(half_s, jitter_s, seeds.random()), Link.of(half_s, jitter_s, seeds.random())),
                 stands_for=each,
             )

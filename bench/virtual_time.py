@@ -90,7 +90,7 @@ class Text:
 class KnownTexts:
     """A `PickingRuntime` whose picks are known, and whose steps take their time on a timeline.
 
-    A sequence is told by its prompt, whose tokens are all its number.
+    Every token of a sequence's prompt is the sequence's number, so the prompt says whose text it is.
     """
 
     block_size = _BLOCK_SIZE
@@ -175,13 +175,14 @@ class Link:
 
 @dataclass(slots=True)
 class Core:
-    """A processor that does one thing after the other."""
+    """A processor that does one thing after the other. call_s: of each of them."""
 
+    call_s: float = 0.0
     free_at: float = 0.0
 
-    def done_at(self, now: float, seconds: float) -> float:
+    def done_at(self, now: float) -> float:
         """When what is asked for now is done."""
-        self.free_at = max(now, self.free_at) + seconds
+        self.free_at = max(now, self.free_at) + self.call_s
         return self.free_at
 
 
@@ -204,17 +205,17 @@ class Peer:
         text: Text,
         device: Device | None = None,
         drafting: Drafting = Drafting.ON,
-        call_s: float = 0.0,
         core: Core | None = None,
         links: tuple[Link, Link] | None = None,
         stands_for: float = 1.0,
     ) -> None:
-        """call_s: of an answer, or of each call of a device that drafts on. core: for its answers, if it shares one.
+        """core: runs its answers, or each call of a device that drafts on. Several peers may share one.
 
-        links: down and up. stands_for: so many sessions, so a token takes a step so many times what its device is told.
+        links: down and up. stands_for: how many sessions it stands for. A drafted token of it counts for as many, so
+        its device is told the time of one.
         """
         self._timeline, self.text, self._device, self._drafting = timeline, text, device, drafting
-        self._call_s, self._core = call_s, core or Core()
+        self._core = core or Core()
         self._down, self._up = links or (Link(), Link())
         self._stands_for = stands_for
         self._engine: Engine | None = None
@@ -249,7 +250,7 @@ class Peer:
 
     def _arrived(self, event: CommitEvent) -> None:
         if self._device is not None and self._drafting is Drafting.ANSWERS:
-            done_at = self._core.done_at(self._timeline.now, self._call_s)
+            done_at = self._core.done_at(self._timeline.now)
             self._timeline.at(done_at, lambda: self._answer(event))
             return
         self.session.commits.append((self._timeline.now, event.tokens))
@@ -275,7 +276,7 @@ class Peer:
         """Begins a call, unless one is running."""
         if not self._is_drafting and not self.is_over:
             self._is_drafting, epoch, began = True, self._epoch, self._timeline.now
-            self._timeline.at(began + self._call_s, lambda: self._drafted(epoch, began))
+            self._timeline.at(began + self._core.call_s, lambda: self._drafted(epoch, began))
 
     def _drafted(self, epoch: int, began: float) -> None:
         if epoch != self._epoch:
@@ -284,7 +285,7 @@ class Peer:
         self._is_drafting = False
         if not self._device.expand():  # nothing is worth it before the next commit
             return self._flush()
-        self._device.estimates.on_drafted(1e3 * self._call_s, 1)
+        self._device.estimates.on_drafted(1e3 * self._core.call_s, 1)
         if self._unsent_since is None:
             self._unsent_since = began
         # As an agent, which waits for a few nodes more.
