@@ -145,8 +145,8 @@ class Strike:
 class Ledger:
     """Counts texts by the fault that they met, "" for none. injected: faults. errors: what clients got.
 
-    missed: what failed, in sentences. struck: texts that met it. num_equal: those that are their twin's. ended: those that ended with an error, and were
-    asked for again. turn: held to change any of it.
+    missed: what failed, in sentences. struck: texts that met it. num_equal: those that are their twin's. ended: those
+    that ended with an error, and were asked for again. turn: held to change any of it.
     """
 
     injected: Counter[str] = field(default_factory=Counter)
