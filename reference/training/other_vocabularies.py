@@ -8,7 +8,7 @@ Three drafts of one architecture, on the text that the reference pair was traine
   gpt2    byte-level BPE of 3,500 ids with GPT-2's splitting: a space belongs to the word after it
   pieces  BPE of 5,000 ids as SentencePiece makes it for Llama 2: spaces are part of the pieces, bytes where none fits
 
-Each is exported to DIR/<kind>/bundle, in INT8 for OpenVINO. `bench.other_vocabulary` compares them.
+Each is exported to DIR/<kind>/bundle, in INT8 for OpenVINO. `bench.never_slower --draft` measures one in use.
 """
 
 from __future__ import annotations
