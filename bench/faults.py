@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import psutil
-from bench.attacks.identity import other_model
+from bench.changed_bundle import other_model
 from bench.fault_scene import (
     Row,
     Scene,

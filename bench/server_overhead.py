@@ -34,7 +34,6 @@ import httpx
 import numpy as np
 import uvloop
 from bench.attacks.exchange import values_of
-from bench.attacks.tree_bytes import varint
 from bench.known_text import SUCCESSOR, VOCAB_SIZE, nodes_after
 from bench.processes import announce
 from bench.report import TO_JSON, option, parser, verdict
@@ -56,7 +55,7 @@ from outrider.models.processors.text_rows import AskedRows
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.models.wire.draft_stream import DRAFTS_MEDIA_TYPE, framed
-from outrider.models.wire.tree_draft import TreeDraft
+from outrider.models.wire.tree_draft import TreeDraft, put_varint
 from outrider.reference import target_dir
 
 MAX_POSITIONS: Final = 1 << 16
@@ -160,7 +159,10 @@ def nodes_of(token: int) -> bytes:
 
 def tree_of(base: int, first: int, last_token: int) -> bytes:
     """The message after a token; `first` is the number of the first node."""
-    return varint(base) + varint(first) + nodes_of(last_token)
+    body = bytearray()
+    put_varint(body, base)
+    put_varint(body, first)
+    return bytes(body + nodes_of(last_token))
 
 
 def _headers_of(index: int) -> bytes:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 from bench.attacks.exchange import values_of
-from bench.attacks.identity import other_model
 from bench.beside import Written
 from bench.capacity import Costs, Found, saturated_rate
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
@@ -168,17 +164,3 @@ def test_values_of_one_server_and_of_replicas() -> None:
     two = 'held{outcome="kept",replica="a"} 3\nheld{outcome="kept",replica="b"} 4.5\nheld{outcome="lost"} 9\n'
     assert values_of(one, "held") == [3.0]
     assert values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
-
-
-@pytest.mark.parametrize("name", ["openvino_model.bin", "model.safetensors"])
-def test_another_model_for_either_engine(tmp_path: Path, name: str) -> None:
-    """Its weights differ, its manifest fits."""
-    bundle = tmp_path / "bundle"
-    bundle.mkdir()
-    (bundle / name).write_bytes(np.full(600, 0.5, "<f4").tobytes())
-    (bundle / "manifest.json").write_text(json.dumps({"files": [{"path": name, "sha256": "0"}]}), encoding="utf-8")
-    other = other_model(bundle, tmp_path)
-    data = (other / name).read_bytes()
-    assert data != (bundle / name).read_bytes()
-    (entry,) = json.loads((other / "manifest.json").read_text(encoding="utf-8"))["files"]
-    assert entry["sha256"] == hashlib.sha256(data).hexdigest()

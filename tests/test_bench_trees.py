@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
-from bench.attacks.tree_bytes import chain, fan, tree_bytes
 from bench.beside import GUESSES, EmulatedPair, Stop, Turns
 from bench.emulated import MAX_POSITIONS, EmulatedDraft, EmulatedTarget, Emulation, emulated_draft
 from bench.known_text import SUCCESSOR
@@ -134,14 +132,3 @@ def test_the_overheads_tree_holds_the_right_path_and_nothing_else_that_is_right(
         if parent in right and token == SUCCESSOR[right[parent]]:
             right[number] = token
     assert len(right) - 1 == 8
-
-
-def test_the_attackers_trees_are_valid_messages() -> None:
-    """Each chain node below the one before it, each child of a fan below the root."""
-    rng = random.Random(0)
-    deep = decode_tree(tree_bytes(3, 10, chain(512, rng)))
-    assert deep.parents == [ROOT, *range(10, 521)] and set(deep.levels) == {15}
-    wide = decode_tree(tree_bytes(3, 10, fan(512, rng)))
-    assert set(wide.parents) == {ROOT} and len(set(wide.tokens)) == 512
-    far = decode_tree(tree_bytes(0, 2_000_000, [(7, 1_000_000)]))
-    assert far.parents == [1_000_000]

@@ -148,15 +148,6 @@ def _keep_session(port: int, names: dict[str, str], key: str | None) -> None:
         time.sleep(0.05)
 
 
-def once(report: Any, port: int, requests: Sequence[bytes], timeout_s: float) -> None:
-    """Sends every request at once, each on its own connection; reports how long all took, then ends."""
-    statuses: list[int] = []
-    began_s = time.perf_counter()
-    _run(report, lambda number: statuses.append(answer_status(port, requests[number], timeout_s)), len(requests))
-    report.send((time.perf_counter() - began_s, statuses))
-    time.sleep(3600)
-
-
 def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: bool) -> None:
     """Sends `block` again and again on each connection as fast as it is taken; reads answers only if `reads`."""
 
@@ -202,20 +193,6 @@ def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
                 read_answer(connection)
 
     for_ever(report, talk, num_connections)
-
-
-def huge_header(report: Any, port: int, size: int) -> None:
-    """Sends one header of `size` bytes; reports how many of them the server took."""
-    report.send("begun")
-    sent = 0
-    with suppress(OSError), socket.create_connection((HOST, port), 60.0) as connection:
-        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
-        chunk = b"a" * 65536
-        while sent < size:
-            connection.sendall(chunk)
-            sent += len(chunk)
-    report.send(sent)
-    time.sleep(3600)
 
 
 def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s: float) -> None:

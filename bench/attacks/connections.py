@@ -1,5 +1,5 @@
-"""Attacks on the HTTP layer of a server and of the local endpoint: huge headers, trickled ones, pipelined requests,
-answers and streams left unread.
+"""Attacks on the HTTP layer of a server and of the local endpoint: trickled headers, pipelined requests,
+answers and streams left unread. That huge headers are refused is said by tests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, hold, huge_header, pipeline, trickle
+from bench.attacks.attackers import attacking, hold, pipeline, trickle
 from bench.attacks.local import ATTACKER, GENERATE, WELL, endpoint_and_idle, text_body
 from bench.attacks.probes import beside, health_of
 from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject
@@ -18,25 +18,6 @@ from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, S
 NUM_TRICKLES: Final = 1500
 TRICKLE_LIMIT_S: Final = 30.0
 NUM_BODIES: Final = 100
-
-
-def large_header(subject: Subject) -> Iterator[Row]:
-    """Sends a header of 64 MiB."""
-    with (
-        subject.serve(keys=KEYS) as server,
-        subject.serve(keys=KEYS) as idle,
-        beside(server, idle) as seen,
-        attacking(huge_header, server.port, 64 << 20) as reports,
-    ):
-        sent = reports.recv()
-    yield Row(
-        "7",
-        "a header of 64 MiB, no key: GET /health/live, memory",
-        f"{seen}; {sent / 2**20:.0f} MiB are taken",
-        "p99 under 50 ms; max under 50 ms more than the idle server's; +64 MB; refused before 8 MiB",
-        seen.is_prompt and not seen.health.num_failures and seen.is_small and sent < 8 << 20,
-        {"sent": sent, **seen.raw},
-    )
 
 
 def trickled_requests(subject: Subject) -> Iterator[Row]:

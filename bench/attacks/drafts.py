@@ -1,44 +1,23 @@
-"""Attacks by drafts: hints of a long lag, devices whose drafts come late, and as many drafts as a server takes."""
+"""Attacks by drafts: devices whose drafts come late, and as many drafts as a server takes."""
 
 from __future__ import annotations
 
+import asyncio
+import random
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from bench.attacks.attackers import attacking, draft_bytes, pipeline
-from bench.attacks.devices import Devices, run_devices
-from bench.attacks.subject import Row, Server, Subject, middle, prompt_of, seconds
+from bench.attacks.exchange import HOST
+from bench.attacks.subject import Row, Server, Subject, prompt_of, rates_of, slowed
+from bench.bare_http import Wire
 
-CAP_S = 20.0
-LONG = 300
-"""Tokens of a session, which is opened again at its end: 33 of them fit the emulated cache."""
-
-
-def long_hints(subject: Subject) -> Iterator[Row]:
-    """Opens 33 sessions that say that their drafts take a minute, and send none."""
-    took: dict[str, list[float | None]] = {"hint": [], "none": []}
-    with subject.emulated(step_ms=10.0) as server:
-        for _ in range(2):
-            for kind, hint in (("none", {}), ("hint", {"draft_lag_ms": 60_000})):
-                server.wait_until_idle()
-                bodies = [{"prompt": prompt_of(i), "max_tokens": LONG, "ignore_eos": True, **hint} for i in range(33)]
-                with server.crowd(bodies, keeps=True) as crowd:
-                    for i in range(3):
-                        # Sessions end together and are opened again; a newcomer between would find free places.
-                        crowd.require("32 of 33 sessions did not run", lambda: crowd.num_running() >= 32, 30.0)
-                        took[kind].append(server.first_token_s({"prompt": prompt_of(100 + i)}, CAP_S))
-                        if took[kind][-1] is None:
-                            break
-    hinted, plain = (middle(took[kind], CAP_S) for kind in ("hint", "none"))
-    shown = seconds(hinted if hinted < CAP_S else None, CAP_S)
-    yield Row(
-        "1",
-        "33 sessions with draft_lag_ms 60000 and no drafts: a newcomer's first token",
-        f"{shown}; beside 33 sessions without hints {seconds(plain)}",
-        "at most 2x (and one step)",
-        hinted < CAP_S and hinted <= 2.0 * plain + 0.01,
-        {"first_token_s": took},
-    )
+from outrider.models.errors import CloudError
+from outrider.models.wire.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 
 def late_drafts(subject: Subject) -> Iterator[Row]:
@@ -70,31 +49,17 @@ def late_drafts(subject: Subject) -> Iterator[Row]:
 
 def draft_flood(subject: Subject) -> Iterator[Row]:
     """Floods one session with drafts over four connections, in turn with not flooding; four others run meanwhile."""
-    rates: dict[bool, list[float]] = {False: [], True: []}
     with subject.emulated(step_ms=10.0) as server:
-        for is_flooded in (False, True) * 2:
-            server.wait_until_idle()
-            bodies = [{"prompt": prompt_of(i), "max_tokens": 1500, "ignore_eos": True} for i in range(4)]
-            with (
-                server.crowd(bodies, keeps=True) as crowd,
-                server.crowd([{**bodies[0], "prompt": prompt_of(9), "patience_ms": 0}]) as flooded,
-            ):
-                session = flooded.running()
-                if not is_flooded:
-                    rates[False].append(crowd.tokens_per_s(5.0))
-                    continue
-                block = draft_bytes(server.port, session.session) * 8
-                with attacking(pipeline, server.port, block, 4, True):
-                    rates[True].append(crowd.tokens_per_s(5.0))
-    without, during = median(rates[False]), median(rates[True])
-    yield Row(
-        "10",
-        "a flood of drafts to one session: four other sessions' tokens/s, step of 10 ms",
-        f"{during:.0f}; without {without:.0f} ({without / max(during, 1e-9):.1f}x slower)",
-        "at most 1.2x slower",
-        1.2 * during >= without,
-        {"tokens_per_s": {"without": rates[False], "during": rates[True]}},
-    )
+
+        @contextmanager
+        def flooded(is_flooded: bool) -> Iterator[None]:
+            body = {"prompt": prompt_of(9), "max_tokens": 1500, "ignore_eos": True, "patience_ms": 0}
+            with server.crowd([body]) as crowd:
+                block = draft_bytes(server.port, crowd.running().session) * 8
+                with attacking(pipeline, server.port, block, 4, True) if is_flooded else nullcontext():
+                    yield
+
+        yield slowed("10", "a flood of drafts to one session, step of 10 ms", rates_of(server, flooded))
 
 
 def texts_of(server: Server, num_devices: int, num_tokens: int) -> list[tuple[list[int], list[int]]]:
@@ -106,3 +71,90 @@ def texts_of(server: Server, num_devices: int, num_tokens: int) -> list[tuple[li
         what = f"the texts of {num_devices} sessions were not complete"
         crowd.require(what, lambda: all(len(s.tokens) == num_tokens for s in crowd.streams), 60.0)
         return [(prompt, stream.tokens) for prompt, stream in zip(prompts, crowd.streams, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """texts: (prompt, the target's own text) of each device. patience_ms: 0 asks the server never to wait.
+
+    A drafted token is right with probability `acceptance`. A device posts one message of `depth` tokens at a time.
+    in_turns: each asks the server to wait for the next.
+    """
+
+    port: int
+    texts: list[tuple[list[int], list[int]]]
+    lag_s: float
+    patience_ms: float | None
+    acceptance: float = 0.7
+    depth: int = 8
+    in_turns: bool = False
+
+
+def run_devices(report: Any, devices: Devices, settle_s: float, window_s: float) -> None:
+    """Runs all of them; reports the tokens/s of the window that begins after `settle_s`."""
+    counts: list[tuple[float, int]] = []
+
+    async def all_devices() -> None:
+        tasks = [asyncio.create_task(_device(devices, index, counts)) for index in range(len(devices.texts))]
+        report.send("begun")
+        await asyncio.sleep(settle_s)
+        began_s = time.perf_counter()
+        await asyncio.sleep(window_s)
+        end_s = time.perf_counter()
+        report.send(sum(n for at, n in counts if began_s <= at < end_s) / (end_s - began_s))
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(all_devices())
+
+
+async def _device(devices: Devices, index: int, counts: list[tuple[float, int]]) -> None:
+    prompt, text = devices.texts[index]
+    rng = random.Random(index)
+    is_right = [rng.random() < devices.acceptance for _ in text]
+    guess = [token if right else token % 4000 + 1 for token, right in zip(text, is_right, strict=True)]
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": len(text), "ignore_eos": True}
+    body["draft_lag_ms"] = devices.lag_s * 1e3
+    if devices.patience_ms is not None:
+        body["patience_ms"] = devices.patience_ms
+    while True:
+        with suppress(OSError, CloudError):
+            await _session(devices, body, text, guess, counts)
+
+
+async def _session(
+    devices: Devices, body: dict[str, Any], text: list[int], guess: list[int], counts: list[tuple[float, int]]
+) -> None:
+    """One session to its end."""
+    url = f"http://{HOST}:{devices.port}"
+    session, drafter = "", None
+    async with Wire(url) as stream, Wire(url) as up:
+        await stream.post("/v1/sessions", body)
+        while (event := await stream.event()) is not None and event.get("type") != "end":
+            session = event.get("session", session)
+            if event.get("type") == "open":
+                continue
+            base = event["base"] + len(event["tokens"])
+            counts.append((time.perf_counter(), len(event["tokens"])))
+            if drafter is None or drafter.done():
+                # The next tokens as the device guesses them: the target's own up to the first wrong one.
+                right = text[base : base + devices.depth]
+                own = guess[base : base + devices.depth]
+                at = next((at for at, token in enumerate(right) if own[at] != token), len(right))
+                if path := right[:at] + own[at:]:
+                    drafter = asyncio.create_task(_post_late(devices, session, base, path, up))
+        if drafter is not None:
+            drafter.cancel()
+
+
+async def _post_late(devices: Devices, session: str, base: int, path: list[int], up: Wire) -> None:
+    await asyncio.sleep(devices.lag_s)
+    place = f"/v1/sessions/{session}/drafts"
+    with suppress(OSError, asyncio.IncompleteReadError):
+        if devices.in_turns:  # numbers of their own: at most so many tokens after each base
+            numbers = range(base * devices.depth, base * devices.depth + len(path))
+            tree = TreeDraft(base, numbers[0], path, [ROOT, *numbers[:-1]], [13] * len(path), is_turn=True)
+            await up.post(place, tree.encode(), TREE_MEDIA_TYPE)
+        else:
+            await up.post(place, {"base": base, "paths": [path]})
+        await up.answer()

@@ -4,19 +4,25 @@ relay that is slow on chosen paths, and counts what passes at a time.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
-from bench.attacks.exchange import HOST, connect
+import httpx
+import uvicorn
+from bench.attacks.exchange import HOST
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 from tests.raw_server import RawServer
+
+from outrider.models.ingress.sockets import open_socket, url_of
 
 _STREAM: Final = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
 MAX_SENT: Final = 512 << 20
@@ -89,93 +95,46 @@ def as_stream(*events: Any) -> bytes:
     return _STREAM + b"".join(b"data: %s\n\n" % json.dumps(event, ensure_ascii=False).encode() for event in events)
 
 
-class Relay(ThreadingHTTPServer):
-    """Listens on a port of its own. Set `delays`: path -> seconds before the request is passed on."""
-
-    request_queue_size = 1024
+class Relay:
+    """Passes requests on. Set `delays`: path -> seconds before one is passed on. most_at_once: of such, by path."""
 
     def __init__(self, port: int) -> None:
-        super().__init__((HOST, 0), _PassingOn)
+        self.url = ""
         self.delays: Mapping[str, float] = {}
-        self.at_once: Counter[str] = Counter()
         self.most_at_once: Counter[str] = Counter()
-        self.upstream_port = port
-        self.url = f"http://{HOST}:{self.server_port}"
-        self.lock = threading.Lock()
-        self.connections: set[socket.socket] = set()
+        self._at_once: Counter[str] = Counter()
+        self._client = httpx.AsyncClient(base_url=f"http://{HOST}:{port}", timeout=None, limits=httpx.Limits())
 
-    def close_connections(self) -> None:
-        """Ends all of them."""
-        with self.lock:
-            for connection in self.connections:
-                _end(connection)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Connections that break are no news."""
-
-
-class _PassingOn(BaseHTTPRequestHandler):
-    server: Relay
-    protocol_version = "HTTP/1.1"
-
-    def setup(self) -> None:
-        """Connects to the verifier, whose bytes go back as they come."""
-        super().setup()
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._upstream = connect(self.server.upstream_port)
-        with self.server.lock:
-            self.server.connections |= {self.connection, self._upstream}
-        self._back = threading.Thread(target=_pump, args=(self._upstream, self.connection), daemon=True)
-        self._back.start()
-
-    def pass_on(self) -> None:
-        """Any method."""
-        server, path = self.server, self.path
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        with server.lock:
-            server.at_once[path] += 1
-            server.most_at_once[path] = max(server.most_at_once[path], server.at_once[path])
-        time.sleep(server.delays.get(path, 0.0))
-        with server.lock:
-            server.at_once[path] -= 1
-        fields = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
-        self._upstream.sendall(f"{self.requestline}\r\n{fields}\r\n".encode("latin-1") + body)
-
-    do_GET = do_POST = do_DELETE = pass_on
-
-    def finish(self) -> None:
-        """Ends both connections."""
-        with self.server.lock:
-            self.server.connections -= {self.connection, self._upstream}
-        for each in (self.connection, self._upstream):
-            _end(each)
-        self._back.join()
-        self._upstream.close()
-        super().finish()
-
-    def log_message(self, *_: Any) -> None:
-        """Says nothing."""
-
-
-def _end(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    with suppress(OSError):
-        connection.shutdown(how)
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)
-    _end(target, socket.SHUT_WR)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI application."""
+        request, path = Request(scope, receive), scope["path"]
+        self._at_once[path] += 1
+        self.most_at_once[path] = max(self.most_at_once[path], self._at_once[path])
+        await asyncio.sleep(self.delays.get(path, 0.0))
+        self._at_once[path] -= 1
+        body = request.stream() if scope["method"] == "POST" else None
+        url = httpx.URL(path=path, query=scope["query_string"])
+        asked = self._client.build_request(scope["method"], url, headers=request.headers.raw, content=body)
+        with suppress(httpx.HTTPError, ClientDisconnect):  # connections that break are no news
+            answer = await self._client.send(asked, stream=True)
+            given = StreamingResponse(answer.aiter_raw(), answer.status_code, answer.headers)
+            try:
+                await given(scope, receive, send)
+            finally:
+                await answer.aclose()
 
 
 @contextmanager
 def relay_to(port: int) -> Iterator[Relay]:
     """A relay that ends with the context."""
-    with Relay(port) as relay:
-        threading.Thread(target=relay.serve_forever, daemon=True).start()
+    relay = Relay(port)
+    server = uvicorn.Server(uvicorn.Config(relay, lifespan="off", log_level="critical", timeout_graceful_shutdown=1))
+    with open_socket(HOST, 0) as sock:
+        relay.url = url_of(sock, is_tls=False)
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+        thread.start()
         try:
             yield relay
         finally:
-            relay.shutdown()
-            relay.close_connections()
+            server.should_exit = True
+            thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, beside
 from bench.attacks.subject import KEYS, Row, Server, Subject, middle, prompt_of
 
 ATTACKER, OTHER = KEYS
+POOR: Final = "key-of-few-tokens-a-minute-0003"
 MAX_FIRST: Final = 2.0
 _CAP_S: Final = 10.0
 _NUM_FIRST: Final = 40
@@ -36,12 +38,14 @@ class _Flood:
 
 def floods(subject: Subject) -> Iterator[Row]:
     """Floods the server with requests that need no key or do no work; another key asks for single tokens."""
-    with subject.serve(keys=KEYS) as server:
+    poor = f"sha256:{hashlib.sha256(POOR.encode()).hexdigest()} name=poor tokens-per-minute=1"
+    with subject.serve(keys=[*KEYS, poor]) as server:
         port = server.port
         openapi, live = (request_bytes(port, "GET", path) for path in ("/openapi.json", "/health/live"))
         metrics = request_bytes(port, "GET", "/metrics", key=ATTACKER)
         keyed = request_bytes(port, "POST", "/v1/completions", b"{}", ATTACKER)
         keyless = request_bytes(port, "GET", "/v1/models")
+        spent = request_bytes(port, "POST", "/v1/completions", b'{"prompt":[5,6,7],"max_tokens":32}', POOR)
         cases = [
             _Flood("GET /openapi.json, no key", 32, (openapi,)),
             _Flood("GET /openapi.json, no key", 200, (openapi,)),
@@ -49,8 +53,9 @@ def floods(subject: Subject) -> Iterator[Row]:
             _Flood("GET /metrics, a plain key", 100, (metrics,)),
             _Flood("refusals (400), a plain key", 32, (keyed,)),
             _Flood("refusals (401), no key", 32, (keyless,)),
+            _Flood("refusals (429), a key whose tokens are spent", 32, (spent,)),
             _Flood("GET /health/live, no key", 32, (live,)),
-            _Flood("the last three together", 32, (keyed, keyless, live)),
+            _Flood("refusals (400, 401) and /health/live together", 32, (keyed, keyless, live)),
         ]
         numbers = count()
         yield from _rows("43", server, cases, lambda: ({"prompt": prompt_of(next(numbers))}, {}))

@@ -7,13 +7,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from statistics import median
+from contextlib import contextmanager
 from typing import Any, Final
 
 from bench.attacks.attackers import attacking, repeat
 from bench.attacks.exchange import OTHER_ADDRESS, NotMeasured, ask
 from bench.attacks.probes import MAX_GROWTH_MB, MAX_HEALTH_S, health_of, memory_of
-from bench.attacks.subject import COMPLETIONS, VLLM, Row, Server, Subject, middle, prompt_of, seconds
+from bench.attacks.subject import COMPLETIONS, VLLM, Row, Subject, middle, prompt_of, rates_of, seconds, slowed
 
 CAP_S: Final = 30.0
 NUM_SESSIONS: Final = 31
@@ -24,7 +24,6 @@ MAX_COMMAS: Final = 240_000
 """Between the elements of a body, at most (`models.http.requests`)."""
 ITEM: Final[dict[str, Any]] = {"prefix": [1, 2], "draft": [1], "rule": "rejection", "temperature": 1.0}
 NUM_CHOICES: Final = 128
-MEASURE_S: Final = 5.0
 _STOPS: Final = [f"{'a' * 998}{chr(ord('b') + index)}" for index in range(16)]
 """As many and as long as a request may have; a text of one letter nearly matches all of them all the time."""
 
@@ -115,44 +114,31 @@ def largest_drafts(subject: Subject) -> Iterator[Row]:
 
 def many_choices(subject: Subject) -> Iterator[Row]:
     """Keeps 256 texts in work, in turn plain ones and choices with logprobs; another client has four sessions."""
+    common: dict[str, Any] = {"max_tokens": 2000, "ignore_eos": True, "temperature": 1.0}
+    choices = common | {"prompt": prompt_of(3), "n": NUM_CHOICES, "logprobs": 20, "stop": _STOPS}
+    bodies = {False: common | {"prompt": [prompt_of(3)] * 64}, True: choices}
+    health_s = {False: 0.0, True: 0.0}
     with subject.emulated(step_ms=10.0) as server:
-        body: dict[str, Any] = {"prompt": prompt_of(3), "n": NUM_CHOICES, "max_tokens": 2000, "ignore_eos": True}
-        body |= {"logprobs": 20, "stop": _STOPS, "temperature": 1.0}
-        probe = server.ask("POST", COMPLETIONS, body | {"max_tokens": 1})
-        if probe.status != 200:
-            raise NotMeasured(f"n: {NUM_CHOICES} got status {probe.status}: this version has no choices")
-        plain: dict[str, Any] = {
-            "prompt": [prompt_of(3)] * 64,
-            "max_tokens": 2000,
-            "ignore_eos": True,
-            "temperature": 1.0,
-        }
-        calls = {
-            is_attacked: server.request("POST", COMPLETIONS, each)
-            for is_attacked, each in ((False, plain), (True, body))
-        }
-        rates: dict[bool, list[float]] = {False: [], True: []}
-        health_s: dict[bool, float] = {False: 0.0, True: 0.0}
-        for is_attacked in (False, True) * 2:
-            server.wait_until_idle()
-            bodies = [{"prompt": prompt_of(i), "max_tokens": 1500, "ignore_eos": True} for i in range(4)]
-            with server.crowd(bodies, address=OTHER_ADDRESS, keeps=True) as crowd:
-                crowd.require("four sessions had no token", lambda: all(s.commits for s in crowd.streams), 20.0)
-                in_flight = 2 if is_attacked else 4
-                with attacking(repeat, server.port, [calls[is_attacked]], in_flight, 60.0), health_of(server) as health:
-                    rates[is_attacked].append(crowd.tokens_per_s(MEASURE_S))
-                health_s[is_attacked] = max(health_s[is_attacked], health.high)
-        is_bounded = _refusal(server, {**body, "prompt": [[5], [6]]}) == ("invalid_parameter", "n")
-    plain_rate, rate = median(rates[False]), median(rates[True])
-    yield Row(
+        server.complete(choices | {"max_tokens": 1})
+
+        @contextmanager
+        def calling(is_attacked: bool) -> Iterator[None]:
+            calls = [server.request("POST", COMPLETIONS, bodies[is_attacked])]
+            in_flight = 2 if is_attacked else 4
+            with attacking(repeat, server.port, calls, in_flight, 60.0), health_of(server) as health:
+                yield
+            health_s[is_attacked] = max(health_s[is_attacked], health.high)
+
+        rates = rates_of(server, calling, address=OTHER_ADDRESS)
+    yield slowed(
         "40",
-        f"two calls of {NUM_CHOICES} choices with 20 logprobs a token: another client's four sessions, step of 10 ms",
-        f"{rate:.0f} tokens/s; beside plain texts {plain_rate:.0f} ({plain_rate / max(rate, 1e-9):.1f}x slower); "
-        f"health p99 {health_s[True] * 1e3:.0f} ms, {health_s[False] * 1e3:.0f} ms; more in one call "
-        f"{'refused' if is_bounded else 'accepted'}",
-        "at most 2x slower than beside plain texts; p99 under 50 ms more; more refused",
-        2.0 * rate >= plain_rate and health_s[True] - health_s[False] < MAX_HEALTH_S and is_bounded,
-        {"tokens_per_s": {"plain": rates[False], "fields": rates[True]}, "health_p99_s": list(health_s.values())},
+        f"two calls of {NUM_CHOICES} choices with 20 logprobs a token, or plain texts, step of 10 ms",
+        rates,
+        f"; health p99 {health_s[True] * 1e3:.0f} ms, {health_s[False] * 1e3:.0f} ms",
+        most=2.0,
+        limit="; p99 under 50 ms more",
+        is_kept=health_s[True] - health_s[False] < MAX_HEALTH_S,
+        health_p99_s=list(health_s.values()),
     )
 
 
@@ -162,8 +148,3 @@ def _verified(port: int) -> list[int]:
     answer = ask(port, "POST", "/v1/verify", {"items": [item]}, address=OTHER_ADDRESS)
     found: list[int] = json.loads(answer.body)["results"][0]["tokens"]
     return found
-
-
-def _refusal(server: Server, body: dict[str, Any]) -> tuple[str | None, str | None]:
-    error = server.ask("POST", COMPLETIONS, body).json.get("error", {})
-    return error.get("code"), error.get("param")

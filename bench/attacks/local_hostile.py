@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -46,7 +45,7 @@ def local_hostile(subject: Subject) -> Iterator[Row]:
     with _endpoint(subject, facts) as (server, endpoint):
         yield _mixed(subject, server, endpoint)
     with _endpoint(subject, {**facts, "name": _NAME}) as (server, endpoint):
-        yield from _escapes(server, endpoint)
+        yield _escapes(server, endpoint)
 
 
 def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> Iterator[Row]:
@@ -147,8 +146,8 @@ def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
     )
 
 
-def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
-    """Names and errors with escapes: in the endpoint's log, its answers, and what its page shows."""
+def _escapes(server: HostileServer, endpoint: Server) -> Row:
+    """Names and errors with escapes: in the endpoint's log and its answers. What its page shows, is said by tests."""
     endpoint.ask("POST", COMPLETIONS, {"prompt": "a", "model": _NAME, "max_tokens": 1})
     error = {"code": "invalid_parameter", "message": _NAME, "type": "invalid_request_error", "param": _NAME}
     server.ways = Ways(as_answer({"error": error}, "400 Bad Request"), others=server.ways.others)
@@ -170,38 +169,13 @@ def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
         for escape in ((*ESCAPES, *_BIDI) if where == "the log" else ("\x1b", "\x08"))
         if escape in words
     ]
-    yield Row(
+    return Row(
         "29",
         "terminal escapes in a verifier's name and errors: raw in the endpoint's log or answers",
         listed(shown, "places"),
         "none",
         not shown and models.status == 200 and refused.status >= 400,
         {"shown": shown, "statuses": [refused.status, models.status, page.status, ended.status]},
-    )
-
-    if not any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")):
-        raise NotMeasured("there is no Chromium here: apt-get install chromium")
-    from tests.chromium import open_browser
-
-    with open_browser() as browser, browser.page() as tab:
-        tab.open(endpoint.url + "/")
-        tab.wait("document.body.dataset.looked === 'yes'")
-        tab.js("document.getElementById('go').click()")
-        tab.wait("!document.getElementById('error').hidden")
-        text, title = tab.js("document.body.innerText"), tab.js("document.title")
-        num_images = tab.js("document.querySelectorAll('img').length")
-    found = [repr(each) for each in (*ESCAPES, *_BIDI) if each in text]
-    found += [f"the title {title!r}"] if "pwned" in title else []
-    found += [f"{num_images} images"] if num_images else []
-    if "onerror" not in text:
-        raise NotMeasured(f"the page shows neither the name nor the error: {text[:300]!r}")
-    yield Row(
-        "29",
-        "the same on the page, in Chromium: escapes, bidirectional characters, markup",
-        listed(found, "shown raw"),
-        "none",
-        not found,
-        {"text": text[:2000]},
     )
 
 

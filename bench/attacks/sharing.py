@@ -1,4 +1,6 @@
-"""Attacks by long sessions and large calls: does a newcomer get a place, and an owner its share."""
+"""Attacks by long prompts and large calls, and by the clock on what a server keeps of another key. That places, queues
+and priorities are shared is said by tests of the engine.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,17 @@ import random
 import time
 from collections.abc import Iterator
 from statistics import median
-from typing import Any
 
-from bench.attacks.attackers import attacking, once, repeat
+from bench.attacks.attackers import attacking, received, repeat
 from bench.attacks.subject import (
     COMPLETIONS,
-    HOST,
+    KEYS,
     OTHER_ADDRESS,
     Answer,
+    NotMeasured,
     Row,
     Server,
     Subject,
-    middle,
     percentile,
     prompt_of,
     seconds,
@@ -25,60 +26,8 @@ from bench.attacks.subject import (
 
 CAP_S = 20.0
 STEP_MS = 20.0
-LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
-PATIENT_S = 60.0
-
-
-def long_sessions(subject: Subject) -> Iterator[Row]:
-    """Keeps 32 long sessions open, which fill all places of a step; newcomers come from here and from elsewhere."""
-    with subject.emulated(STEP_MS) as server:
-        for what, address in (("the same owner's", HOST), ("another owner's", OTHER_ADDRESS)):
-            server.wait_until_idle()
-            alone = [server.first_token_s({"prompt": prompt_of(200 + i)}, CAP_S) for i in range(3)]
-            with server.crowd([{"prompt": prompt_of(i), **LONG} for i in range(32)], keeps=True) as crowd:
-                took: list[float | None] = []
-                for i in range(3):
-                    # Sessions end together and are opened again; a newcomer between would find free places.
-                    crowd.require("32 sessions did not all run", lambda: crowd.num_running() >= 32, 30.0)
-                    took.append(server.first_token_s({"prompt": prompt_of(100 + i)}, CAP_S, address=address))
-                step_s = median(crowd.gaps_s())
-            limit_s = 10.0 * step_s + middle(alone, CAP_S)
-            found = middle(took, CAP_S)
-            yield Row(
-                "3",
-                f"beside 32 long sessions: {what} newcomer's first token",
-                seconds(found if found < CAP_S else None, CAP_S),
-                f"10 steps of {step_s * 1e3:.0f} ms, and the time alone: {seconds(limit_s)}",
-                found < CAP_S and found <= limit_s,
-                {"took_s": took, "alone_s": alone, "step_s": step_s},
-            )
-
-
-def unequal_owners(subject: Subject) -> Iterator[Row]:
-    """Gives one owner 64 sessions and another two.
-
-    The two need 2 of 32 places, less than half, so they should run nearly as if alone; a step with 32 sequences takes
-    somewhat longer than one with two, hence half the speed is enough.
-    """
-    few = [{"prompt": prompt_of(100 + i), **LONG} for i in range(2)]
-    with subject.emulated(STEP_MS) as server:
-        with server.crowd(few, keeps=True, address=OTHER_ADDRESS) as crowd:
-            crowd.wait(lambda: all(s.commits for s in crowd.streams), CAP_S)
-            alone = crowd.tokens_per_s(3.0)
-        server.wait_until_idle()
-        many = [{"prompt": prompt_of(i), **LONG} for i in range(64)]
-        with server.crowd(many, keeps=True) as crowd:
-            crowd.wait(lambda: sum(bool(s.commits) for s in crowd.streams) >= 32, CAP_S)
-            with server.crowd(few, keeps=True, address=OTHER_ADDRESS) as others:
-                beside = others.tokens_per_s(10.0)
-    yield Row(
-        "3",
-        "an owner with 2 sessions beside one with 64: its tokens/s",
-        f"{beside:.0f}; alone {alone:.0f} ({beside / alone:.2f}x)",
-        "at least 0.5x of alone",
-        beside >= 0.5 * alone,
-        {"alone": alone, "beside": beside},
-    )
+_LENGTH = 800
+"""Tokens of a prompt: long enough that its prefill shows."""
 
 
 def long_prompts(subject: Subject) -> Iterator[Row]:
@@ -123,42 +72,27 @@ def _beside_prompts(server: Server, what: str) -> Row:
 
 
 def large_verify_calls(subject: Subject) -> Iterator[Row]:
-    """Sends 4 calls of 256 items at once, then six callers loop; another owner verifies and completes meanwhile."""
+    """Has six callers send 256 items each, in a loop; another owner verifies and completes meanwhile."""
     with subject.emulated(STEP_MS) as server:
         alone = [_small(server, i).took_s for i in range(10)]
-        begun_s, steps = time.perf_counter(), _steps(server)
-        calls = [_call(server, seed) for seed in range(4)]
-        during: list[float] = []
-        with attacking(once, server.port, calls, 120.0) as reports:
-            while not reports.poll() and (not during or sum(during) < CAP_S):
-                during.append(_small(server, len(during)).took_s)
-            whole_s, statuses = reports.recv()
-        step_s = (time.perf_counter() - begun_s) / max(1, _steps(server) - steps)
-        limit_s = 3.0 * median(alone) + max(step_s, STEP_MS / 1e3)
-        yield Row(
-            "5",
-            "4 x 256 items on /v1/verify: another owner's single verify or completion",
-            f"median {seconds(median(during))}, longest {seconds(max(during))}; the calls took {seconds(whole_s)}",
-            f"3x alone ({seconds(median(alone))}) and a step: {seconds(limit_s)}",
-            median(during) <= limit_s and set(statuses) == {200},
-            {"alone_s": alone, "during_s": during, "statuses": statuses},
-        )
-        server.wait_until_idle(60.0)
-        began_s, served = time.perf_counter(), list[float]()
         calls = [_call(server, seed) for seed in range(10, 34)]
-        with attacking(repeat, server.port, calls, 6, 120.0):
+        began_s, served, steps = time.perf_counter(), list[float](), _steps(server)
+        with attacking(repeat, server.port, calls, 6, 120.0) as reports:
             time.sleep(0.5)
-            while time.perf_counter() - began_s < 10.0:
-                answer = _small(server, len(served), timeout_s=CAP_S)
+            while time.perf_counter() - began_s < 20.0:
+                answer = _small(server, len(served))
                 served.append(answer.took_s if answer.status == 200 else CAP_S)
-        yield Row(
-            "5",
-            "six callers of 256 items in a loop: another owner's single verify or completion",
-            f"median {seconds(median(served))}, longest {seconds(max(served))}, of {len(served)} in 10 s",
-            f"as above: {seconds(limit_s)}",
-            median(served) <= limit_s,
-            {"took_s": served},
-        )
+            step_s = (time.perf_counter() - began_s) / max(1, _steps(server) - steps)
+            statuses = set(received(reports))
+    limit_s = 3.0 * median(alone) + max(step_s, STEP_MS / 1e3)
+    yield Row(
+        "5",
+        "six callers of 256 items on /v1/verify in a loop: another owner's single verify or completion",
+        f"median {seconds(median(served))}, longest {seconds(max(served))}, of {len(served)} in 20 s",
+        f"3x alone ({seconds(median(alone))}) and a step: {seconds(limit_s)}",
+        median(served) <= limit_s and statuses == {200},
+        {"alone_s": alone, "took_s": served, "statuses": sorted(statuses)},
+    )
 
 
 def _call(server: Server, seed: int) -> bytes:
@@ -168,15 +102,38 @@ def _call(server: Server, seed: int) -> bytes:
     return server.request("POST", "/v1/verify", {"items": items})
 
 
-def _small(server: Server, index: int, timeout_s: float = PATIENT_S) -> Answer:
+def _small(server: Server, index: int) -> Answer:
     """The other owner's request: a verify and a completion in turn, of one token each."""
     prompt = prompt_of(10_000 + index + int(time.perf_counter() * 1e3))
     path, body = COMPLETIONS, {"prompt": prompt, "max_tokens": 1}
     if index % 2:
         path, body = "/v1/verify", {"items": [{"prefix": prompt}]}
-    return server.ask_in_time("POST", path, body, timeout_s, address=OTHER_ADDRESS)
+    return server.ask_in_time("POST", path, body, CAP_S, address=OTHER_ADDRESS)
 
 
 def _steps(server: Server) -> int:
     """Steps of the engine so far; 0 where /metrics does not count them."""
     return int(sum(server.metrics("outrider_engine_steps_total")))
+
+
+def others_prompts(subject: Subject) -> Iterator[Row]:
+    """Asks with one key whether another key's prompt was seen before."""
+    took: dict[str, list[float]] = {"fresh": [], "seen": []}
+    with subject.serve(keys=KEYS) as server:
+        for i in range(7):
+            seen, fresh = prompt_of(100 + i, _LENGTH), prompt_of(200 + i, _LENGTH)
+            server.complete({"prompt": seen, "max_tokens": 1}, KEYS[0])
+            for kind, tokens in (("fresh", fresh), ("seen", seen)):
+                found = server.first_token_s({"prompt": tokens}, 10.0, key=KEYS[1])
+                if found is None:
+                    raise NotMeasured(f"a prompt of {_LENGTH} tokens had no first token after 10 s")
+                took[kind].append(found)
+    share = median(took["seen"]) / median(took["fresh"])
+    yield Row(
+        "4",
+        f"another key's prompt of {_LENGTH} tokens: time to first token",
+        f"{seconds(median(took['seen']))}; a fresh prompt {seconds(median(took['fresh']))} ({share:.2f}x)",
+        "0.7x to 1.4x of a fresh prompt",
+        0.7 <= share <= 1.4,
+        {"took_s": took},
+    )

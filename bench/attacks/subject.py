@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -171,6 +171,46 @@ class Server(Program):
             return answer.status == 200 and not answer.json["running"] and not answer.json.get("queue_depth")
 
         wait_for("the server was not idle after the last request had ended", is_idle, timeout_s, 0.02)
+
+
+def rates_of(
+    server: Server, attack: Callable[[bool], AbstractContextManager[Any]], times: int = 2, **options: Any
+) -> dict[bool, list[float]]:
+    """Tokens/s of four sessions in turn, without an attack and during it. attack: opens what runs beside them, given
+    whether it is the attack. options: of the crowd.
+    """
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for is_attacked in (False, True) * times:
+        server.wait_until_idle()
+        bodies = [{"prompt": prompt_of(i), "max_tokens": 900, "ignore_eos": True} for i in range(4)]
+        with server.crowd(bodies, keeps=True, **options) as crowd:
+            crowd.require("four sessions had no token", lambda: crowd.num_running() == 4, 20.0)
+            with attack(is_attacked):
+                rates[is_attacked].append(crowd.tokens_per_s(5.0))
+    return rates
+
+
+def slowed(
+    number: str,
+    what: str,
+    rates: Mapping[bool, Sequence[float]],
+    more: str = "",
+    *,
+    most: float = 1.2,
+    limit: str = "",
+    is_kept: bool = True,
+    **raw: Any,
+) -> Row:
+    """A row of `rates_of`. more, limit: the end of what was measured and of the bound. is_kept: whether that is met."""
+    without, during = median(rates[False]), median(rates[True])
+    return Row(
+        number,
+        f"{what}: four others' tokens/s",
+        f"{during:.0f}; without {without:.0f} ({without / max(during, 1e-9):.1f}x slower){more}",
+        f"at most {most:g}x slower{limit}",
+        most * during >= without and is_kept,
+        {"tokens_per_s": {"without": rates[False], "during": rates[True]}, **raw},
+    )
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,25 @@
-"""Attacks on the agent by a hostile server: escapes for its terminal, answers without end or sense."""
+"""Attacks on the agent's terminal by a hostile server. Answers without end or sense meet the agent in tests."""
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from bench.attacks.agents import agent
-from bench.attacks.false_verifiers import Answers, HostileServer, Ways, as_answer, as_stream, hostile_server
-from bench.attacks.local_hostile import (
-    ENDLESS_REFUSAL,
-    ESCAPES,
-    USAGE,
-    VOCAB_SIZE,
-    facts_of,
-    honest_answers,
-    opened_event,
-    tokens_of,
-)
-from bench.attacks.probes import MAX_GROWTH_MB
+from bench.attacks.false_verifiers import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.local_hostile import ESCAPES, USAGE, facts_of, honest_answers, opened_event, tokens_of
 from bench.attacks.subject import NotMeasured, Row, Subject, listed
-from tests.hostile_answers import MAX_TOKENS, broken_streams
+from bench.processes import end_group
 
 HOSTILE: Final = "a" + "b".join(ESCAPES) + "c"
-ENDS_S: Final = 15.0
-_TEXT: Final = ("--mode", "cloud-only", "--max-tokens", str(MAX_TOKENS), "--", "def walk(path):")
+_TEXT: Final = ("--mode", "cloud-only", "--max-tokens", "24", "--", "def walk(path):")
+_ENDS_S: Final = 12.0
 
 
 def escapes(subject: Subject) -> Iterator[Row]:
@@ -54,9 +48,7 @@ def escapes(subject: Subject) -> Iterator[Row]:
             server.ways = replace(way, others=honest)
             server.paths.clear()
             # Until it has tried often enough that it would have shown its words.
-            with agent(subject, "--cloud", server.url, *_TEXT, on_terminal=True) as running:
-                running.wait(lambda: server.num_asked > 8, 12.0)
-                printed = running.text.decode(errors="replace")
+            printed = _printed(subject, server)
             if not server.num_asked:
                 raise NotMeasured(f"the agent opened no session: {printed[-300:]!r}")
             # Without BEL, BS and DEL a terminal still obeys the rest, so each is looked for by itself.
@@ -73,50 +65,31 @@ def escapes(subject: Subject) -> Iterator[Row]:
     )
 
 
-def huge_answers(subject: Subject) -> Iterator[Row]:
-    """Sends what no server of the protocol sends; the agent must end, without growing."""
-    ways = {what: Ways(each.data, each.more) for what, each in broken_streams(VOCAB_SIZE).items()}
-    ways["a refusal without end"] = ENDLESS_REFUSAL
-    unclear: list[str] = []
-    raw: dict[str, Any] = {}
-    honest = honest_answers(facts_of(subject))
-    with hostile_server() as server:
-        plain_mb = _plain_memory(subject, server, honest)
-        for what, way in ways.items():
-            server.ways = replace(way, others=honest)
-            began_s = time.monotonic()
-            with agent(subject, "--cloud", server.url, *_TEXT) as running:
-                is_over = running.finish(ENDS_S) is not None
-                status, growth = running.process.returncode, running.peak_mb - plain_mb
-                errors = running.errors.decode(errors="replace")
-            took_s = time.monotonic() - began_s
-            raw[what] = {"status": status, "growth_mb": growth, "took_s": took_s, "errors": errors[-300:]}
-            if not is_over or status == 0 or "Traceback" in errors:
-                unclear.append(f"{what} ({'runs on' if not is_over else f'exit {status}'})")
-    worst = max(raw, key=lambda what: raw[what]["growth_mb"])
-    growth = raw[worst]["growth_mb"]
-    yield Row(
-        "15",
-        f"answers without end or sense, {len(ways)} kinds: the agent's memory",
-        f"+{growth:.0f} MB, most with: {worst}",
-        f"+{MAX_GROWTH_MB:.0f} MB",
-        growth <= MAX_GROWTH_MB,
-        {"plain_mb": plain_mb, "kinds": raw},
+def _printed(subject: Subject, server: HostileServer) -> str:
+    """What `outrider run` writes to a terminal of its own, until it ends, or has asked so often that it has shown the
+    server's words.
+    """
+    environment = {**subject.environment, "TERM": "xterm-256color", "COLUMNS": "200"}
+    environment.pop("NO_COLOR", None)
+    leader, follower = pty.openpty()
+    command = subject.agent("--cloud", server.url, *_TEXT)
+    process = subprocess.Popen(
+        command, stdin=follower, stdout=follower, stderr=follower, env=environment, start_new_session=True
     )
-    yield Row(
-        "15",
-        f"the same: not ended with an error within {ENDS_S:.0f} s",
-        listed(unclear, "not"),
-        "none",
-        not unclear,
-    )
+    os.close(follower)
+    pieces: list[bytes] = []
 
+    def read() -> None:
+        with suppress(OSError):  # the terminal's other side is closed
+            while data := os.read(leader, 65536):
+                pieces.append(data)
 
-def _plain_memory(subject: Subject, server: HostileServer, honest: Answers) -> float:
-    """The agent's memory when the server sends a short, honest text."""
-    end = {"type": "end", "reason": "stop", "usage": USAGE}
-    server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end), others=honest)
-    with agent(subject, "--cloud", server.url, *_TEXT) as running:
-        if running.finish(60.0) != 0:
-            raise NotMeasured(f"the agent failed on an honest text: {running.errors[-300:]!r}")
-        return running.peak_mb
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    deadline_s = time.monotonic() + _ENDS_S
+    while process.poll() is None and server.num_asked <= 8 and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    end_group(process)
+    reader.join(5.0)
+    os.close(leader)
+    return b"".join(pieces).decode(errors="replace")

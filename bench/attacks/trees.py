@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import random
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, Final
 
 import psutil
-from bench.attacks.attackers import attacking, pipeline, received, received_for, repeat
-from bench.attacks.devices import Devices, run_devices
-from bench.attacks.drafts import texts_of
-from bench.attacks.probes import MAX_GROWTH_MB, beside, memory_of
-from bench.attacks.subject import Answer, NotMeasured, Row, Server, Stream, Subject, prompt_of
-from bench.attacks.tree_bytes import MAX_NODES, MEDIA_TYPE, chain, fan, post_bytes, tree_bytes, wrong_trees
+from bench.attacks.attackers import attacking, for_ever, pipeline, received
+from bench.attacks.drafts import Devices, run_devices, texts_of
+from bench.attacks.exchange import read_answer, request_bytes
+from bench.attacks.probes import MAX_GROWTH_MB, Beside, beside
+from bench.attacks.subject import HOST, Answer, NotMeasured, Row, Server, Stream, Subject, prompt_of
 from tests.hostile_bodies import BROKEN_TREES
 
+from outrider.models.wire.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TREE_MEDIA_TYPE, TreeDraft
+
 ATTACK_S: Final = 8.0
+MAX_NODES: Final = MAX_MESSAGE_NODES
+SURE: Final = len(CHANCES) - 1
 MAX_MESSAGE_MS: Final = 10.0
 WARM_UP_MESSAGES: Final = 10
 NUM_MESSAGES: Final = 60
@@ -55,55 +60,56 @@ def sure_wrong_trees(subject: Subject) -> Iterator[Row]:
 
 def orphan_flood(subject: Subject) -> Iterator[Row]:
     """Floods one session with the largest messages, whose nodes have parents that were never sent."""
+    # Parents a million numbers back: no message has them.
+    firsts = range(2_000_000, 2_000_000 + 8 * MAX_NODES, MAX_NODES)
+    tokens, back = range(1, 1 + MAX_NODES), 1_000_000
+    bodies = [tree_bytes(0, first, tokens, range(first - back, first - back + MAX_NODES)) for first in firsts]
+    what, seen = f"a flood of nodes without parents to one session, {ATTACK_S:g} s", _flooded(subject, bodies)
+    limit = "p99 under 50 ms; max under 50 ms more than the idle server's"
+    yield Row("17", f"{what}: GET /health/live", f"{seen}", limit, seen.is_prompt, seen.in_ms)
+    yield _memory_row("17", what, seen)
+
+
+def malformed_trees(subject: Subject) -> Iterator[Row]:
+    """The same with bodies that no encoder writes. That each is refused is said by tests."""
+    seen = _flooded(subject, sorted((body for body, _ in BROKEN_TREES), key=len))
+    yield _memory_row("19", f"a flood of malformed trees, {len(BROKEN_TREES)} kinds, {ATTACK_S:g} s", seen)
+
+
+def _flooded(subject: Subject, bodies: Sequence[bytes]) -> Beside:
     with (
         subject.emulated(step_ms=10.0) as server,
         subject.serve() as idle,
         server.crowd([{"prompt": prompt_of(1), **LONG}]) as crowd,
     ):
         stream = crowd.running()
-        # Parents a million numbers back: no message has them.
-        bodies = [
-            tree_bytes(0, 2_000_000 + index * MAX_NODES, [(1 + i, 1_000_000) for i in range(MAX_NODES)])
-            for index in range(8)
-        ]
-        block = b"".join(post_bytes(server.port, stream.session, body) for body in bodies)
-        status = _post(server, stream, bodies[0]).status
-        _require_taken(Counter([status]))
+        _require_taken(Counter([_post(server, stream, tree_bytes(0, 0, [1], [ROOT])).status]))
         server.wait_until_awake()
+        block = b"".join(post_bytes(server.port, stream.session, body) for body in bodies)
         with beside(server, idle) as seen, attacking(pipeline, server.port, block, 4, True):
             time.sleep(ATTACK_S)
-    yield Row(
-        "17",
-        f"a flood of nodes without parents to one session, {ATTACK_S:g} s: GET /health/live",
-        f"{seen}",
-        "p99 under 50 ms; max under 50 ms more than the idle server's",
-        seen.is_prompt,
-        {**seen.in_ms, "status": status},
-    )
-    yield Row(
-        "17",
-        "the same: memory",
-        f"+{seen.memory.growth_mb:.0f} MB",
-        f"+{MAX_GROWTH_MB:.0f} MB",
-        seen.is_small,
-        seen.raw,
-    )
+    return seen
+
+
+def _memory_row(number: str, what: str, seen: Beside) -> Row:
+    limit = f"+{MAX_GROWTH_MB:.0f} MB"
+    return Row(number, f"{what}: memory", f"+{seen.memory.growth_mb:.0f} MB", limit, seen.is_small, seen.raw)
 
 
 def large_trees(subject: Subject) -> Iterator[Row]:
     """Sends the deepest and the widest trees of 512 nodes, one message after the other, beside messages of one node."""
     rng = random.Random(2)
-    shapes: dict[str, Callable[[int], list[tuple[int, int]]]] = {
-        "one node": lambda index: chain(1, rng),
-        "a chain of 512": lambda index: chain(MAX_NODES, rng),
-        "a chain that each message goes on with": lambda index: chain(MAX_NODES, rng, below=index > 0),
-        "512 children of one node": lambda index: fan(MAX_NODES, rng),
+    shapes: dict[str, Callable[[int], Sequence[int]]] = {  # the parents, by the number of the first node
+        "one node": lambda first: [ROOT],
+        "a chain of 512": lambda first: [ROOT, *range(first, first + MAX_NODES - 1)],
+        "a chain that each message goes on with": lambda first: range(first - 1, first + MAX_NODES - 1),  # -1: ROOT
+        "512 children of one node": lambda first: [ROOT] * MAX_NODES,
     }
     found: dict[str, dict[str, float]] = {}
     statuses: Counter[int] = Counter()
     with subject.emulated(step_ms=50.0) as server:
         process = psutil.Process(server.pid)
-        for name, nodes_of in shapes.items():
+        for name, parents_of in shapes.items():
             server.wait_until_idle()
             with server.crowd([{"prompt": prompt_of(3), **LONG}]) as crowd:
                 stream, first = crowd.running(), 0
@@ -111,9 +117,10 @@ def large_trees(subject: Subject) -> Iterator[Row]:
                 for index in range(WARM_UP_MESSAGES + NUM_MESSAGES):
                     if index == WARM_UP_MESSAGES:
                         before_s = _cpu_s(process)
-                    nodes = nodes_of(index)
-                    answer = _post(server, stream, tree_bytes(len(stream.tokens), first, nodes))
-                    first += len(nodes)
+                    parents = parents_of(first)
+                    tokens = rng.sample(range(1, 4000), len(parents))
+                    answer = _post(server, stream, tree_bytes(len(stream.tokens), first, tokens, parents))
+                    first += len(parents)
                     statuses[answer.status] += 1
                     took_s.append(answer.took_s)
                     time.sleep(max(0.0, 1.0 / MESSAGES_PER_S - answer.took_s))
@@ -137,34 +144,9 @@ def large_trees(subject: Subject) -> Iterator[Row]:
     )
 
 
-def malformed_trees(subject: Subject) -> Iterator[Row]:
-    """Sends bodies that no encoder writes, all kinds at once; that each is refused is said by tests."""
-    with (
-        subject.emulated(step_ms=10.0) as server,
-        server.crowd([{"prompt": prompt_of(4), **LONG}]) as crowd,
-    ):
-        stream = crowd.running()
-        _require_taken(Counter([_post(server, stream, tree_bytes(len(stream.tokens), 0, [(1, 0)])).status]))
-        requests = [post_bytes(server.port, stream.session, body) for body, _ in BROKEN_TREES]
-        with (
-            memory_of(server) as memory,
-            attacking(repeat, server.port, requests, 4, 20.0) as reports,
-        ):
-            statuses = Counter(received_for(reports, ATTACK_S))
-    num_refused = sum(num for status, num in statuses.items() if 400 <= status < 500)
-    yield Row(
-        "19",
-        f"malformed trees, {len(requests)} kinds, four at a time for {ATTACK_S:g} s: memory",
-        f"+{memory.growth_mb:.0f} MB after {num_refused} refusals of {statuses.total()} bodies",
-        f"+{MAX_GROWTH_MB:.0f} MB; all refused",
-        memory.is_small and 0 < num_refused == statuses.total(),
-        {"before_mb": memory.before_mb, "peak_mb": memory.peak_mb, "statuses": dict(statuses)},
-    )
-
-
 def _post(server: Server, stream: Stream, body: bytes) -> Answer:
     path = f"/v1/sessions/{stream.session}/drafts"
-    return server.ask("POST", path, body, headers={"Content-Type": MEDIA_TYPE})
+    return server.ask("POST", path, body, headers={"Content-Type": TREE_MEDIA_TYPE})
 
 
 def _require_taken(statuses: Counter[int]) -> None:
@@ -176,3 +158,44 @@ def _require_taken(statuses: Counter[int]) -> None:
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
+
+
+def tree_bytes(base: int, first: int, tokens: Sequence[int], parents: Sequence[int]) -> bytes:
+    """A message of sure nodes."""
+    return TreeDraft(base, first, tokens, parents, [SURE] * len(tokens)).encode()
+
+
+def post_bytes(port: int, session: str, body: bytes) -> bytes:
+    """The request with a message."""
+    return request_bytes(port, "POST", f"/v1/sessions/{session}/drafts", body, content_type=TREE_MEDIA_TYPE)
+
+
+def wrong_trees(report: Any, port: int, prompt: list[int], sends: bool) -> None:
+    """Keeps a session open that answers each commit with four chains of 16 wrong and sure nodes, if `sends`.
+
+    Reports the status of each answer.
+    """
+    rng = random.Random(1)
+    for_ever(report, lambda: _session(report, port, prompt, sends, rng), 1)
+
+
+def _session(report: Any, port: int, prompt: list[int], sends: bool, rng: random.Random) -> None:
+    body = json.dumps({"prompt": prompt, "max_tokens": 1000, "ignore_eos": True}).encode()
+    session, first = "", 0
+    with socket.create_connection((HOST, port)) as stream, socket.create_connection((HOST, port)) as posts:
+        stream.sendall(request_bytes(port, "POST", "/v1/sessions", body))
+        for line in stream.makefile("rb"):
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(line[6:])
+            if event.get("type") == "open":
+                session = event["session"]
+            elif event.get("type") == "end":
+                return
+            elif sends:
+                tokens = rng.sample(range(1, 4000), 64)
+                parents = [ROOT if number % 16 == 0 else first + number - 1 for number in range(64)]
+                message = tree_bytes(event["base"] + len(event["tokens"]), first, tokens, parents)
+                posts.sendall(post_bytes(port, session, message))
+                report.send(read_answer(posts))
+                first += len(tokens)

@@ -1,20 +1,28 @@
-"""Attacks the local endpoint by texts: all that one client can open, unread, and with a long artificial round trip."""
+"""Attacks the local endpoint by texts: all that one client can open, unread, and with a long artificial round trip; and
+while its verifier is slow.
+"""
 
 from __future__ import annotations
 
 import json
+import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from bench.attacks.attackers import attacking, hold
+from bench.attacks.attackers import attacking, hold, repeat
+from bench.attacks.false_verifiers import relay_to
 from bench.attacks.local import (
     ATTACKER,
+    CHAT,
     GENERATE,
     HONEST,
     MAX_OWN,
+    MIN_RATE,
     PLACES,
     STEP_MS,
     WELL,
@@ -26,6 +34,7 @@ from bench.attacks.local import (
 )
 from bench.attacks.probes import beside
 from bench.attacks.subject import COMPLETIONS, KEYS, NotMeasured, Row, Server, Subject, middle, seconds, wait_for
+from bench.changed_bundle import TURNS, change_bundle
 
 CAP_S: Final = 20.0
 _NUM_CONNECTIONS: Final = 64
@@ -34,6 +43,10 @@ _DELAY_MS: Final = 500.0
 _LONG: Final[dict[str, Any]] = {"prompt": [1 + i % 4000 for i in range(900)], "max_tokens": 1000, "stream": True}
 _ROUNDS: Final = 2
 _MIN_RATE: Final = 0.5
+_DELAY_S: Final = 10.0
+_NUM_CALLERS: Final = 200
+_MAX_UPSTREAM: Final = 16
+"""Questions about the model that may be at the verifier at a time, however many clients ask."""
 
 
 def greedy_texts(subject: Subject) -> Iterator[Row]:
@@ -150,3 +163,65 @@ def _round_trip_ms(endpoint: Server, index: int) -> float:
 def _cloud_trips_ms(endpoint: Server) -> list[float]:
     clouds = endpoint.readiness().json.get("clouds", [])
     return [cloud["round_trip_ms"] for cloud in clouds if cloud.get("round_trip_ms") is not None]
+
+
+def slow_verifier(subject: Subject) -> Iterator[Row]:
+    """Has /v1/render, then /v1/model and /health/ready, take ten seconds, while 200 connections of one key ask."""
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "target"
+        change_bundle(subject.bundles[0], place, template=TURNS)
+        cloud = stack.enter_context(subject.serve(bundle=place))
+        relay = stack.enter_context(relay_to(cloud.port))
+        endpoint = stack.enter_context(subject.endpoint(relay.url, *PLACES, keys=KEYS))
+        idle = stack.enter_context(subject.endpoint(cloud.url, keys=KEYS))
+        warm_up(endpoint)
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        other: dict[str, Any] = {"prompt": "a", "max_tokens": 1, "model": "another"}
+        for path, what, asked in (
+            ("/v1/render", "chats", [("POST", CHAT, chat)]),
+            (
+                "/v1/model",
+                "texts of another model, and probes",
+                [("POST", COMPLETIONS, other), ("GET", "/v1/models/another", None), ("GET", "/health/ready", None)],
+            ),
+        ):
+            requests = [
+                endpoint.request(method, to, json.dumps(body).encode() if body else b"", ATTACKER)
+                for method, to, body in asked
+            ]
+            with honest_texts(endpoint) as texts:
+                alone, alone_s = texts.tokens_per_s(4.0), _first(endpoint)
+                models_s = endpoint.ask("GET", "/v1/models", key=HONEST).took_s
+                relay.delays = {path: _DELAY_S, "/health/ready": _DELAY_S}
+                relay.most_at_once.clear()
+                with (
+                    beside(endpoint, idle) as seen,
+                    attacking(repeat, endpoint.port, requests, _NUM_CALLERS, 60.0),
+                ):
+                    time.sleep(2.0)
+                    during = texts.tokens_per_s(4.0)
+                    during_s = _first(endpoint)
+                    during_models_s = endpoint.ask("GET", "/v1/models", key=HONEST).took_s
+                relay.delays = {}
+            most = relay.most_at_once[path]
+            limit_s = 1.0 + (alone_s or CAP_S)
+            yield Row(
+                "30",
+                f"{path} takes {_DELAY_S:g} s, {_NUM_CALLERS} connections ask for {what}: another key's texts",
+                f"first token {seconds(during_s, CAP_S)}, before {seconds(alone_s, CAP_S)}; {during:.0f} tokens/s, "
+                f"before {alone:.0f} ({during / max(alone, 1e-9):.2f}x); /v1/models {seconds(during_models_s)}; "
+                f"{most} such questions at the verifier at once",
+                f"first token and /v1/models at most 1 s later; at least {MIN_RATE:g}x; {_MAX_UPSTREAM} questions",
+                (during_s or CAP_S) <= limit_s
+                and during >= MIN_RATE * alone
+                and during_models_s <= 1.0 + models_s
+                and most <= _MAX_UPSTREAM,
+                {"rates": [alone, during], "first_s": [alone_s, during_s], "at_once": dict(relay.most_at_once)},
+            )
+            yield Row("30", "the same: /health/live, memory", str(seen), WELL, seen.is_well, seen.raw)
+            time.sleep(_DELAY_S)  # what waits at the verifier ends
+
+
+def _first(endpoint: Server) -> float | None:
+    body = text_body(5000 + int(time.monotonic()) % 1000)
+    return endpoint.first_token_s(body, CAP_S, key=HONEST, path=GENERATE)
