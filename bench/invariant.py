@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ from pathlib import Path
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
 from bench.report import TO_JSON, figures_table, option, parser, write_json
-from bench.schemas import load_schemas, prompt_of
 from bench.server_clock import ServerClock
 from bench.verifier import VERIFIER_OPTIONS, Verifier, verifier_of
 from rich.console import Console
@@ -66,6 +66,8 @@ RULES = {
 """By sampling; the others have none, but see `make_grammar_requests`."""
 PENALTY = ProcessorOptions(frequency_penalty=0.3)
 LIMIT = 1e-4
+SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
+"""Such as people publish, each with a title; written for these benchmarks."""
 
 
 @dataclass(slots=True)
@@ -113,16 +115,16 @@ def make_grammar_requests(
     lab: Lab, sampling: SamplingParams, num_prompts: int, max_tokens: int
 ) -> list[GenerationRequest]:
     """A text inside each of the first schemas; every second one with a penalty. The draft knows the grammar."""
-    schemas = load_schemas(num_prompts)
+    lines = SCHEMAS.read_text(encoding="utf-8").splitlines()[:num_prompts]
     tokenizer = lab.tokenizer
     requests: list[GenerationRequest] = []
     with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)) as compiler:
         # With more prompts than schemas a schema comes again, with another seed.
-        for seed, schema in zip(range(num_prompts), itertools.cycle(schemas), strict=False):
+        for seed, schema in zip(range(num_prompts), itertools.cycle(map(json.loads, lines)), strict=False):
             spec = GrammarSpec.json_schema(schema)
             requests.append(
                 GenerationRequest(
-                    prompt=lab.encode(prompt_of(schema)),
+                    prompt=lab.encode(f'import json\n\n# {schema["title"]}\nRECORD = json.loads("""'),
                     params=replace(sampling, seed=seed),
                     max_tokens=max_tokens,
                     stop_ids=frozenset(tokenizer.eos_token_ids),

@@ -1,8 +1,8 @@
 """Counts the tokens that drafts change through vLLM: none in float32, near ties in half precision.
 
-Texts of the reference target with right, wrong and mixed drafts, and once more without, each compared with a first run
-without drafts: token by token, up to the first difference of each text. Texts run beside one another, so a step's
-shape differs between two runs without drafts, too.
+Texts of the reference target with right, wrong and mixed drafts (those of `tests/vllm/test_equality.py`), and once more
+without, each compared with a first run without drafts: token by token, up to the first difference of each text. Texts
+run beside one another, so a step's shape differs between two runs without drafts, too.
 
     python -m bench.near_ties [--dtype bfloat16] [--exact bitwise] [--prompts 20] [--max-tokens 64]
 
@@ -11,22 +11,20 @@ In vLLM's environment. With `--exact bitwise`, which needs a GPU, a single diffe
 
 from __future__ import annotations
 
-import random
 import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from bench.report import option, parser
 from tests.requests import flat_request
+from tests.vllm.test_equality import Guess, Text, mixed, nothing, right, wrong
 
-from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.cloud.vllm.options import VllmConfig, VllmOptions, engine_arguments, set_environment
 from outrider.models.bundle.reference_export import REFERENCE
-from outrider.models.errors import RequestError
 from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import load_prompts
@@ -38,67 +36,15 @@ SAMPLINGS: Final = {
     "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
 }
 MAX_RUNNING: Final = 16
-AHEAD: Final = 12
-OTHER: Final = 7
-"""A token that stands for a wrong guess."""
-
-Guess = Callable[[Sequence[int]], list[int]]
-"""A draft, of what follows."""
-
-
-def nothing(rest: Sequence[int]) -> list[int]:
-    """No draft."""
-    return []
-
-
-def right(rest: Sequence[int]) -> list[int]:
-    """What the first run had."""
-    return list(rest[:AHEAD])
-
-
-def wrong(rest: Sequence[int]) -> list[int]:
-    """Other tokens."""
-    return [OTHER if token != OTHER else OTHER + 1 for token in rest[:AHEAD]]
-
-
-def mixed(rest: Sequence[int]) -> list[int]:
-    """Each token right with chance 0.75."""
-    rng = random.Random(len(rest))
-    return [token if rng.random() < 0.75 else OTHER for token in rest[:AHEAD]]
-
-
-class Text:
-    """One text, drafted after each commit; a sink."""
-
-    def __init__(self, engine: VllmEngine, request: GenerateRequest, expected: Sequence[int], guess: Guess) -> None:
-        self._engine, self._expected, self._guess = engine, expected, guess
-        self.tokens: list[int] = []
-        self.end: EndEvent | None = None
-        self.ended = threading.Event()
-        self._is_submitted = threading.Event()
-        self.number = engine.submit(request, self)
-        self._is_submitted.set()
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, CommitEvent):
-            self.tokens += event.tokens
-            draft = self._guess(self._expected[len(self.tokens) :])
-            if draft:
-                self._is_submitted.wait()
-                try:
-                    self._engine.draft(self.number, len(self.tokens), [draft])
-                except RequestError:
-                    pass  # the text was complete with this commit
-        elif isinstance(event, EndEvent):
-            self.end = event
-            self.ended.set()
 
 
 def generate(
     engine: VllmEngine, requests: Sequence[GenerateRequest], expected: Sequence[Sequence[int]], guess: Guess
 ) -> list[Text]:
     """All texts, beside one another."""
-    texts = [Text(engine, *each, guess) for each in zip(requests, expected, strict=True)]
+    texts = [Text(engine, truth, guess) for truth in expected]
+    for text, request in zip(texts, requests, strict=True):
+        text.submit(request)
     for text in texts:
         text.ended.wait()
         if text.end is None or text.end.error is not None:

@@ -37,12 +37,14 @@ OTHER = 7
 """A token that stands for a wrong guess."""
 
 
+Guess = Callable[[Sequence[int], int], list[list[int]]]
+"""Drafts of what follows the first so many tokens of a text."""
+
+
 class Text:
     """Generates one text, posting drafts after each commit; a sink."""
 
-    def __init__(
-        self, engine: VllmEngine, truth: Sequence[int], guess: Callable[[Sequence[int], int], list[list[int]]]
-    ):
+    def __init__(self, engine: VllmEngine, truth: Sequence[int], guess: Guess) -> None:
         self._engine, self._truth, self._guess = engine, truth, guess
         self.number = 0
         self.tokens: list[int] = []
@@ -64,7 +66,7 @@ class Text:
                 try:
                     self._engine.draft(self.number, len(self.tokens), paths)
                 except RequestError as error:
-                    assert error.code == "stale_draft" and len(self.tokens) == NUM_TOKENS, error
+                    assert error.code == "stale_draft" and len(self.tokens) == len(self._truth), error
         elif isinstance(event, EndEvent):
             self.end = event
             self.ended.set()
@@ -111,7 +113,7 @@ def texts() -> list[tuple[tuple[int, ...], SamplingParams, list[int]]]:
 def test_texts_are_transformers_and_pick(
     engine: VllmEngine,
     texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]],
-    guess: Callable[[Sequence[int], int], list[list[int]]],
+    guess: Guess,
 ) -> None:
     """Twenty-five texts at once, five samplings; right drafts save passes, wrong ones change nothing."""
     running = []
