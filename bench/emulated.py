@@ -32,7 +32,7 @@ from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX
-from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceSlice
 from outrider.models.text.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
@@ -208,8 +208,18 @@ def _sleep_until(due_s: float) -> None:
 # -- the cloud's process -----------------------------------------------------------------------------------------------
 
 
+def serve(target: BatchRuntime, config: EngineConfig) -> None:
+    """The real server over the target, until it is ended."""
+    engine = EngineThread(target, config)
+    engine.calibrate()
+    engine.start()
+    app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
+    relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
+    announce(partial(VerifierServer, app))
+
+
 def main() -> None:
-    """Serves until it is ended."""
+    """The command."""
     options = parser(
         __doc__,
         {
@@ -229,12 +239,7 @@ def main() -> None:
         max_running=options.max_running,
     )
     emulation = Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)
-    engine = EngineThread(EmulatedTarget(emulation), config)
-    engine.calibrate()
-    engine.start()
-    app = create_app(engine, ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset()))
-    relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
-    announce(partial(VerifierServer, app))
+    serve(EmulatedTarget(emulation), config)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ from bench.report import TO_JSON, option, parser, write_json
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tests.faulty_proxy import AgainstLongRequests, FaultyProxy, ProxyOptions
+from tests.faulty_proxy import FaultyProxy, ProxyOptions
 
 from outrider.edge.lab.child_process import child_process
 from outrider.export.make.reference_pair import export_reference_pair
@@ -250,18 +250,6 @@ def verifier_asleep(scene: Scene) -> Iterator[Row]:
         yield row_of(scene, f"the verifier is asleep for {ASLEEP_S:g} s", struck)
 
 
-def long_request(scene: Scene) -> Iterator[Row]:
-    """The way to the cloud passes no long request of drafts, for the whole text, or cuts it in the middle."""
-    for how, num_reads in (("buffers", 0), ("refuses", 0), ("cuts", 30)):
-        with ExitStack() as stack:
-            cloud = stack.enter_context(started(scene.cloud()))
-            proxy = AgainstLongRequests(how, "127.0.0.1", cloud.port, ProxyOptions(RTT_MS), num_reads=num_reads)
-            stack.enter_context(proxy)
-            agent = stack.enter_context(started(scene.agent([proxy.url])))
-            struck = strike(scene, agent, lambda: None)
-            yield row_of(scene, f"a proxy {how} long requests of drafts", struck, f"{proxy.num_met} came by")
-
-
 FAULTS: Final[dict[str, Callable[[Scene], Iterator[Row]]]] = {
     "runtime_raises": runtime_raises,
     "runtime_gone": partial(runtime_raises, fault="runtime"),
@@ -273,7 +261,6 @@ FAULTS: Final[dict[str, Callable[[Scene], Iterator[Row]]]] = {
     "network_silent": network_silent,
     "link_throttled": link_throttled,
     "posts_disordered": posts_disordered,
-    "long_request": long_request,
     "clock_jumps": clock_jumps,
     "agent_asleep": agent_asleep,
     "verifier_asleep": verifier_asleep,

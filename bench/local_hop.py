@@ -31,6 +31,7 @@ from statistics import median
 from typing import Final
 
 from bench.bare_http import Wire
+from bench.pairs import make_requests
 from bench.processes import endpoint_arguments
 from bench.report import TO_JSON, figures_table, option, parser, verdict
 from bench.round_trips import in_turn
@@ -46,9 +47,7 @@ from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.client.client import VerifierClient
 from outrider.models.http.answer_text import TextAssembler, TextStyle
 from outrider.models.ingress.sockets import READY_PREFIX
-from outrider.models.picks.sampling import SamplingParams
 from outrider.models.text.tokenizer import Tokenizer
-from outrider.reference import load_prompts
 
 DIRECT: Final = "direct"
 SERVED: Final = "served"
@@ -66,17 +65,7 @@ class Call:
     num_accepted: int
 
 
-Ask = Callable[["Question"], Awaitable[Call]]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt with its seed and length."""
-
-    prompt: str
-    tokens: tuple[int, ...]
-    params: SamplingParams
-    max_tokens: int
+Ask = Callable[[GenerationRequest], Awaitable[Call]]
 
 
 @dataclass(slots=True)
@@ -112,8 +101,8 @@ class Place:
 def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
     """The agent in this process; its commits become text as they arrive."""
 
-    async def ask(question: Question) -> Call:
-        assembler = TextAssembler(tokenizer.detokenizer(context=question.tokens), TextStyle())
+    async def ask(request: GenerationRequest) -> Call:
+        assembler = TextAssembler(tokenizer.detokenizer(context=request.prompt), TextStyle())
         pieces: list[str] = []
         began = time.perf_counter()
         first_s = 0.0
@@ -125,24 +114,22 @@ def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
             if piece:
                 pieces.append(piece)
 
-        result = await agent.generate(
-            GenerationRequest(question.tokens, question.params, question.max_tokens, ignore_eos=True), on_tokens
-        )
+        result = await agent.generate(request, on_tokens)
         pieces.append(assembler.finish())
         return Call("".join(pieces), first_s, time.perf_counter() - began, result.num_accepted)
 
     return ask
 
 
-def ask_endpoint(url: str) -> Ask:
+def ask_endpoint(url: str, tokenizer: Tokenizer) -> Ask:
     """A streamed completion of the local endpoint."""
 
-    async def ask(question: Question) -> Call:
+    async def ask(request: GenerationRequest) -> Call:
         body = {
-            "prompt": question.prompt,
-            "max_tokens": question.max_tokens,
-            "temperature": question.params.temperature,
-            "seed": question.params.seed,
+            "prompt": tokenizer.decode(request.prompt),
+            "max_tokens": request.max_tokens,
+            "temperature": request.params.temperature,
+            "seed": request.params.seed,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -170,21 +157,10 @@ def ask_endpoint(url: str) -> Ask:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def make_questions(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[Question]]:
-    """The questions of each run: other prompts in every run, and one run more, which warms up."""
-    prompts = load_prompts((options.runs + 1) * options.prompts)
-    if len(prompts) < (options.runs + 1) * options.prompts:
-        raise SystemExit(f"there are {len(prompts)} prompts; lower --runs or --prompts")
-    questions = [
-        Question(
-            prompt.text,
-            tuple(tokenizer.encode(prompt.text)),
-            SamplingParams(options.temperature, seed=seed),
-            options.max_tokens,
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
-    return [questions[start : start + options.prompts] for start in range(0, len(questions), options.prompts)]
+def requests_of(options: argparse.Namespace) -> list[list[GenerationRequest]]:
+    """The texts of each run: other prompts in every run, and one run more, which warms up."""
+    found = make_requests(options, (options.runs + 1) * options.prompts)
+    return [found[start : start + options.prompts] for start in range(0, len(found), options.prompts)]
 
 
 @asynccontextmanager
@@ -199,35 +175,39 @@ async def open_ways(lab: Lab, draft: Path, rtt_ms: float) -> AsyncIterator[Mappi
         for mode, drafter in ((Mode.CLOUD_ONLY, None), (Mode.STREAM, lab.drafter)):
             client = await stack.enter_async_context(VerifierClient(url))
             agents[mode] = ask_agent(make_agent(mode, Endpoints([client]), drafter), lab.tokenizer)
-        yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(local)}
+        yield {
+            CLOUD_ONLY: agents[Mode.CLOUD_ONLY],
+            DIRECT: agents[Mode.STREAM],
+            SERVED: ask_endpoint(local, lab.tokenizer),
+        }
 
 
 async def measure(
     lab: Lab,
     draft: Path,
     rtts_ms: Sequence[float],
-    questions: Sequence[Sequence[Question]],
+    requests: Sequence[Sequence[GenerationRequest]],
     on_run: Callable[[], None] = lambda: None,
 ) -> list[Place]:
-    """All round trips, one after the other. questions: of the warm-up, then of each run."""
+    """All round trips, one after the other. requests: of the warm-up, then of each run."""
     places = []
     for rtt_ms in rtts_ms:
         places.append(place := Place(rtt_ms))
         async with open_ways(lab, draft, rtt_ms) as ways:
             for ask in ways.values():  # warms up connections, and what agents have measured
-                for question in questions[0]:
-                    await ask(replace(question, max_tokens=min(32, question.max_tokens)))
-            for index, run in enumerate(questions[1:]):
+                for request in requests[0]:
+                    await ask(replace(request, max_tokens=min(32, request.max_tokens)))
+            for index, run in enumerate(requests[1:]):
                 await _run(place, ways, run, index)
                 on_run()
     return places
 
 
-async def _run(place: Place, ways: Mapping[str, Ask], questions: Sequence[Question], index: int) -> None:
+async def _run(place: Place, ways: Mapping[str, Ask], requests: Sequence[GenerationRequest], index: int) -> None:
     calls: dict[str, list[Call]] = {name: [] for name in ways}
-    for name, question in in_turn(list(ways), questions, index):
-        calls[name].append(await ways[name](question))
-    num_tokens = sum(question.max_tokens for question in questions)
+    for name, request in in_turn(list(ways), requests, index):
+        calls[name].append(await ways[name](request))
+    num_tokens = sum(request.max_tokens for request in requests)
     for name, found in calls.items():
         way = place.ways[name]
         way.rates.append(num_tokens / sum(call.total_s for call in found))
@@ -295,8 +275,8 @@ def main() -> int:
     with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab, bars as progress:
         console.print(lab.cores.note, highlight=False)
         task = progress.add_task("runs", total=options.runs * len(options.rtt_ms))
-        questions = make_questions(options, lab.tokenizer)
-        places = asyncio.run(measure(lab, pair.draft, options.rtt_ms, questions, lambda: progress.advance(task)))
+        texts = requests_of(options)
+        places = asyncio.run(measure(lab, pair.draft, options.rtt_ms, texts, lambda: progress.advance(task)))
     show(console, places)
     missed = [miss for place in places for miss in misses(place)]
     facts = {"widen_mb": options.widen, "temperature": options.temperature}

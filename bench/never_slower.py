@@ -51,7 +51,6 @@ from bench.round_trips import (
     measure,
     measured_extra_ms,
 )
-from bench.simulate import patient
 from rich.console import Console
 from rich.progress import Progress
 
@@ -60,7 +59,6 @@ from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.trees import Outcome, path, simulate
 from outrider.export.report.simulation.world import Form, Plan, Times
-from outrider.models.bundle.speed_up import Reach
 
 FLOOR, OF_COMPUTED = 0.97, 0.9
 TREE_BOUNDS: Final = {10.0: 1.5, 50.0: 1.2}
@@ -71,14 +69,11 @@ SHORT: Final = {STOP_AND_WAIT: "stop-and-wait", WRONG: "always wrong", LOOKUP: "
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What the simulation reaches with the measured ranks and times. patient: `bench.simulate`'s path, from stream
-    mode's acceptance alone.
-    """
+    """What the simulation reaches with the measured ranks and times."""
 
     times: Times
     path: Outcome
     tree: Outcome
-    patient: Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +126,6 @@ def _computed(place: Place, ranks: Ranks | None, extra_ms: float, form: Form) ->
         times,
         simulate(ranks, alone, place.rtt_ms, path(plan)),
         simulate(ranks, times, place.rtt_ms, plan),
-        patient(place.setting(extra_ms)),
     )
 
 
@@ -230,8 +224,8 @@ def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[C
             console.print(
                 f"RTT {found.place.rtt_ms:g}: step {t.step_ms:.1f} ms, {t.extra_ms:.2f} ms more per verified node, "
                 f"draft {t.draft_ms:.2f} ms, at most {t.nodes_per_call} nodes a call ({t.call_extra:.2f} of one each); "
-                f"path's acceptance {found.place.cells[PATH].acceptance:.3f}: {c.patient.speed_up:.2f}x by "
-                f"bench.simulate; computed tree: {c.tree.passes:.2f} passes, {c.tree.sent:.0f} nodes sent, "
+                f"path's acceptance {found.place.cells[PATH].acceptance:.3f}; "
+                f"computed tree: {c.tree.passes:.2f} passes, {c.tree.sent:.0f} nodes sent, "
                 f"{c.tree.bytes_up:.0f} B up per token; {found.num_different} texts differ",
                 style="dim",
                 highlight=False,

@@ -12,27 +12,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from bench.beside import open_draft, target_options
-from bench.processes import announce
+from bench.emulated import serve
 from bench.report import option, parser
 from numpy.typing import NDArray
 
-from outrider.cloud.api.app import create_app
-from outrider.cloud.api.serving import VerifierServer
-from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine import EngineConfig, EngineThread
+from outrider.cloud.engine import EngineConfig
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.child_process import child_process
 from outrider.export.make.pair import PairPaths
 from outrider.models.bundle.bundle import Bundle
-from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
 Logits = NDArray[np.float32]
 
@@ -46,70 +42,31 @@ class Pace:
     draft: float
 
 
-class PacedTarget:
-    """Another target, a `BatchRuntime` that verifies no trees."""
+class Paced:
+    """A target that verifies no trees, or a draft that runs one node a call: each lasts for its time at least."""
 
-    def __init__(self, inner: BatchRuntime, pace: Pace) -> None:
-        self._inner, self._step_s, self._extra_s = inner, pace.step / 1e3, pace.extra / 1e3
+    def __init__(self, inner: Any, step_ms: float, extra_ms: float = 0.0) -> None:
+        self._inner, self._step_s, self._extra_s = inner, step_ms / 1e3, extra_ms / 1e3
 
-    @property
-    def limits(self) -> ModelLimits:
-        """The inner target's."""
-        return self._inner.limits
-
-    @property
-    def block_size(self) -> int:
-        """The inner target's."""
-        return self._inner.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """The inner target's."""
-        return self._inner.num_blocks
+    def __getattr__(self, name: str) -> Any:
+        # No more: what a runtime can beside these has no pace.
+        if name not in ("limits", "block_size", "num_blocks", "length", "truncate", "close"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
 
     def forward(self, batch: Sequence[SequenceSlice]) -> Logits:
-        """One step."""
-        due_s = time.perf_counter() + self._step_s
-        due_s += self._extra_s * (sum(len(item.tokens) for item in batch) - 1)
-        rows = self._inner.forward(batch)
+        """One step of the target."""
+        due_s = time.perf_counter() + self._step_s + self._extra_s * (sum(len(item.tokens) for item in batch) - 1)
+        rows: Logits = self._inner.forward(batch)
         time.sleep(max(0.0, due_s - time.perf_counter()))
         return rows
 
-    def close(self) -> None:
-        """Closes the inner target."""
-        self._inner.close()
-
-
-class PacedDraft:
-    """Another draft, a `SequenceRuntime` that runs one node a call."""
-
-    def __init__(self, inner: SequenceRuntime, pace: Pace) -> None:
-        self._inner, self._call_s = inner, pace.draft / 1e3
-
-    @property
-    def limits(self) -> ModelLimits:
-        """The inner draft's."""
-        return self._inner.limits
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence."""
-        return self._inner.length
-
     def extend(self, tokens: Sequence[int]) -> Logits:
-        """Appends tokens; returns the logits after the last one."""
-        due_s = time.perf_counter() + self._call_s
-        row = self._inner.extend(tokens)
+        """One call of the draft."""
+        due_s = time.perf_counter() + self._step_s
+        row: Logits = self._inner.extend(tokens)
         time.sleep(max(0.0, due_s - time.perf_counter()))
         return row
-
-    def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on."""
-        self._inner.truncate(length)
-
-    def close(self) -> None:
-        """Closes the inner draft."""
-        self._inner.close()
 
 
 @contextmanager
@@ -118,7 +75,7 @@ def open_paced(pair: PairPaths, pace: Pace) -> Iterator[tuple[str, ModelDrafter]
     times = ["--step-ms", str(pace.step), "--extra-ms", str(pace.extra)]
     with child_process(["-m", "bench.paced_pair", str(pair.target), *times], ready_prefix=READY_PREFIX) as url:
         runtime, num_ids = open_draft(pair.draft)
-        drafter = ModelDrafter(PacedDraft(runtime, pace), num_ids)
+        drafter = ModelDrafter(cast(SequenceRuntime, Paced(runtime, pace.draft)), num_ids)
         try:
             yield url, drafter
         finally:
@@ -138,13 +95,8 @@ def main() -> None:
     bundle = Bundle.open(options.target)
     runtime_options = replace(target_options(bundle), num_threads=1)
     inner = open_batch_runtime(bundle.manifest.runtime, bundle.model_file, runtime_options)
-    pace = Pace(options.step_ms, options.extra_ms, 0.0)
-    engine = EngineThread(PacedTarget(inner, pace), EngineConfig(looks_up=True))
-    engine.calibrate()
-    engine.start()
-    app = create_app(engine, ServedModel("paced", bundle.tokenizer(), frozenset()))
-    relieve_collector()  # as `serve` does: a full collection of what is loaded takes 70 to 200 ms
-    announce(partial(VerifierServer, app))
+    target = Paced(inner, options.step_ms, options.extra_ms)
+    serve(cast(BatchRuntime, target), EngineConfig(looks_up=True))
 
 
 if __name__ == "__main__":

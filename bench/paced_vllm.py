@@ -12,6 +12,8 @@ import sys
 import time
 from typing import Any, Final
 
+from bench.report import option, parser
+
 from outrider.cloud.vllm import options
 from outrider.cloud.vllm.scheduler import OutriderScheduler
 
@@ -38,13 +40,9 @@ def main() -> None:
     """The command."""
     from outrider.cloud.server.main import main as serve
 
-    arguments, pace = sys.argv[1:], {"--step-ms": "0", "--extra-ms": "0"}
-    for name in pace:
-        if name in arguments:
-            at = arguments.index(name)
-            pace[name] = arguments[at + 1]
-            del arguments[at : at + 2]
-    os.environ[_VARIABLE] = ",".join(pace.values())
+    cli = parser(__doc__, {"--step-ms": option(0.0), "--extra-ms": option(0.0)})
+    pace, arguments = cli.parse_known_args()
+    os.environ[_VARIABLE] = f"{pace.step_ms},{pace.extra_ms}"
     options.SCHEDULER = "bench.paced_vllm.PacedScheduler"  # type: ignore[misc]
     sys.argv = ["outrider-cloud", "serve", *arguments]
     serve()

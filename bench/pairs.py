@@ -107,8 +107,11 @@ def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[S
         yield Subject(lab.url, lab.cores, lab.drafter, num_ids, turns, lookup_url)
 
 
-def make_requests(options: argparse.Namespace) -> list[GenerationRequest]:
-    """Held-out prompts, each with its own seed."""
+def make_requests(options: argparse.Namespace, count: int | None = None) -> list[GenerationRequest]:
+    """Held-out prompts, each with its own seed. count: how many, where not `--prompts`. Raises SystemExit."""
+    count = count or options.prompts
+    if len(prompts := load_prompts(count)) < count:
+        raise SystemExit(f"there are {len(prompts)} prompts, {count} are asked for")
     tokenizer = Tokenizer.from_dir(target_dir())
     return [
         GenerationRequest(
@@ -118,5 +121,5 @@ def make_requests(options: argparse.Namespace) -> list[GenerationRequest]:
             stop_ids=frozenset(),
             ignore_eos=True,
         )
-        for seed, prompt in enumerate(load_prompts(options.prompts))
+        for seed, prompt in enumerate(prompts)
     ]

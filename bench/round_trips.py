@@ -32,7 +32,6 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.check.acceptance import Continuation
 from outrider.export.report.simulation.ranks import Ranks
 from outrider.export.report.simulation.world import Times
-from outrider.models.bundle.speed_up import Setting
 
 _R = TypeVar("_R")
 PATH: Final = "path"
@@ -218,11 +217,6 @@ class Place:
             nodes_per_call=most,
             call_extra=max(0.0, (most_ms / one_ms - 1.0) / (most - 1)) if most > 1 else 0.0,
         )
-
-    def setting(self, extra_ms: float) -> Setting:
-        """The same for `bench.simulate`, which knows one path and its acceptance."""
-        times = self.times(extra_ms, PATH)
-        return Setting(self.cells[PATH].acceptance, times.draft_ms, times.step_ms, extra_ms, self.rtt_ms)
 
 
 def measured_extra_ms(places: Sequence[Place]) -> float:
