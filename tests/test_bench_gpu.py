@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from bench.gpu import __main__ as command
-from bench.gpu import exact, load, needs, round_trips, steps
+from bench.gpu import exact, host, load, needs, round_trips, steps
 from bench.gpu.needs import Found, Need
 from bench.gpu.place import SMALL, Run
-from tests.launches import num_launches
 
 from outrider.export.check.runner import where_to_check
 from outrider.export.make.pair import PairPaths
@@ -72,8 +71,8 @@ def test_what_has_no_time_is_named(made: Path, tmp_path: Path) -> None:
 
 def test_a_step_needs_few_launches_beside_its_graph() -> None:
     """As many for a tree as for one token each."""
-    counts = {num_launches(parents) for parents in ((), (-1, 0, 1, 2), (-1, -1, 0, 0, 1, 2, 2))}
-    assert len(counts) == 1 and max(counts) < 40
+    counts = {host.launches(host.PLAIN, parents) for parents in host.TREES}
+    assert len(counts) == 1 and max(counts) < host.MOST_LAUNCHES
 
 
 def test_steps_are_timed_against_the_floor(made: Path, tmp_path: Path) -> None:
