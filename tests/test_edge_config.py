@@ -248,8 +248,7 @@ def test_a_run_sends_the_endpoints_key(config: Path, fake_bundle: Path, outrider
         assert "requires an API key" in outrider(*command, code=2).err
         config.write_text(f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n", encoding="utf-8")
         outrider(*command)
-    endpoints = read_endpoints(read_config())
-    assert endpoints[0].key_file == str(config.parent / "cloud.key")
+    assert read_endpoints(read_config())[0].key_file == str(config.parent / "cloud.key")
 
 
 def test_a_key_and_a_key_file_from_one_place_are_refused(
@@ -269,9 +268,8 @@ def test_a_key_and_a_key_file_from_one_place_are_refused(
 
 def test_variables_that_no_option_has_are_found(config: Path) -> None:
     """With the closest name that one has."""
-    group = commands_group()
     environment = {"OUTRIDER_RUN_MAX_TOKNS": "3", "OUTRIDER_SEED": "3", "OUTRIDER_CACHE": "x", "HOME": "x"}
-    settings = Settings(group, ConfigFile(config), environment)
+    settings = Settings(commands_group(), ConfigFile(config), environment)
     assert settings.unknown_variables() == {"OUTRIDER_RUN_MAX_TOKNS": "OUTRIDER_RUN_MAX_TOKENS"}
 
 
@@ -351,8 +349,7 @@ def test_a_pull_gets_address_and_key_from_the_file(
             f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n[[endpoint]]\nurl = 'http://127.0.0.1:1'\n",
             encoding="utf-8",
         )
-        pulled = Path(outrider("pull").out.strip())
-        assert pulled.parent == tmp_path / "cache" / "drafts"
+        assert Path(outrider("pull").out.strip()).parent == tmp_path / "cache" / "drafts"
         monkeypatch.setenv("OUTRIDER_CLOUD", f"{server.url} {other.url}")
         assert f"at {server.url}" in outrider("pull", "--list").out
         assert "requires an API key" in outrider("pull", "--cloud", other.url, code=2).err

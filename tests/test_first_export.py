@@ -74,8 +74,7 @@ def test_the_cached_pair_is_printed_as_json(
         return PairPaths(Path("d"), Path("t"))
 
     monkeypatch.setattr(export_cli, "export_reference_pair", export)
-    choice = DraftChoice(emulate_npu=True)
-    assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(choice))) == 0
+    assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(DraftChoice(emulate_npu=True)))) == 0
     assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
     assert (seen["widen_mb"], seen["target_precision"]) == (700.0, "fp32")
     assert seen["draft"] == ExportOptions("draft", device="npu", static_shapes=NPU_SHAPES)
@@ -85,33 +84,30 @@ def test_the_cached_pair_is_printed_as_json(
     assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
 
 
-REFUSED_BY_CACHE = {
-    "--out": "x", "--ahead-of-time": None, "--npu-platform": "NPU4000", "--target-device": "gpu", "--extra-ms": "1",
-    "--target-runtime": "torch", "--prompts": "x.json", "--chat": None, "--step-ms": "15", "--sweep": None,
-    "--rtt-ms": "20", "--keep": None, "--force": None, "--threads": "2", "--overwrite": None,
-    "--same-tokenizer": None,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("option", REFUSED_BY_CACHE)
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        *((option, option) for option in ("--ahead-of-time", "--chat", "--sweep", "--keep", "--force", "--overwrite")),
+        ("--same-tokenizer", "--same-tokenizer"),
+        ("--out x", "--out"),
+        ("--npu-platform NPU4000", "--npu-platform"),
+        ("--target-device gpu", "--target-device"),
+        ("--target-runtime torch", "--target-runtime"),
+        ("--prompts x.json", "--prompts"),
+        ("--step-ms 15", "--step-ms"),
+        ("--extra-ms 1", "--extra-ms"),
+        ("--rtt-ms 20", "--rtt-ms"),
+        ("--threads 2", "--threads"),
+        ("--threads 0 --out bundles", "--out, --threads"),  # also one that is given with its default
+    ],
+)
 def test_the_cached_pair_refuses_options_that_it_would_drop(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, refused: str
 ) -> None:
     """By name, in one message, before any work."""
     monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
-    value = REFUSED_BY_CACHE[option]
-    given = [option] if value is None else [option, value]
-    assert run_export(monkeypatch, "pair", "reference", "--cached", "--widen", "0", *given) == 2
-    assert f"--cached does not take {option}; leave out" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_cached_pair_names_every_option_that_it_refuses(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also one that is given with its default."""
-    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
-    assert run_export(monkeypatch, "pair", "--cached", "--threads", "0", "--out", "bundles") == 2
-    assert "--cached does not take --out, --threads;" in " ".join(capsys.readouterr().err.split())
+    assert run_export(monkeypatch, "pair", "reference", "--cached", "--widen", "0", *words.split()) == 2
+    assert f"--cached does not take {refused}; leave out" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:

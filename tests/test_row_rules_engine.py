@@ -64,8 +64,7 @@ def test_the_text_is_that_of_the_plainest_loop_whatever_was_drafted(name: str, k
     """A right draft, a wrong one, none; also where the runtime picks by itself."""
     expected = truth(PROMPTS[1], RULES[name])
     assert expected != truth(PROMPTS[1], ProcessorOptions())
-    wrong = [*expected[:3], (expected[3] + 1) % VOCAB, *expected[4:6]]
-    for draft in ((), expected[:8], wrong):
+    for draft in ((), expected[:8], [*expected[:3], (expected[3] + 1) % VOCAB, *expected[4:6]]):
         engine, found = Engine(kind(vocab_size=VOCAB), EngineConfig(policy=Policy.VERIFY)), Collector()
         engine.submit(request(RULES[name], draft=tuple(draft)), found)
         run(engine)
@@ -124,8 +123,7 @@ def test_preemption_leaves_the_states_where_the_text_is(kind: type[FakeBatchRunt
 def test_a_failed_step_leaves_the_states_where_the_text_is(kind: type[FakeBatchRuntime]) -> None:
     """The others of the step run again, apart."""
     expected = [truth(prompt, RULES["penalties"]) for prompt in PROMPTS[:2]]
-    used = {token for texts in (PROMPTS[:2], expected) for text in texts for token in text}
-    fatal = min(set(range(VOCAB)) - used)
+    fatal = min(set(range(VOCAB)).difference(*PROMPTS[:2], *expected))
     harness = Harness(kind=kind, fail_on_token=fatal)
     found = [Collector() for _ in expected]
     for prompt, sink in zip(PROMPTS, found, strict=False):
