@@ -101,8 +101,7 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on() -> None:
             raise PeerFailed("no more")
         return text(request.prompt)
 
-    ways = {"a": (works, "a"), "b": (ends, "a")}
-    found, failed = asyncio.run(compare(ways, [REQUEST, REQUEST], 1))
+    found, failed = asyncio.run(compare({"a": (works, "a"), "b": (ends, "a")}, [REQUEST, REQUEST], 1))
     assert failed == {"b": "no more"} and list(found) == ["a"] and len(found["a"].tokens) == 2
 
 

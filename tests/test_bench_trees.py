@@ -39,8 +39,7 @@ def test_the_draft_beside_the_target_writes_the_targets_text(stop: Stop) -> None
 
 def test_a_round_by_gaps_drafts_at_least_once_and_stops_at_the_floor() -> None:
     """A floor that no path reaches drafts one token and looks at the second."""
-    turns = Turns(*EmulatedPair(NO_TIME)())
-    found = turns.generate([5, 6, 7], PARAMS, 30, Stop(floor=1.0))
+    found = Turns(*EmulatedPair(NO_TIME)()).generate([5, 6, 7], PARAMS, 30, Stop(floor=1.0))
     rounds = found.num_passes - 1
     assert rounds <= found.num_drafted <= 2 * rounds
 
@@ -110,8 +109,7 @@ def _comparison(rtt_ms: float, **speed_ups: float) -> Comparison:
 
 def test_bounds_hold_tree_against_path_and_cloud_only() -> None:
     """1.15 over the path at 50 ms, and the floor for an always-wrong tree."""
-    good = _comparison(50.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})
-    assert misses(good) == []
+    assert misses(_comparison(50.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})) == []
     slow = _comparison(50.0, **{PATH: 1.6, TREE: 1.8, WRONG: 1.0})
     assert misses(slow) == ["RTT 50 ms: tree over path is 1.125, expected at least 1.15"]
     wrong = _comparison(50.0, **{PATH: 1.5, TREE: 1.8, WRONG: 0.96})
@@ -143,5 +141,4 @@ def test_the_attackers_trees_are_valid_messages() -> None:
     assert deep.parents == [ROOT, *range(10, 521)] and set(deep.levels) == {15}
     wide = decode_tree(tree_bytes(3, 10, fan(512, rng)))
     assert set(wide.parents) == {ROOT} and len(set(wide.tokens)) == 512
-    far = decode_tree(tree_bytes(0, 2_000_000, [(7, 1_000_000)]))
-    assert far.parents == [1_000_000]
+    assert decode_tree(tree_bytes(0, 2_000_000, [(7, 1_000_000)])).parents == [1_000_000]

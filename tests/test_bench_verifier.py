@@ -1,15 +1,19 @@
-"""Tests how benchmarks choose their verifier: by engine and interpreter."""
+"""Tests how benchmarks choose their verifier, by engine and interpreter, and the processes that they start."""
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from bench.pairs import PAIR_OPTIONS, open_pair
+from bench.processes import Program, started
 from bench.report import parser
 from bench.verifier import VLLM, Verifier, make_verifier
 
 from outrider.models.errors import ConfigError
+from outrider.models.ingress.sockets import READY_PREFIX
 
 
 def test_the_embedded_engine_needs_nothing() -> None:
@@ -33,3 +37,15 @@ def test_what_vllm_cannot_be_compared_with_is_refused() -> None:
     options = parser(None, PAIR_OPTIONS).parse_args(["--engine", "vllm", "--server", sys.executable])
     with pytest.raises(ConfigError, match="--leave-out beside"), open_pair(options, beside=True):
         pass
+
+
+SERVER = f"print({READY_PREFIX!r} + 'http://127.0.0.1:9', flush=True); import time; time.sleep(600)"
+
+
+@pytest.mark.skipif(not os.access("/proc/self/autogroup", os.W_OK), reason="sessions have no nice level here")
+def test_a_session_has_the_nice_level_of_its_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where `nice` alone would not reach: Linux shares the processors between sessions first."""
+    for level in (0, 7):
+        monkeypatch.setattr(os, "getpriority", lambda which, who, level=level: level)
+        with started(Program(["-c", SERVER], tmp_path / "log")) as program:
+            assert Path(f"/proc/{program.pid}/autogroup").read_text().split()[-2:] == ["nice", str(level)]

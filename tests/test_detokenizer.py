@@ -169,8 +169,7 @@ def test_text_after_a_prompt_goes_on_where_the_prompt_ended(
 
 def test_a_character_of_four_tokens_appears_with_its_last(tokenizer: Tokenizer) -> None:
     """An emoji outside the vocabulary is bytes; it is shown with the last of them."""
-    ids = tokenizer.encode("😀")
-    pieces = stream(tokenizer, ids)
+    pieces = stream(tokenizer, tokenizer.encode("😀"))
     assert "".join(pieces).strip() == "😀"
     assert [piece for piece in pieces if piece.strip()] == ["😀"]
 

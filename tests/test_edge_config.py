@@ -19,8 +19,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints, read_key_file
-from outrider.edge.setup.settings import Settings, expectation
-from outrider.models.client.address import without_password
+from outrider.edge.setup.settings import Settings
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
 
@@ -271,18 +270,6 @@ def test_variables_that_no_option_has_are_found(config: Path) -> None:
     environment = {"OUTRIDER_RUN_MAX_TOKNS": "3", "OUTRIDER_SEED": "3", "OUTRIDER_CACHE": "x", "HOME": "x"}
     settings = Settings(commands_group(), ConfigFile(config), environment)
     assert settings.unknown_variables() == {"OUTRIDER_RUN_MAX_TOKNS": "OUTRIDER_RUN_MAX_TOKENS"}
-
-
-def test_addresses_are_shown_without_passwords() -> None:
-    """User name and password both."""
-    assert without_password("https://me:secret@a.example:8/x") == "https://***@a.example:8/x"
-    assert without_password("http://a") == "http://a" and "secret" not in without_password("http://[me:secret@x")
-
-
-def test_expectations_are_words() -> None:
-    """For ranges of both ends."""
-    assert expectation(click.Option(["--x"], type=click.IntRange(2, 512))) == "a whole number, at least 2, at most 512"
-    assert expectation(click.Option(["--x"], type=click.FloatRange(max=1.5))) == "a number, at most 1.5"
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from filelock import FileLock
 from tests.export_cli import run_export
-from tests.tiny_models import SAMPLE_TEXT, copy_source, make_tiny_tokenizer, make_unlike_pair
+from tests.tiny_models import SAMPLE_TEXT, copy_source, make_tiny_model, make_tiny_tokenizer, make_unlike_pair
 
 from outrider.export.check.acceptance import continue_prompts, measure_ranks, summarize
 from outrider.export.convert import openvino_ir
@@ -29,10 +30,12 @@ from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import read_source
 from outrider.models.bundle.bundle import Bundle
+from outrider.models.bundle.manifest import Device, Precision
 from outrider.models.cache_folder import default_cache_dir
 from outrider.models.errors import BundleError, ExportError, TokenizerMismatch
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.base import TORCH_DTYPES, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.torch_paged import TorchPagedRuntime
 
 
 @pytest.fixture(scope="module")
@@ -258,8 +261,7 @@ def test_drafts_for_one_target_share_it(sources: PairPaths, tmp_path: Path, coun
     npu = export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", device="npu"))
     assert first.target == onnx.target == npu.target
     assert counted_exports == [first.target, first.draft, onnx.draft, npu.draft] and len(set(counted_exports)) == 4
-    named = ExportOptions("draft", "int8", "openvino")
-    assert export_reference_pair(tmp_path, source=sources, draft=named) == first
+    assert export_reference_pair(tmp_path, source=sources, draft=ExportOptions("draft", "int8", "openvino")) == first
     assert len(counted_exports) == 4
 
 
@@ -340,3 +342,40 @@ def test_an_existing_bundle_is_not_replaced_unasked(pair: tuple[Bundle, Bundle],
     with pytest.raises(BundleError, match="--overwrite"):
         export_model(sources.draft, pair[0].path, ExportOptions("draft"), events.append)
     assert not events
+
+
+@pytest.mark.parametrize(("device", "precision"), [("cpu", "bf16"), ("gpu", "int8")])
+def test_a_torch_target_is_cast_and_checked_in_its_precision(
+    device: Device, precision: Precision, sources: PairPaths, tmp_path: Path
+) -> None:
+    """Safetensors with a config that says what they are now; INT8 is made of them when they are loaded."""
+    options = ExportOptions("target", precision, "torch", device=device)
+    bundle = export_model(sources.target, tmp_path / precision, options)
+    assert (bundle.manifest.format, bundle.manifest.runtime) == ("safetensors", "torch")
+    assert bundle.manifest.precision == precision
+    assert (bundle.manifest.quantization is not None) is (precision == "int8")
+    loading = RuntimeOptions(kv_cache_bytes=1 << 20, properties={"dtype": TORCH_DTYPES[precision]})
+    with closing(TorchPagedRuntime(bundle.path, loading)) as runtime:
+        assert ("linear layers in INT8" in runtime.description) is (precision == "int8")
+    assert json.loads((bundle.path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert max(stage.max_delta for stage in bundle.manifest.report.parity.stages) > 1e-3
+    assert bundle.model_file == bundle.path
+
+
+def test_int8_leaves_a_mixtures_router(tmp_path: Path) -> None:
+    """DeepSeek V2 reads its router's weights without calling it; rounded, it would choose other experts."""
+    path = make_tiny_model("deepseek_v2", tmp_path / "model", vocab_size=320)
+    rows = []
+    for dtype in ("bf16", "i8"):
+        loading = RuntimeOptions(kv_cache_bytes=1 << 20, properties={"dtype": dtype})
+        with closing(TorchPagedRuntime(path, loading)) as runtime:
+            rows.append(runtime.forward([SequenceSlice(list(range(40)), 0, [0, 1], 40)]).copy())
+    assert 0 < np.abs(rows[0] - rows[1]).mean() < 0.05
+
+
+def test_int8_that_would_change_nothing_is_refused(tmp_path: Path) -> None:
+    """GPT-2's layers are not torch's."""
+    make_tiny_tokenizer(tmp_path / "model")
+    make_tiny_model("gpt2", tmp_path / "model", vocab_size=320)
+    with pytest.raises(ExportError, match="gpt2 has no linear layers of torch's own, so INT8 changes nothing"):
+        export_model(tmp_path / "model", tmp_path / "out", ExportOptions("target", "int8", "torch", device="gpu"))

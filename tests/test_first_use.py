@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +21,6 @@ from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import summary_lines, why_undrafted
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
-from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth
 from outrider.edge.drafting.drafter import NgramDrafter
@@ -176,8 +174,7 @@ def test_modes_are_measured_in_turn() -> None:
     found = compare([result(tokens_per_s=rate) for rate in (80.0, 120.0)], [result(tokens_per_s=40.0)] * 2)
     assert log == ["alone", "drafted", "drafted", "alone"] and rounds == [1, 2]
     assert found.ratios == pytest.approx((2.0, 3.0)) and found.is_same and set(found.typical) == {CLOUD_ONLY, DRAFTED}
-    burst = result(arrival_s=(0.1,) * 40)
-    refused = compare([result(), burst], [result(), result()])
+    refused = compare([result(), result(arrival_s=(0.1,) * 40)], [result(), result()])
     assert refused.ratio is None and refused.why_not == "the text came in one burst"
 
 
@@ -247,8 +244,7 @@ async def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -
     question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
     with pytest.raises(CloudError) as given_up:
         retry = RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0)
-        endpoints = Endpoints([VerifierClient(url)], retry, on_trouble=reported.append)
-        await endpoints.call(lambda client: client.ready())
+        await Endpoints([VerifierClient(url)], retry, on_trouble=reported.append).call(lambda client: client.ready())
     assert reported == [f"{question} Trying again."]
     assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
 
@@ -278,10 +274,9 @@ def test_a_message_begins_on_a_line_of_its_own() -> None:
 def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an empty file on standard input gives it."""
 
-    def export(choice: DraftChoice) -> Path:
-        pytest.fail("an export was started")
-
-    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", export)
+    monkeypatch.setattr(
+        "outrider.edge.cli.draft_source.default_draft", lambda choice: pytest.fail("an export was started")
+    )
     with pytest.raises(ConfigError, match="the prompt is empty"):
         run_once(RunOptions(""), screen()[0], screen()[0])
 

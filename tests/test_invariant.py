@@ -207,8 +207,7 @@ def test_the_verifiers_own_lookup_gives_the_targets_own_text(drafters: list[Draf
 def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:
     """On OpenVINO, cloud in its own process: a near-tie in float32 explains every difference."""
     with open_lab(reference_pair.target, reference_pair.draft, cloud_options=(*ALIKE, "--recent")) as lab:
-        options = argparse.Namespace(prompts=2, max_tokens=16, workers=2)
-        counts = measure(lab, options, Console(quiet=True))
+        counts = measure(lab, argparse.Namespace(prompts=2, max_tokens=16, workers=2), Console(quiet=True))
     cells = [count for by_mode in counts.values() for count in by_mode.values()]
     assert len(cells) == len(SAMPLINGS) * len(MODES)
     assert all(count.num_texts == 2 and count.num_tokens > 0 for count in cells)

@@ -108,8 +108,7 @@ def test_the_split_is_deterministic_and_disjoint() -> None:
     """Whole files are held out, the same ones in any order of reading, and none is in both halves."""
     files = [SourceFile(f"m{index}.py", "x = 1\n" * (1500 + index)) for index in range(40)]
     corpus = split(files, num_heldout=5)
-    again = split(files[::-1], num_heldout=5)
-    assert {file.path for file in corpus.heldout} == {file.path for file in again.heldout}
+    assert {file.path for file in corpus.heldout} == {file.path for file in split(files[::-1], num_heldout=5).heldout}
     assert len(corpus.heldout) == 5
     assert not {file.path for file in corpus.heldout} & {file.path for file in corpus.train}
     assert len(corpus.train) + len(corpus.heldout) == 40
@@ -145,8 +144,7 @@ def test_prompts_show_the_signature_and_leave_something_to_write() -> None:
 
 def test_the_card_shows_the_stored_numbers() -> None:
     """MODEL_CARD.md is what `card` renders from metrics.json and training.json, so it cannot go stale."""
-    card = pytest.importorskip("training.card")
-    rendered = card.render(stored("metrics.json"), stored("training.json"))
+    rendered = pytest.importorskip("training.card").render(stored("metrics.json"), stored("training.json"))
     assert (HERE / "MODEL_CARD.md").read_text(encoding="utf-8") == rendered
 
 

@@ -201,8 +201,7 @@ def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
 
 def test_the_coin_is_pinned_to_the_bit() -> None:
     """A second stream: other implementations must toss the same."""
-    found = [coin(seed, position) for seed, position in ((0, 0), (7, 0), (7, 1), (2**63 - 1, 4095))]
-    assert found == GOLDEN_COINS
+    assert [coin(seed, position) for seed, position in ((0, 0), (7, 0), (7, 1), (2**63 - 1, 4095))] == GOLDEN_COINS
 
 
 GOLDEN_COINS = [0.29721999892903184, 0.9349542191484321, 0.36766740234160067, 0.021071590597618095]

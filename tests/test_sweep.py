@@ -210,14 +210,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("llama", directory, vocab_size=320)
 
 
-@pytest.fixture(scope="module")
-def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model with the same tokenizer."""
-    directory = tmp_path_factory.mktemp("sources") / "stranger"
-    make_tiny_tokenizer(directory)
-    return make_tiny_model("llama", directory, vocab_size=320, seed=5)
-
-
 TARGET = ExportOptions("target", "fp32", "torch", num_threads=1)
 """The quickest to make."""
 
@@ -294,14 +286,6 @@ def test_where_nothing_can_be_made_every_reason_is_told(
             tmp_path / "out",
             options=PairOptions(ExportOptions("draft", "int4", "onnxruntime"), TARGET),
         )
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_sweep_of_drafts_that_do_not_agree_is_refused(stranger: Path, model: Path, tmp_path: Path) -> None:
-    """With the best of their figures; nothing is written, also nothing of what would have been kept."""
-    drafts = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
-    with pytest.raises(ExportError, match=r"onnxruntime fp32, the best of 1\).*expected at least 0\.3"):
-        sweep_pair(stranger, model, tmp_path / "out", options=PairOptions(drafts, TARGET), keeps_all=True)
     assert not (tmp_path / "out").exists()
 
 
