@@ -188,6 +188,27 @@ def test_a_target_without_a_template_takes_no_messages() -> None:
         assert local.text()
 
 
+def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one finishes it; the text after that begins there."""
+    monkeypatch.setattr("outrider.edge.link.fleet.CLEARLY", 1e9)  # times of this machine do not choose
+    gate = StepGate()
+    with (
+        serve_fake(config=SURE, gate=gate) as first,
+        serve_local([first.url, cloud.url]) as local,
+        httpx.Client(timeout=30.0) as client,
+    ):
+        gate.allow(3)
+        with client.stream("POST", f"{local.url}/v1/completions", json=body(stream=True)) as answer:
+            lines = answer.iter_lines()
+            got = [next(lines)]
+            first.server.begin_drain(0.0)
+            gate.open()
+            got += list(lines)
+        events = [json.loads(line[6:]) for line in got if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == expected()
+        assert local.core.upstream.fleet.ranked()[0].url == cloud.url
+
+
 def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:
     """One text's draft fails; its text is whole, and the sequence drafts again for the next."""
     fails, calls = threading.Event(), list[int]()
