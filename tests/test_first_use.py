@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.agents import nowhere, scripted_client
+from tests.agents import scripted_client
 from tests.commands import screen
 from tests.serving import fake_tokenizer, serve_fake
 
@@ -40,7 +40,7 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Sou
 from outrider.models.client.client import VerifierClient, verifier_url
 from outrider.models.errors import CloudError, ConfigError
 from outrider.models.picks.sampling import SamplingParams
-from outrider.models.process.machine_load import Counters, MachineLoad, read_counters
+from outrider.models.process.machine_load import MachineLoad, read_counters
 
 
 def result(num_tokens: int = 40, tokens_per_s: float = 50.0, **changes: Any) -> GenerationResult:
@@ -194,22 +194,6 @@ def test_a_server_on_this_machine_is_not_somebody_else() -> None:
     assert plain.warning() is None  # too short to be judged
 
 
-def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the counters give to others is less by what the servers used meanwhile; never below nothing."""
-    load = MachineLoad([1])
-    readings = iter(
-        Counters(clock_s=clock_s, busy_s=(busy_s,), stolen_s=(0.0,), own_s=spent_s, processors=frozenset({0}))
-        for clock_s, busy_s, spent_s in ((0.0, 0.0, 5.0), (10.0, 4.0, 8.0), (10.0, 4.0, 8.0), (20.0, 4.5, 9.0))
-    )
-    monkeypatch.setattr("outrider.models.process.machine_load.read_counters", lambda beside: next(readings))
-    with load:
-        pass
-    assert load.other_share == pytest.approx(0.1)  # 4 s were busy, 3 of them the server's, in 10
-    with load:
-        pass
-    assert load.other_share == pytest.approx(0.05)
-
-
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
@@ -235,18 +219,6 @@ def test_what_is_no_address_is_refused(wrong: str) -> None:
     """In words that show what was given."""
     with pytest.raises(ConfigError, match="expected http://host:port"):
         verifier_url(wrong)
-
-
-async def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None:
-    """At once, once, and again when it is given up."""
-    url, reported = nowhere(), list[str]()
-
-    question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
-    with pytest.raises(CloudError) as given_up:
-        retry = RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0)
-        await Endpoints([VerifierClient(url)], retry, on_trouble=reported.append).call(lambda client: client.ready())
-    assert reported == [f"{question} Trying again."]
-    assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
 
 
 async def test_trouble_of_another_kind_is_reported_as_it_is() -> None:

@@ -30,6 +30,7 @@ from outrider.models.process import with_parent
 from outrider.models.process.child_command import run_child_command
 
 TIMEOUT_S = 120.0
+pytestmark = pytest.mark.usefixtures("signals_reach_children")
 
 
 def command(name: str, pair: PairPaths, *more: str) -> list[str]:
@@ -189,7 +190,6 @@ def test_the_draft_beside_the_target_is_taken(tmp_path: Path) -> None:
         assert _bundles(ChatOptions(target=str(target), draft=given), str(target), about) == (target, taken)
 
 
-pytestmark = pytest.mark.usefixtures("signals_reach_children")
 STUBBORN = """
 import os, signal, time
 signal.signal(signal.SIGTERM, lambda *_: open({told!r}, 'w').write('told'))

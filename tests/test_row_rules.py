@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -254,9 +255,8 @@ def test_the_first_candidate_is_the_pick(seed: int, temperature: float, top_k: i
         ("xtc_threshold", lambda: ProcessorOptions(xtc_threshold=-0.1)),
     ],
 )
-def test_what_is_out_of_range_is_refused_by_name(name: str, make: object) -> None:
+def test_what_is_out_of_range_is_refused_by_name(name: str, make: Callable[[], object]) -> None:
     """NaN included."""
-    assert callable(make)
     with pytest.raises(SamplingError, match=rf"^{name} "):
         make()
 
