@@ -293,7 +293,8 @@ def test_threads_at_work_give_the_event_loop_its_turn_soon(outrider: Outrider, m
     intervals: list[float] = []
     monkeypatch.setattr("sys.setswitchinterval", intervals.append)
     monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
-    assert intervals == [0.001] and "nowhere" in outrider("serve", "--port", "0", "--draft", "nowhere", code=2).err
+    shown = outrider("serve", "--port", "0", "--draft", "nowhere", code=2)
+    assert intervals == [0.001] and "nowhere" in shown.err
 
 
 @pytest.mark.parametrize(
